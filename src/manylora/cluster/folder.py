@@ -111,25 +111,23 @@ class Folder:
 
 def is_in_use(folder: Path) -> bool:
     """Whether a cluster has the folder whose supervisor lives."""
-    try:
-        with (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+    return _is_free(folder) is False
 
 
 def was_left(folder: Path) -> bool:
     """Whether a cluster had the folder whose supervisor has died: its socket is there, and its lock is free."""
-    if not admin_socket(folder).exists():
-        return False
+    return admin_socket(folder).exists() and _is_free(folder) is True
+
+
+def _is_free(folder: Path) -> bool | None:
+    """Whether no supervisor has the folder's lock; None where that cannot be seen."""
     try:
         with (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

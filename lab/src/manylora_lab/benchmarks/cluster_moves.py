@@ -8,16 +8,14 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from manylora.cluster.admin_link import ask
 from manylora_lab.bench.http_client import HttpClient, HttpFailure
 from manylora_lab.benchmarks.cluster_rig import status_of
 from manylora_lab.benchmarks.cluster_servers import BASE, Server, Servers, prompt_of, times_ms
-from manylora_lab.benchmarks.run_report import Row
+from manylora_lab.benchmarks.run_report import Row, peer_copy_bandwidth
 
 _STREAM_ROWS = 12
 """Tokens of a stream before it is moved, and after that."""
@@ -187,30 +185,7 @@ async def drained(server: Server, servers: Servers, vocab_size: int) -> Row:
 
 def link_rates(is_toy: bool) -> dict[str, float]:
     """Bytes a second of a large copy from the first GPU to the second: by itself, and through the host."""
-    size, repeats = (2**22, 3) if is_toy else (2**30, 5)
-    devices = ["cpu", "cpu"] if is_toy else ["cuda:0", "cuda:1"]
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for device in devices)
-    host = torch.ones(size, dtype=torch.uint8, pin_memory=not is_toy)
-
-    def through_host() -> None:
-        host.copy_(source)
-        target.copy_(host)
-
-    def wait() -> None:
-        for number in range(0 if is_toy else 2):
-            torch.cuda.synchronize(number)
-
-    found = {}
-    ways: dict[str, Callable[[], object]] = {
-        "gpu_to_gpu": lambda: target.copy_(source),
-        "through_host": through_host,
+    return {
+        "gpu_to_gpu": peer_copy_bandwidth(is_toy),
+        "through_host": peer_copy_bandwidth(is_toy, through_host=True),
     }
-    for name, copy in ways.items():
-        copy()
-        wait()
-        began_s = time.perf_counter()
-        for _ in range(repeats):
-            copy()
-        wait()
-        found[name] = repeats * size / (time.perf_counter() - began_s)
-    return found

@@ -23,7 +23,7 @@ import torch.distributed
 
 from manylora.devices.group_peers import GroupPeers
 from manylora.executor.ranks.start import ENVIRONMENT
-from manylora_lab.benchmarks.run_report import Row, copy_bandwidth, replace
+from manylora_lab.benchmarks.run_report import Row, copy_bandwidth, peer_copy_bandwidth, replace
 
 COUNT = 2
 SIZES = tuple(2**power for power in range(13, 27))
@@ -113,22 +113,6 @@ def graph_times(operation: Callable[[], object]) -> Row:
         "graph_us": 1e3 * float(begin.elapsed_time(end)) / (CAPTURED * REPLAYS),
         "graph_kib": held_bytes / CAPTURED / 1024,
     }
-
-
-def peer_copy_bandwidth() -> float:
-    """Bytes a second of a large copy from the first GPU to the second."""
-    source = torch.zeros(2**30, dtype=torch.uint8, device="cuda:0")
-    target = torch.zeros(2**30, dtype=torch.uint8, device="cuda:1")
-    for _ in range(2):
-        target.copy_(source)
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    began_s = time.perf_counter()
-    for _ in range(10):
-        target.copy_(source)
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    return 10 * 2**30 / (time.perf_counter() - began_s)
 
 
 # ---------------------------------------------------------------- both of them

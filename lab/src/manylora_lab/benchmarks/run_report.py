@@ -30,6 +30,20 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / _seconds(device, lambda: target.copy_(source))
 
 
+def peer_copy_bandwidth(is_toy: bool = False, *, through_host: bool = False) -> float:
+    """Bytes per second of a large copy from the first GPU to the second, by itself or through the host."""
+    size, devices = (2**22, ("cpu", "cpu")) if is_toy else (2**30, ("cuda:0", "cuda:1"))
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for device in devices)
+    between = torch.ones(size, dtype=torch.uint8, pin_memory=not is_toy) if through_host else source
+
+    def copy() -> None:
+        if through_host:
+            between.copy_(source)
+        target.copy_(between)  # on the first GPU's stream, for which is waited
+
+    return size / _seconds(source.device.type, copy)
+
+
 def ceilings(device: str) -> dict[str, float]:
     """What the machine can do: copies on the device and to it, and matrix products."""
     size, width = (2**30, 8192) if device == "cuda" else (2**22, 256)
