@@ -4,8 +4,8 @@ Part ``engines``: tokens a second by the number of adapters, from a pool that no
 copies the adapters of a step into contiguous memory, padded to one rank, and multiplies by ``torch.bmm``
 (``bench.padded_lora``); ``s-lora-no-unify-mem`` has a part of the pages for adapters and the rest for KV
 (``--cache-policy static-lru``); ``manylora, no graphs`` is for the first, whose steps cannot be captured. All
-adapters have one rank, so padding costs ``s-lora-bmm`` nothing here but for runs of unlike length. Whenever a
-request waits for pages that only the end of another frees, it is noted which share of all pages is of no use to any.
+adapters have one rank, so padding costs ``s-lora-bmm`` nothing here but for runs of unlike length. While a
+request waits for pages that only the end of another frees, the share of pages that are of no use is noted.
 
 Part ``copies``: models whose adapter is merged into a copy of the weights (S-LoRA's vLLM-packed), each with an
 engine and a pool of its own, beside one engine over as many adapters; so many requests at once in all.
