@@ -133,7 +133,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
                 value = adapter_pairs(alias, value, bases)
             flag = _BY_NAME[alias.of]
             value = alias.translated(value)
-            value = convert(dataclasses.replace(flag, name=alias.name), value)
+            value = convert(flag, value, alias.option)
             if own.get(flag.name) is not None and convert(flag, own[flag.name]) != value:
                 raise ConfigError(
                     f"{names[flag.name]} and {alias.option} are one setting and were given different values"
@@ -145,46 +145,48 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def convert(flag: Flag, value: Any) -> Any:
-    """A value from a file or a keyword as the flag's kind; raises ConfigError."""
+def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
+    """A value from a file or a keyword as the flag's kind. ``option``: the name it was given under, if that is
+    another. Raises ConfigError."""
+    option = option or flag.option
     if value is None:
         return None
     if flag.repeats:
-        return _texts(flag, value)
+        return _texts(option, value)
     match flag.kind:
         case "int":
             if isinstance(value, bool) or not isinstance(value, int | str):
-                raise ConfigError(f"{flag.option} must be a whole number, got {value!r}")
+                raise ConfigError(f"{option} must be a whole number, got {value!r}")
             try:
                 return int(value)
             except ValueError:
-                raise ConfigError(f"{flag.option} must be a whole number, got {value!r}") from None
+                raise ConfigError(f"{option} must be a whole number, got {value!r}") from None
         case "float":
             try:
                 return float(value)
             except (TypeError, ValueError, OverflowError):
-                raise ConfigError(f"{flag.option} must be a number, got {value!r}") from None
+                raise ConfigError(f"{option} must be a number, got {value!r}") from None
         case "bool":
             if not isinstance(value, bool):
-                raise ConfigError(f"{flag.option} must be true or false, got {value!r}")
+                raise ConfigError(f"{option} must be true or false, got {value!r}")
             return value
         case "size":
             try:
                 return parse_size(value)
             except ConfigError as error:
-                raise ConfigError(f"{flag.option}: {error}") from None
+                raise ConfigError(f"{option}: {error}") from None
     if not isinstance(value, str | Path):
-        raise ConfigError(f"{flag.option} must be text, got {value!r}")
+        raise ConfigError(f"{option} must be text, got {value!r}")
     return str(value)
 
 
-def _texts(flag: Flag, value: Any) -> tuple[str, ...]:
+def _texts(option: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         value = [f"{name}={path}" for name, path in value.items()]
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{flag.option} must be text or a list of texts, got {value!r}")
+        raise ConfigError(f"{option} must be text or a list of texts, got {value!r}")
     return tuple(value)
 
 
@@ -277,7 +279,7 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
                 value = _LAUNCHERS.get(value, value)
             if own == "slo_tpot" and type(value) in (int, float):  # as a file has it
                 value = str(value)
-            held = convert(dataclasses.replace(flags[own], name=name), value)
+            held = convert(flags[own], value, option_of(name))
             if held is None:
                 continue
             if own in options and given[own] != held:

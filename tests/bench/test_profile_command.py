@@ -157,6 +157,12 @@ def test_a_step_with_the_measured_adapter_gains_as_measured() -> None:
         (["--out", "p.json", "--model", "./nowhere"], "nowhere"),
         (["--out", "p.json", "--device-pool", "512KiB"], "raise --device-pool"),
         (["--out", "p.json", "--host-pool", "64KiB"], "raise --host-pool"),
+        (
+            ["--out", "p.json", "--tensor-parallel-size", "3"],
+            "--tensor-parallel-size 3 does not fit the model",
+        ),
+        (["--out", "p.json", "-tp", "0"], "--tensor-parallel-size must be at least 1, got 0"),
+        (["--out", "p.json", "-tp", "x"], "-tp must be a whole number, got 'x'"),
     ],
 )
 def test_what_cannot_work_is_one_line(

@@ -236,7 +236,7 @@ def test_a_file_gives_the_profile_back(tmp_path: Path) -> None:
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == profile
     assert find_profile(str(tmp_path / "p.json")) == profile
-    assert len((tmp_path / "p.json").read_text().splitlines()) < len(profile.steps) + 50
+    assert len((tmp_path / "p.json").read_text().splitlines()) < len(profile.steps) + 60
 
 
 def test_points_as_objects_and_steps_run_alone_are_still_read(tmp_path: Path) -> None:

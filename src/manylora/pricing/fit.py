@@ -145,6 +145,13 @@ def fit_profile(profile: Profile) -> FittedCosts:
     )
 
 
+def fit_exchanges(profile: Profile) -> tuple[float, float]:
+    """Seconds of a sum over all ranks, and of a byte that each puts in; zeros where the profile has it not."""
+    if not profile.exchanges:
+        return 0.0, 0.0
+    return _line([(point.num_bytes, point.seconds) for point in profile.exchanges])
+
+
 def _best_planes(seen: Sequence[StepPoint], held_out: Sequence[StepPoint]) -> Array:
     best, best_error = None, float("inf")
     for count in range(1, _MOST_PLANES + 1):

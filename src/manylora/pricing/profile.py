@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import LARGEST_NUMBER, ConfigError, PipelineDepth, check_rules
+from manylora.config import LARGEST_NUMBER, LORA_SHARDINGS, ConfigError, PipelineDepth, check_rules
 from manylora.pricing.costs import EVEN, Spread
 from manylora.pricing.ranks import RankLines
 from manylora.pricing.shapes import ModelShape
@@ -143,6 +143,17 @@ class CpuPoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExchangePoint:
+    """A sum over all ranks, each of which puts in so many bytes."""
+
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
@@ -151,10 +162,11 @@ class Profile:
     ``pipeline_depth``: of the engine that was watched; older profiles do not tell it (``steps_in_flight``).
     ``switches``, ``modes``: of merging, where it was measured. ``ranks``: steps by the ranks of
     their adapters. Older profiles have none of these. ``tensor_parallel_size``: ranks of the engine that was
-    watched. Of cold starts ``cores``: of the machine; ``cpu_products``; ``handover_s``: of one product to the
-    CPU workers and back, beside what these compute, of ``num_products`` a step; ``store_reads``: of adapters from
-    an adapter store in the page cache; ``group_shares``: of a step's time by layer groups. Older profiles have
-    none of these."""
+    watched, ``lora_sharding``: how adapters were cut among them; ``exchanges``: sums over them. Older profiles are
+    of one rank, which has neither. Of cold starts ``cores``: of the machine; ``cpu_products``; ``handover_s``: of
+    one product to the CPU workers and back, beside what these compute, of ``num_products`` a step;
+    ``store_reads``: of adapters from an adapter store in the page cache; ``group_shares``: of a step's time by
+    layer groups. Older profiles, and those of several ranks, have none of these."""
 
     format: str
     machine: str
@@ -179,6 +191,8 @@ class Profile:
     modes: tuple[ModePoint, ...] = ()
     ranks: RankLines | None = None
     tensor_parallel_size: int = 1
+    lora_sharding: str = ""
+    exchanges: tuple[ExchangePoint, ...] = ()
     cores: int = 0
     cpu_products: tuple[CpuPoint, ...] = ()
     handover_s: float = 0.0
@@ -202,6 +216,12 @@ class Profile:
         for name in ("reads_at_once", "page_tokens", "tensor_parallel_size"):
             if not 1 <= getattr(self, name) <= LARGEST_NUMBER:
                 raise ConfigError(f"{name} must be a number from 1 to {LARGEST_NUMBER}")
+        if self.tensor_parallel_size == 1 and (self.lora_sharding or self.exchanges):
+            raise ConfigError("it is of one rank, which shares and exchanges nothing")
+        if self.lora_sharding not in ("", *LORA_SHARDINGS):
+            raise ConfigError(
+                f"lora_sharding must be one of {', '.join(LORA_SHARDINGS)}, got {self.lora_sharding!r}"
+            )
         if not self.adapter_modules:
             raise ConfigError("it names no adapter_modules: what its adapters adapt")
         for name in ("copies", "reads"):

@@ -2,7 +2,8 @@
 
 The whole engine serves clients under one load after another (``bench.profile_loads``), and what its steps took is
 noted: an engine's steps share the machine with its policy, its event loop and its copies, and take longer than the
-same batches one by one. The report is a profile (``sim.profile``), from which the simulator's costs are fitted.
+same batches one by one. With several ranks it is the same engine on all of them, and sums over them are timed
+beside. The report is a profile (``pricing.profile``), from which the simulator's costs are fitted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import dataclasses
 import importlib.metadata
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
+from manylora.executor.ranks.executor import RankedExecutor, RanksLost
+from manylora.executor.ranks.start import build_ranks
 from manylora.executor.reader import READERS
-from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.inspection import shape_of
 from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
-from manylora.pricing.fit import FittedCosts, fit_profile
-from manylora.pricing.profile import FORMAT, Profile, save_profile
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
+from manylora.pricing.shapes import ModelShape
+from manylora.protocol import Executor
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
-from manylora_lab.bench.profile_cold import describe_cold, measure_cold
+from manylora_lab.bench.profile_cold import measure_cold
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
     ClientLoad,
@@ -54,7 +56,8 @@ from manylora_lab.bench.profile_loads import (
     wake,
 )
 from manylora_lab.bench.profile_merging import measure_merging
-from manylora_lab.bench.profile_rig import ProfileRig
+from manylora_lab.bench.profile_report import ProgressBars, describe
+from manylora_lab.bench.profile_rig import ProfileRig, rounded
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.targets import EngineTarget
@@ -117,20 +120,24 @@ def run(settings: ProfileSettings) -> int:
 
 
 def measure(settings: ProfileSettings, progress: Progress) -> Profile:
-    """The profile, on a worker that is made and closed here. Raises ConfigError."""
+    """The profile, on a worker, or on ranks, that are made and closed here. Raises ConfigError."""
     engine = _engine_settings(settings)
+    is_alone = engine.tensor_parallel_size == 1
+    executor: Executor
     try:
         config = read_model_config(resolve_model(engine.model.model))
-        worker, policy, info = build_worker(engine)
+        executor, policy, info = build_worker(engine) if is_alone else build_ranks(engine)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     try:
-        with Profiler(settings, worker, policy, info, config, progress) as profiler:
+        with Profiler(settings, executor, policy, info, config, progress) as profiler:
             profiler.watch()
             profile = profiler.profile()
+    except RanksLost as error:
+        raise ConfigError(f"the ranks are lost: {error}") from error
     finally:
-        worker.close()
-    if engine.tensor_parallel_size == 1:
+        executor.close()
+    if is_alone:  # CPU workers do not serve ranks, and a rank's layers cannot be timed from here
         profile = _with_cold(settings, profile, config, progress)
     if not settings.with_merging:
         return profile
@@ -149,7 +156,7 @@ def _with_cold(
 
 
 class Profiler:
-    """Profiles a worker that serves no requests meanwhile; it stays open. A context: its files go at the end.
+    """Profiles an executor that serves no requests meanwhile; it stays open. A context: its files go at the end.
 
     ``watch`` may be called for one part of the loads after another, with other work between, so that a machine
     whose speed changes over minutes is seen as often fast and slow as that work sees it. Raises ConfigError.
@@ -158,7 +165,7 @@ class Profiler:
     def __init__(
         self,
         settings: ProfileSettings,
-        worker: Worker,
+        executor: Executor,
         policy: PolicyConfig,
         info: EngineInfo,
         config: ModelConfig,
@@ -166,7 +173,7 @@ class Profiler:
     ) -> None:
         """Reads adapters and rehearses, for what only a first run of a batch costs."""
         self._settings = settings
-        self._worker = worker
+        self._executor = executor
         self._policy = policy
         self._info = info
         self._config = config
@@ -189,7 +196,7 @@ class Profiler:
         self._folder.cleanup()
 
     def _prepare(self, paths: list[Path]) -> None:
-        rig = ProfileRig(self._worker, self._policy)
+        rig = ProfileRig(self._executor, self._policy)
         self._progress("adapters", 0, 1)
         rig.serve(paths, _ADAPTER_ROOM)
         if not rig.num_adapters:
@@ -199,9 +206,25 @@ class Profiler:
         _rehearse(self._settings, rig, self._policy, self._progress)
         # Last: by now a large host pool is pinned.
         self._copies = rig.copies(self._settings.repeats)
+        self._exchanges = self._exchange_points()
         self._paths = paths[: rig.num_adapters]
         self._adapter_pages = rig.adapter_pages
         rig.forget_adapters()
+
+    def _exchange_points(self) -> list[ExchangePoint]:
+        """Sums over all ranks, of hidden states of 1, 4, 16, ... tokens; of one rank none."""
+        executor, most = self._executor, self._policy.max_batch_tokens
+        if not isinstance(executor, RankedExecutor):
+            return []
+        counts = [count for power in range(most.bit_length()) if (count := 4**power) < most]
+        shape = self._shape()
+        sizes = [count * shape.hidden * shape.itemsize for count in (*counts, most)]
+        return [ExchangePoint(size, rounded(executor.exchange_s(size))) for size in sizes]
+
+    def _shape(self) -> ModelShape:
+        info = self._info
+        name = self._settings.name or Path(info.model).name
+        return shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
 
     def watch(self, part: int = 0, num_parts: int = 1) -> None:
         """Run an engine under this part of the loads, once at least, and for its part of the time."""
@@ -218,7 +241,7 @@ class Profiler:
 
     def _open(self, policy: PolicyConfig) -> tuple[StepLogger, EngineTarget, list[str]]:
         """An engine on the worker, and its adapters' names."""
-        lent = StepLogger(self._worker, policy.page_bytes)
+        lent = StepLogger(self._executor, policy.page_bytes)
         info = dataclasses.replace(self._info, num_pages=policy.num_pages, max_model_len=policy.max_model_len)
         driver = Driver(policy, lent, info)
         names = [f"profile-{number}" for number in range(len(self._paths))]
@@ -279,13 +302,12 @@ class Profiler:
 
     def profile(self) -> Profile:
         """The profile of all that was watched."""
-        settings, info = self._settings, self._info
-        name = settings.name or Path(info.model).name
-        shape = shape_of(self._config, name, getattr(torch, info.dtype).itemsize)
+        settings, info, shape = self._settings, self._info, self._shape()
+        num_ranks = max(1, len(info.ranks))
         projections = projections_of(self._config, settings.adapter_modules)
         profile = Profile(
             format=FORMAT,
-            machine=machine_name(info.device),
+            machine=machine_name(info.device.removesuffix(f", {num_ranks} ranks")),
             model=shape,
             fingerprint=shape.fingerprint,
             dtype=info.dtype,
@@ -302,6 +324,9 @@ class Profiler:
             answer_s=statistics.median(self._answer_s),
             pipeline_depth=self._policy.pipeline_depth,
             ranks=rank_lines(self._log.steps),
+            tensor_parallel_size=num_ranks,
+            lora_sharding=info.lora_sharding,
+            exchanges=tuple(self._exchanges),
         )
         costs = fit_profile(profile)
         return dataclasses.replace(
@@ -384,74 +409,6 @@ def _write_adapters(
     count = min(max_seqs, 16 if settings.is_quick else 48)
     projections = projections_of(config, settings.adapter_modules)
     return write_random_adapters(folder, config, dtype, RANKS, count, projections)
-
-
-# ---------------------------------------------------------------- for people
-
-
-class ProgressBars:
-    """A bar on stderr for each part; silent where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-        self._what = ""
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._bar is None or what != self._what:
-            self._what = what
-            self._bar = tqdm(total=total, desc=what, file=sys.stderr, disable=None, leave=False)
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
-
-
-def describe(profile: Profile, costs: FittedCosts) -> str:
-    """How many points there are and how far the fitted costs are from them."""
-
-    def error(of: Any) -> str:
-        return f"mean {100 * of.mean:.1f} %, largest {100 * of.largest:.1f} %, {of.num_points} batches"
-
-    def rate(line: tuple[float, float]) -> str:
-        per_s = f"{1e-9 / line[1]:.3g} GB/s" if line[1] else "any rate"
-        return f"{1e6 * line[0]:.0f} us + {per_s}"
-
-    most_rows = max(point.num_rows for point in profile.overheads)
-    return "\n".join(
-        (
-            f"model         {profile.model}, {profile.dtype}",
-            f"machine       {profile.machine}, pipeline_depth {profile.steps_in_flight}",
-            f"fit           {len(costs.planes)} planes",
-            f"  error       {error(costs.seen)}",
-            f"  held out    {error(costs.held_out)}",
-            f"to device     {rate(costs.copy_in)}",
-            f"to host       {rate(costs.copy_out)}",
-            f"reads         {rate(costs.read_out)} to the host, {rate(costs.read_in)} to the device",
-            f"between steps {1e6 * costs.overhead_s(1, 0):.0f} us with 1 row, "
-            f"{1e6 * costs.overhead_s(most_rows, 0):.0f} us with {most_rows}, "
-            f"{1e6 * costs.overhead[2]:.0f} us more with new ones",
-            f"copies        told {1e6 * statistics.fmean(costs.spread.landings or (0.0,)):.0f} us later than when "
-            f"idle; a second of them takes {costs.copy_drag:.2f} s of the steps beside them",
-            f"answers       {1e6 * costs.answer_s:.0f} us after their step",
-            f"after idling  {1e3 * costs.wake_s:.2f} ms more",
-            *_ranks(profile),
-            *describe_cold(profile),
-        )
-    )
-
-
-def _ranks(profile: Profile) -> list[str]:
-    """The lines over ranks, with how well they fit."""
-    if profile.ranks is None:
-        return ["by ranks      not enough different steps"]
-    named = (
-        ("rows times the largest rank", profile.ranks.bgmv), ("the sum of ranks", profile.ranks.mbgmv),
-        ("tokens of prefills", profile.ranks.prefill),
-    )  # fmt: skip
-    return [
-        f"by {what}: {1e3 * line.base_s:.2f} ms + {1e6 * line.slope_s:.3f} us each, R2 {line.r2:.2f} of "
-        f"{line.num_points} kinds"
-        for what, line in named
-    ]
 
 
 def settings_from(values: Mapping[str, Any], engine: Mapping[str, Any]) -> ProfileSettings:

@@ -7,6 +7,7 @@ from typing import Any
 
 from manylora.options import SIZING, add_settings, settings_of
 
+_ENGINE = (*SIZING, "tensor_parallel_size", "lora_sharding", "cuda_graphs")
 _EXAMPLES = """\
 examples:
   manylora profile --model ./llama --out llama-here.json
@@ -14,6 +15,8 @@ examples:
       about a minute on a CPU; take one that does nothing else
   manylora profile --model ./folder-with-config.json --load-format dummy --name llama-2-7b --out 7b.json
       no weights are needed to know what they cost
+  manylora profile --model ./llama --tensor-parallel-size 2 --cuda-graphs on --out two.json
+      an engine of two ranks; bench simulate --tensor-parallel-size 2 takes it
 
 without --host-pool it has 256 MiB on a CPU and 2 GiB elsewhere, enough for what is copied here.
 """
@@ -43,12 +46,11 @@ def add_parser(commands: Any) -> None:
         "--merging", action="store_true", help="also what merging takes: two more starts of an engine"
     )
     engine = profile.add_argument_group("settings of the engine, as for manylora serve")
-    add_settings(engine, SIZING)
+    add_settings(engine, _ENGINE)
     profile.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     from manylora_lab.bench.profile import run, settings_from
 
-    names = ("model", *SIZING)
-    return run(settings_from(vars(args), settings_of(args, names)))
+    return run(settings_from(vars(args), settings_of(args, ("model", *_ENGINE))))

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from manylora.config import ConfigError
+from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
 from manylora.executor.merge_times import RANK, measure_change
+from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
 from manylora.models.config import ModelConfig
 from manylora.pricing.profile import ModePoint, SwitchPoint
 from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.profile_rig import rounded
+from manylora_lab.sim.parallel import adapter_pages, held_shape
 
 
 class Merging(NamedTuple):
@@ -33,7 +35,12 @@ def measure_merging(
     progress: Callable[[str, int, int], None],
 ) -> Merging:
     """Switches with the copy in either place, and steps with it on the device. ``engine``: settings by flag name.
-    Raises ConfigError."""
+    Of several ranks that capture their steps, mixed ones are left out, beside which these capture nothing. Raises
+    ConfigError."""
+    plain = build_settings(engine)[0]
+    count = plain.tensor_parallel_size
+    is_mixed = count == 1 or plain.cuda_graphs != "on"
+    held = held_shape(shape, count)
     switches: list[SwitchPoint] = []
     modes: tuple[ModePoint, ...] = ()
     modules = {
@@ -42,10 +49,11 @@ def measure_merging(
     places = ("device", "host")
     for done, copy in enumerate(places):
         progress("merging", done, len(places))
-        asked = {
-            "merge": "manylora", "merge_minority": "mixed", "merge_mixed_16bit": True, "merge_copy": copy,
-        }  # fmt: skip
-        worker, policy, _ = build_worker(build_settings({**engine, **asked})[0])
+        asked: dict[str, Any] = {"merge": "manylora", "merge_copy": copy}
+        if is_mixed:
+            asked |= {"merge_minority": "mixed", "merge_mixed_16bit": True}
+        build = build_worker if count == 1 else build_ranks
+        worker, policy, _ = build(build_settings({**engine, **asked})[0])
         try:
             times = policy.merge.times
             if not times.steps:
@@ -59,10 +67,12 @@ def measure_merging(
             (False, True, times.merge_s), (True, False, times.restore_s), (True, True, change_s),
         ):  # fmt: skip
             switches.append(
-                SwitchPoint(from_adapter, to_adapter, copy == "host", shape.layer_bytes, rounded(seconds))
+                SwitchPoint(from_adapter, to_adapter, copy == "host", held.layer_bytes, rounded(seconds))
             )
         if copy == "device":
-            num_bytes = shape.adapter_pages(RANK, policy.page_tokens, modules) * policy.page_bytes
+            sharding = lora_sharding_of(plain.lora_sharding, count)
+            num_pages = adapter_pages(shape, count, sharding, RANK, policy.page_tokens, modules)
+            num_bytes = num_pages * policy.page_bytes
             modes = tuple(
                 ModePoint(
                     step.num_rows, step.num_tokens, num_bytes,

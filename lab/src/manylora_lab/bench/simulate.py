@@ -43,7 +43,7 @@ from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.hardware import Hardware, hardware_named
 from manylora_lab.sim.limits import recorded, reference, summarize_limits
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times
-from manylora_lab.sim.parallel import ParallelCosts, adapter_pages
+from manylora_lab.sim.parallel import ParallelCosts, adapter_pages, held_shape, measured_link
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.stated import described_costs
@@ -77,7 +77,8 @@ _LEAST_WIDTH = 9
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
-    these are given, or by ``hardware`` and ``shape``. ``policies``: names with commas between, or "all".
+    these are given, or by ``hardware`` and ``shape``. ``interconnect``: a profile, by whose ranks' exchanges the
+    hardware's cards exchange. ``policies``: names with commas between, or "all".
     ``merge``: modes likewise, each with every policy. ``store_bytes``: of an adapter store, empty at first; 0:
     there is none. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
     (docs/limits.md)."""
@@ -90,6 +91,7 @@ class SimulateSettings:
     cards: int = 1
     tensor_parallel_size: int = 1
     lora_sharding: str = "auto"
+    interconnect: str | None = None
     policies: str = "manylora"
     merge: str = "unmerged"
     store_bytes: int = 0
@@ -114,6 +116,8 @@ class SimulateSettings:
             raise ConfigError(
                 "--cards shares a model out ideally: it does not go with --tensor-parallel-size"
             )
+        if self.interconnect is not None and (self.hardware is None or self.tensor_parallel_size == 1):
+            raise ConfigError("--interconnect goes with --hardware and --tensor-parallel-size above 1")
         if self.lora_sharding not in ("auto", *LORA_SHARDINGS):
             known = ", ".join(("auto", *LORA_SHARDINGS))
             raise ConfigError(f"--lora-sharding must be one of {known}, got {self.lora_sharding!r}")
@@ -354,23 +358,34 @@ def target_of(settings: SimulateSettings) -> SimulatedTarget:
         return SimulatedTarget(name, shape, costs, None, costs.pool_bytes(), cold=cold)
     assert settings.profile is not None
     profile = find_profile(settings.profile)
-    profile.expect(tensor_parallel_size=settings.tensor_parallel_size)
+    size = settings.tensor_parallel_size
+    profile.expect(tensor_parallel_size=size)
     if settings.model is not None:
         profile.expect(_shape_of_folder(settings.model, profile.model.itemsize))
     if settings.device is not None:
         profile.expect(machine=_this_machine(settings.device))
     measured = fit_profile(profile).on_cards(settings.cards)
+    sharding = lora_sharding_of(settings.lora_sharding, size)
+    if profile.lora_sharding:
+        if settings.lora_sharding not in ("auto", profile.lora_sharding):
+            raise ConfigError(f"the profile is of {profile.lora_sharding} adapters, not of {sharding} ones")
+        sharding = lora_sharding_of(profile.lora_sharding, size)
+    of_ranks = f", {size} ranks, adapters {sharding}" if size > 1 else ""
     return SimulatedTarget(
-        f"{cards}{profile.machine}", profile.model, measured, profile, None, settings.cards,
-        cold=measured_cold(profile),
+        f"{cards}{profile.machine}{of_ranks}", held_shape(profile.model, size), measured, profile, None,
+        settings.cards, size, sharding, measured_cold(profile),
     )  # fmt: skip
 
 
 def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: ModelShape) -> SimulatedTarget:
     size = settings.tensor_parallel_size
     sharding = lora_sharding_of(settings.lora_sharding, size)
+    exchanges = ""
+    if settings.interconnect is not None:
+        link = measured_link(find_profile(settings.interconnect), size)
+        hardware, exchanges = dataclasses.replace(hardware, interconnect=link), f", exchanges {link.name}"
     costs = ParallelCosts(shape, hardware, size, sharding=sharding)
-    name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed)"
+    name = f"{size} x {hardware.name}, tensor parallel, adapters {sharding} (assumed{exchanges})"
     return SimulatedTarget(name, costs.shape, costs, None, costs.pool_bytes(), size, size, sharding)
 
 

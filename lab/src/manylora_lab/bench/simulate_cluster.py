@@ -194,10 +194,9 @@ def _targets(settings: SimulateSettings) -> list[SimulatedTarget]:
             found[name] = target_of(dataclasses.replace(settings, profile=name))
         else:
             found[name] = target_of(dataclasses.replace(settings, hardware=name))
-    first = found[names[0]]
-    for target in found.values():
-        if target.profile is not None:
-            target.profile.expect(model=first.shape)
+    profiles = [target.profile for target in found.values() if target.profile is not None]
+    for profile in profiles:
+        profile.expect(model=profiles[0].model)
     return [found[name] for name in names]
 
 

@@ -56,6 +56,12 @@ _COSTS: tuple[Option, ...] = (
     ("--device", str, "NAME", "cpu or cuda, of this machine: refuse a profile of another"),
     ("--hardware", str, "NAME", "assumed, instead: " + ", ".join(HARDWARE)),
     ("--shape", str, "NAME", "with --hardware: of the model, such as llama-2-7b (the default)"),
+    (
+        "--interconnect",
+        str,
+        "NAME",
+        "with --hardware and several ranks: a profile whose ranks' exchanges it has",
+    ),
     ("--cards", int, "N", "1, 2, 4 or 8 of them, ideally shared out (default: 1)"),
 )
 
@@ -151,6 +157,7 @@ def _simulate(args: argparse.Namespace) -> int:
         shape=args.shape,
         cards=1 if args.cards is None else args.cards,
         **cards,
+        interconnect=args.interconnect,
         policies=args.policies,
         merge=args.merge,
         store_bytes=_store_bytes(args),

@@ -23,7 +23,8 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import save_profile
 from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import write_model
-from manylora_lab.bench.profile import ProfileSettings, ProgressBars, describe, measure
+from manylora_lab.bench.profile import ProfileSettings, measure
+from manylora_lab.bench.profile_report import ProgressBars, describe
 from manylora_lab.benchmarks.engine_rig import ON_CPU, ON_GPU, POSITIONS
 
 TOY = ModelShape("toy", 2, 64, 4, 2, 16, 128, 256, itemsize=4)

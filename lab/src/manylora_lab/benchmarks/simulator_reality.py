@@ -34,7 +34,8 @@ from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile, save_profile
 from manylora.pricing.shapes import SHAPES
 from manylora_lab.bench.dummies import DEMO
-from manylora_lab.bench.profile import Profiler, ProfileSettings, describe, machine_name
+from manylora_lab.bench.profile import Profiler, ProfileSettings, machine_name
+from manylora_lab.bench.profile_report import describe
 from manylora_lab.bench.replay import ReplaySettings, warm_adapters
 from manylora_lab.bench.serve import measure
 from manylora_lab.bench.step_log import StepLog, StepLogger

@@ -12,14 +12,20 @@ from collections.abc import Iterable
 
 from manylora.config import ConfigError, LoraSharding
 from manylora.pricing.costs import StepWork
+from manylora.pricing.fit import fit_exchanges
+from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape
 from manylora_lab.sim.analytical import EAGER_LAUNCH_S, AnalyticalCosts
-from manylora_lab.sim.hardware import Hardware
+from manylora_lab.sim.hardware import Hardware, Interconnect
 
 COLUMN_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules whose outputs are shared out, those of one input together: their adapters' exchange is an all-gather."""
 ROW_MODULES = ("o_proj", "down_proj")
 """Modules whose inputs are shared out: an all-reduce follows each."""
+
+
+_LEAST_BYTE_S = 1e-15
+"""Where a fit finds none: what was measured was all latency."""
 
 
 def held_shape(shape: ModelShape, cards: int) -> ModelShape:
@@ -54,6 +60,17 @@ def adapter_pages(
         whole = sum(sizes[name][name in ROW_MODULES] for name in modules)
         num_bytes += (cards - 1) * whole * rank * held.layers * held.itemsize
     return -(-num_bytes // held.page_bytes(page_tokens))
+
+
+def measured_link(profile: Profile, cards: int) -> Interconnect:
+    """What so many ranks of the profile exchange by. Raises ConfigError where it is of another number, or does not
+    tell."""
+    profile.expect(tensor_parallel_size=cards)
+    if not profile.exchanges:
+        raise ConfigError("the profile has no exchanges: it was not measured with several ranks")
+    base_s, byte_s = fit_exchanges(profile)
+    bytes_s = 2 * (cards - 1) / cards / max(byte_s, _LEAST_BYTE_S)
+    return Interconnect(f"as of {profile.machine}", base_s, bytes_s)
 
 
 class ParallelCosts(AnalyticalCosts):

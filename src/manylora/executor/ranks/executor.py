@@ -27,11 +27,13 @@ from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
 from manylora.executor.ranks.wire import (
     Channel,
     End,
+    ExchangeTimed,
     ForgetCopies,
     Learn,
     Pretend,
     RankFailed,
     StepAnswer,
+    TimeExchange,
     packed,
 )
 from manylora.kernels.shapes import AdapterGeometry
@@ -141,6 +143,7 @@ class RankedExecutor:
         self._reads: dict[
             AdapterId, CopyId
         ] = {}  # in groups, on their way: 0 where copies may follow instead
+        self._exchange_s: dict[int, float] = {}  # by rank, of the exchange that is being timed
         self._answered = _Answered()  # since the last step's end
         self._answered_before = _Answered()
         self._lost: str | None = None
@@ -200,6 +203,17 @@ class RankedExecutor:
             return False
         self._write(Pretend(adapter, rank))
         return True
+
+    def exchange_s(self, num_bytes: int) -> float:
+        """Seconds of a sum of tensors of so many bytes, of the slowest rank, in captures where steps are captured.
+        Connected, and between steps. Raises RanksLost."""
+        with self._changed:
+            self._exchange_s.clear()
+        self._write(TimeExchange(num_bytes))
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or len(self._exchange_s) == len(self._ranks))
+            self._check()
+            return max(self._exchange_s.values())
 
     def wait_step(self) -> None:
         """See Executor."""
@@ -297,6 +311,10 @@ class RankedExecutor:
                 self._hear_step(rank, message)
             case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
+            case ExchangeTimed():
+                with self._changed:
+                    self._exchange_s[rank] = message.seconds
+                    self._changed.notify_all()
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:

@@ -39,10 +39,12 @@ from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.ring import RingReader
 from manylora.executor.ranks.status import StatusWriter
+from manylora.executor.ranks.timing import exchange_seconds
 from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
+    ExchangeTimed,
     ForgetCopies,
     Learn,
     Loaded,
@@ -52,6 +54,7 @@ from manylora.executor.ranks.wire import (
     RankLoading,
     RankReady,
     StepAnswer,
+    TimeExchange,
     unpacked,
 )
 from manylora.executor.sizes import attention_shape
@@ -151,7 +154,9 @@ class _Rank:
             os.close(file)
         threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
 
+        self._is_captured = begin.pads_steps
         loaded = self._loaded(begin)
+        self._dtype = loaded.dtype
         channel.send(self._sizes(begin, loaded))
         pools = channel.receive()
         if not isinstance(pools, Pools):
@@ -264,6 +269,9 @@ class _Rank:
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
                     worker.forget_copies(command.answered, command.reads)
+                case TimeExchange():
+                    exchange = self._peers, self._device, self._dtype, command.num_bytes, self._is_captured
+                    self._channel.send(ExchangeTimed(exchange_seconds(*exchange)))
                 case End():
                     worker.close(frees=False)
                     return

@@ -118,6 +118,18 @@ class ForgetCopies(msgspec.Struct, tag=True):
     reads: tuple[AdapterId, ...]
 
 
+class TimeExchange(msgspec.Struct, tag=True):
+    """A command, between steps: add up tensors of so many bytes, for the time that it takes."""
+
+    num_bytes: int
+
+
+class ExchangeTimed(msgspec.Struct, tag=True):
+    """Its answer: seconds of one exchange on this rank."""
+
+    seconds: float
+
+
 class End(msgspec.Struct, tag=True):
     """A command: close and end."""
 
@@ -125,8 +137,9 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
-        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, AdapterRead, CopyDone, SwitchDone,
+        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, TimeExchange, End,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, ExchangeTimed, AdapterRead, CopyDone,
+        SwitchDone,
     )
 }  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
