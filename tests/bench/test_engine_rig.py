@@ -89,6 +89,17 @@ def test_what_has_no_time_is_named(tmp_path: Path) -> None:
     assert record(out)["left_out"] == ["prefill None", "prefill adapters", "first", "chat 2", "chat 10"]
 
 
+def test_offline_runs_take_turns(tmp_path: Path) -> None:
+    out = tmp_path / "aims.json"
+    args = ["--toy", "--out", str(out), "--commit", "abc", "--parts", "offline,many", "--repeats", "2"]
+    h200_aims.main([*args, "--at-once", "32", "--popularities", "none,distinct"])
+    found = record(out)
+    rows = [(row["repeat"], row["max_num_seqs"], row["popularity"]) for row in found["offline"]]
+    assert rows == [(0, 32, None), (0, 32, "distinct"), (1, 32, None), (1, 32, "distinct")]
+    assert [row["repeat"] for row in found["many"]] == [0, 1]
+    assert all(row["errors"] == [] and row["tokens"] > 100 for row in (*found["offline"], *found["many"]))
+
+
 POLICIES = ("s-lora", "lru")
 
 
@@ -115,6 +126,9 @@ def test_the_cache_policies(tmp_path: Path) -> None:
         (["--rates", "10*0"], "must be above 0"),
         (["--policies", "best"], "best is none of manylora"),
         (["--parts", "prefill,none"], "none is none of offline"),
+        (["--at-once", "32,33"], "33 is none of 32, 128"),
+        (["--popularities", "all"], "all is none of none, identical"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
     ],
 )
 def test_bad_arguments(bad: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

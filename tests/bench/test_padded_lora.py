@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from manylora_lab.bench.dummies import DEMO as DEMO_SHAPE
 from manylora_lab.bench.padded_lora import PaddedPlan, pad_adapters, padded_ops
 from manylora_lab.bench.provenance import ROOT
 from manylora_lab.bench.rounding import Bounded
-from manylora_lab.benchmarks.s_lora_engines import SYSTEMS, Sizes, measure
+from manylora_lab.benchmarks import s_lora_engines
+from manylora_lab.benchmarks.s_lora_engines import SYSTEMS
 
 from manylora import LLM, SamplingParams
 from manylora.kernels.cpu import CpuOps
@@ -87,7 +89,42 @@ def test_a_whole_engine_gives_the_same_tokens() -> None:
     assert sum(a == b for a, b in zip(*found)) >= len(models) - 1, "but for a near tie"
 
 
-def test_s_loras_baselines_run_beside_ours() -> None:
-    found = measure(DEMO_SHAPE, "cpu", 2, 1, Sizes(requests=3, prompt_tokens=8, output_tokens=3, at_once=2))
-    assert list(found) == list(SYSTEMS)
-    assert all(len(each["all"]) == 1 and each["tokens_per_s"] > 0 for each in found.values())
+def baselines(folder: Path, *args: str) -> dict[str, Any]:
+    """The record of S-LoRA's baselines as a toy."""
+    out = folder / "record.json"
+    s_lora_engines.main(["--toy", "--repeats", "1", "--out", str(out), "--commit", "abc", *args])
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["left_out"] == []
+    assert found["provenance"]
+    return found
+
+
+def test_s_loras_baselines_run_beside_ours(tmp_path: Path) -> None:
+    """Of two pools most pages are of no use when a request is refused: the adapters' part holds one of them."""
+    rows = baselines(tmp_path, "--parts", "engines", "--adapters", "12")["engines"]
+    assert [row["system"] for row in rows] == list(SYSTEMS)
+    for row in rows:
+        assert row["errors"] == []
+        assert row["tokens_per_s"] > 0
+        assert row["refused"] > 0
+        assert 0 <= row["unused_share"] <= row["unused_share_most"] <= 1
+    ours, two_pools = rows[:2]
+    assert two_pools["unused_share"] > 2 * ours["unused_share"]
+
+
+@pytest.mark.long
+def test_merged_copies_run_beside_ours(tmp_path: Path) -> None:
+    rows = baselines(tmp_path, "--parts", "copies", "--models", "1", "3")["copies"]
+    assert [(row["system"], row["models"]) for row in rows] == [
+        ("manylora", 1), ("manylora", 3), ("merged copies", 1), ("merged copies", 3),
+    ]  # fmt: skip
+    assert all(row["errors"] == [] and row["tokens_per_s"] > 0 for row in rows)
+    assert rows[3]["weight_bytes"] == 3 * rows[2]["weight_bytes"] == 3 * rows[1]["weight_bytes"]
+
+
+def test_without_time_all_is_left_out(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    s_lora_engines.main(
+        ["--toy", "--time-budget", "0", "--parts", "engines", "--out", str(out), "--commit", "abc"]
+    )
+    assert json.loads(out.read_text())["left_out"] == list(SYSTEMS)

@@ -13,10 +13,10 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, GenerationRequest
@@ -25,10 +25,6 @@ from manylora.flags import build_settings
 from manylora.pricing.shapes import ModelShape
 from manylora.types import SamplingParams
 
-if TYPE_CHECKING:
-    from manylora.executor.worker import Worker  # brings torch, which a simulated loop does without
-
-NOTHING: Mapping[str, Any] = {}
 _FIRST_TOKEN = 3
 """Ids below it are special tokens."""
 
@@ -216,14 +212,10 @@ def dummy_loop(
     num_adapters: int,
     at_once: int,
     max_tokens: int,
-    *,
-    options: Mapping[str, Any] = NOTHING,
-    change: Callable[[Worker], None] = lambda worker: None,
 ) -> Iterator[ClosedLoop]:
     """A loop on an engine with dummy weights and adapters of ``rank`` on all linear modules.
 
-    ``max_tokens``: the longest request, reply included. ``options``: more of the engine's. ``change``: is given
-    the worker before its first step. Raises ConfigError.
+    ``max_tokens``: the longest request, reply included. Raises ConfigError.
     """
     # They bring torch, which a simulated loop does without.
     from manylora.executor.build import build_worker
@@ -241,11 +233,9 @@ def dummy_loop(
                 # Room for a whole prompt beside the decoding rows, so that none is cut.
                 "max_batch_tokens": max_tokens + at_once,
                 **({"device_pool": "128MiB", "host_pool": "256MiB"} if device == "cpu" else {}),
-                **options,
             }
         )  # fmt: skip
         worker, policy, info = build_worker(settings, registry_path=folder / "registry.sqlite")
-        change(worker)
         loop = ClosedLoop(Driver(policy, worker, info))
         try:
             adapters = folder / "adapters"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[4]
 """The repository, where the package is installed from one."""
 SOURCES = ("src", "lab", "pyproject.toml")
 """What decides a result; other files may differ from the commit."""
-_LIBRARIES = ("torch", "triton", "numpy", "numba", "flashinfer-python", "transformers", "peft")
+_LIBRARIES = ("torch", "triton", "numpy", "numba", "flashinfer-python", "transformers", "peft", "vllm")
 _GPU_QUERY = ("nvidia-smi", "--format=csv,noheader,nounits")
 
 

@@ -24,6 +24,7 @@ from manylora_lab.bench.replay import ReplaySettings
 from manylora_lab.bench.serve import MeasuredReplay, measure
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.offline_runs import again
 from manylora_lab.benchmarks.run_report import RunReport
 from manylora_lab.sim.conformance import recorded_commands, replay_difference, simulation_difference
 from manylora_lab.workloads.chat import TRACES, Turn, conversations, read_turns, shrunk, to_stream
@@ -170,16 +171,18 @@ async def chat(rig: EngineRig, report: RunReport) -> None:
     if report.args.rehearse:
         await bench.rehearse()
         pinned_s = rig.wait_pinned()
-    for load in loads_from(report.args.rates):
-        policy = rig.policy.cache.policy
-        if not report.has(65.0, f"chat {load.offered_per_s:g}"):
-            continue
-        found = await bench.serve(load.stream(bench.scale))
-        row = {
-            "policy": policy, "offered_per_s": load.offered_per_s, "vllm": VLLM_CHAT.get(load.offered_per_s),
-            "pinned_s": pinned_s, "summary": found.summary, "counters": found.engine,
-        }  # fmt: skip
-        report.note("chat", {**row, "steps_by_tokens": rig.noted.by_tokens()})
+    policy = rig.policy.cache.policy
+    for repeat in range(report.repeats):
+        for load in loads_from(report.args.rates):
+            if not report.has(65.0, f"chat {load.offered_per_s:g}{again(repeat)}"):
+                continue
+            found = await bench.serve(load.stream(bench.scale))
+            row = {
+                "policy": policy, "offered_per_s": load.offered_per_s, "repeat": repeat,
+                "vllm": VLLM_CHAT.get(load.offered_per_s), "pinned_s": pinned_s, "summary": found.summary,
+                "counters": found.engine,
+            }  # fmt: skip
+            report.note("chat", {**row, "steps_by_tokens": rig.noted.by_tokens()})
 
 
 async def conformance(rig: EngineRig, report: RunReport) -> None:
@@ -215,22 +218,26 @@ def http(rig: EngineRig, report: RunReport) -> None:
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     folder = str(Path(bench.adapters["adapter-0"]).parent)
     with served([str(rig.settings["model"]), *flags, "--adapter-dir", folder], report) as url:
-        for load in loads_from(report.args.rates):
-            if not report.has(75.0, f"http {load.offered_per_s:g}"):
-                continue
-            out, trace = rig.folder / "http.json", rig.folder / "trace.jsonl"
-            turns = turns_of(load.rate, bench.scale)
-            trace.write_text("".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in turns))
-            client = ["bench", "serve", "--url", url, "--trace-file", str(trace), "--out", str(out)]
-            client += ["--adapter-name", "adapter-{}", "--warm-adapters", "--rate-scale", str(load.scale)]
-            client += ["--limit", "8", "--skip-too-long"] if rig.is_toy else []
-            ran = subprocess.run(
-                [sys.executable, "-m", "manylora", *client], check=False, capture_output=True
-            )
-            if not out.exists():
-                raise RuntimeError(ran.stderr.decode()[-500:])
-            found: Any = json.loads(out.read_text())["summary"]
-            report.note("http", {"offered_per_s": load.offered_per_s, "summary": found})
+        for repeat in range(report.repeats):
+            for load in loads_from(report.args.rates):
+                if report.has(75.0, f"http {load.offered_per_s:g}{again(repeat)}"):
+                    row = {"offered_per_s": load.offered_per_s, "repeat": repeat}
+                    report.note("http", {**row, "summary": _sent(bench, load, url)})
+
+
+def _sent(bench: Chat, load: RateLoad, url: str) -> Any:
+    """The summary of the client, a process of its own."""
+    out, trace = bench.rig.folder / "http.json", bench.rig.folder / "trace.jsonl"
+    turns = turns_of(load.rate, bench.scale)
+    trace.write_text("".join(json.dumps(dataclasses.asdict(turn)) + "\n" for turn in turns))
+    client = ["bench", "serve", "--url", url, "--trace-file", str(trace), "--out", str(out)]
+    client += ["--adapter-name", "adapter-{}", "--warm-adapters", "--rate-scale", str(load.scale)]
+    client += ["--limit", "8", "--skip-too-long"] if bench.rig.is_toy else []
+    out.unlink(missing_ok=True)
+    ran = subprocess.run([sys.executable, "-m", "manylora", *client], check=False, capture_output=True)
+    if not out.exists():
+        raise RuntimeError(ran.stderr.decode()[-500:])
+    return json.loads(out.read_text())["summary"]
 
 
 @contextlib.contextmanager

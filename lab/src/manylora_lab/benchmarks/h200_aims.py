@@ -33,7 +33,7 @@ from manylora.devices import staging
 from manylora_lab.benchmarks.chat_runs import chat, conformance, http, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import churn, first
-from manylora_lab.benchmarks.offline_runs import many, mixed, offline, prefill, start
+from manylora_lab.benchmarks.offline_runs import OFFLINE_RUNS, many, mixed, offline, prefill, start
 from manylora_lab.benchmarks.run_report import RunReport, ceilings, run_parser
 
 ON_WORKER: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
@@ -41,6 +41,7 @@ ON_WORKER: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]
 }
 IN_PROCESSES: dict[str, Callable[[EngineRig, RunReport], None]] = {"http": http, "start": start}
 """Parts with processes of their own, which need the device's memory."""
+POPULARITIES = tuple(dict.fromkeys(popularity or "none" for _, popularity in OFFLINE_RUNS))
 SHOWN = ("prefill", "first", "many", "conformance", "start", "left_out")
 
 
@@ -65,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default="prefill,first,offline,chat")
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
+    parser.add_argument("--at-once", default="32,128", help="of offline, the number of sequences")
+    parser.add_argument("--popularities", default=",".join(POPULARITIES), help="of offline")
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="of offline, many, first, mixed, chat and http"
+    )
     parser.add_argument(
         "--churn-s", type=float, default=60.0, metavar="S", help="how long adapters come and go"
     )
@@ -78,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts, policies = args.parts.split(","), args.policies.split(",")
     for flag, chosen, known in (
         ("--parts", parts, (*ON_WORKER, *IN_PROCESSES)), ("--policies", policies, CACHE_POLICIES),
+        ("--at-once", args.at_once.split(","), list(dict.fromkeys(str(run[0]) for run in OFFLINE_RUNS))),
+        ("--popularities", args.popularities.split(","), POPULARITIES),
     ):  # fmt: skip
         if unknown := set(chosen) - set(known):
             parser.error(f"{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
@@ -85,8 +93,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         loads_from(args.rates)
     except ConfigError as error:
         parser.error(str(error))
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     report = RunReport(args, "0 of the chat's tokens; the other requests are stored")
+    report.repeats = args.repeats
     report.values["ceilings"] = ceilings("cpu" if args.toy else "cuda")
     if not args.toy:
         tell_compilations()

@@ -137,6 +137,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shapes", nargs="*", default=list(BATCHES), choices=list(BATCHES))
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="instead of a shape's own; one named twice is measured twice"
+    )
     parser.add_argument("--parts", default="steps,copies", help="and rates: of the copies themselves")
     args = parser.parse_args(argv)
     staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.toy:
         torch.cuda.empty_cache()
     for name in [TOY] if args.toy else args.shapes:
-        batches = TOY_BATCHES if args.toy else BATCHES[name]
+        batches = args.batches or (TOY_BATCHES if args.toy else BATCHES[name])
         sizes = {
             "max_model_len": 1024, "max_num_seqs": max(batches), "device_pool": "48GiB", "host_pool": "8GiB",
         }  # fmt: skip

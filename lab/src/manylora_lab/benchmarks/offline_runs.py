@@ -34,12 +34,12 @@ class KnownRates:
 
 
 OFFLINE_RUNS: Mapping[tuple[int, str | None], KnownRates] = {
-    (32, "distinct"): KnownRates(1150, 3600, 4643),
-    (128, "distinct"): KnownRates(1788, 5300, 7051),
     (32, None): KnownRates(3298, 4300, 5081),
-    (128, None): KnownRates(5271, 6300, 7856),
-    (32, "uniform"): KnownRates(1363, 3850, 4788),
     (32, "identical"): KnownRates(1760, 4000, 5062),
+    (32, "uniform"): KnownRates(1363, 3850, 4788),
+    (32, "distinct"): KnownRates(1150, 3600, 4643),
+    (128, None): KnownRates(5271, 6300, 7856),
+    (128, "distinct"): KnownRates(1788, 5300, 7051),
     (32, "skewed"): KnownRates(1583, 3900, 4960),
 }
 """Generated tokens by ``max_num_seqs`` and popularity."""
@@ -66,13 +66,23 @@ def name_of(adapter: int | None) -> str | None:
     return None if adapter is None else f"adapter-{adapter}"
 
 
-def offline_rows(rig: EngineRig) -> list[dict[str, int]]:
+def again(repeat: int) -> str:
+    """What a run's name has behind it."""
+    return f", repeat {repeat}" if repeat else ""
+
+
+def read_offline_rows(is_toy: bool) -> list[dict[str, int]]:
+    """Lengths and adapters, by popularity, of the 1,000 requests; of a toy few and short ones."""
     with gzip.open(OFFLINE, "rt") as file:
         rows = [json.loads(line) for line in file]
-    if not rig.is_toy:
+    if not is_toy:
         return rows
     lengths = ("prompt_tokens", "output_tokens")
     return [{**row, **{name: row[name] // 16 + 1 for name in lengths}} for row in rows[:40]]
+
+
+def offline_rows(rig: EngineRig) -> list[dict[str, int]]:
+    return read_offline_rows(rig.is_toy)
 
 
 async def run_offline(
@@ -106,18 +116,23 @@ async def warmed(rig: EngineRig, target: EngineTarget, adapters: Sequence[int | 
 
 
 async def offline(rig: EngineRig, report: RunReport) -> None:
-    """1,000 requests given at once."""
+    """1,000 requests given at once; the runs take turns."""
     rows, adapters = offline_rows(rig), adapters_of(rig)
-    for (num_seqs, popularity), beside in OFFLINE_RUNS.items():
-        if not report.has(32.0, f"offline {num_seqs} {popularity}"):
-            continue
-        target = rig.open(adapters, max_num_seqs=num_seqs)
-        chosen = [None if popularity is None else row[popularity] % len(adapters) for row in rows]
-        errors = await warmed(rig, target, [*dict.fromkeys(chosen), None])
-        found = await run_offline(rig, target, rows, chosen)
-        await target.close()
-        row = {"max_num_seqs": num_seqs, "popularity": popularity, **dataclasses.asdict(beside), **found}
-        report.note("offline", {**row, "errors": errors + found["errors"]})
+    at_once, popularities = report.args.at_once.split(","), report.args.popularities.split(",")
+    for repeat in range(report.repeats):
+        for (num_seqs, popularity), beside in OFFLINE_RUNS.items():
+            if str(num_seqs) not in at_once or (popularity or "none") not in popularities:
+                continue
+            if not report.has(32.0, f"offline {num_seqs} {popularity}{again(repeat)}"):
+                continue
+            target = rig.open(adapters, max_num_seqs=num_seqs)
+            chosen = [None if popularity is None else row[popularity] % len(adapters) for row in rows]
+            errors = await warmed(rig, target, [*dict.fromkeys(chosen), None])
+            found = await run_offline(rig, target, rows, chosen)
+            await target.close()
+            row = {"max_num_seqs": num_seqs, "popularity": popularity, "repeat": repeat}
+            row |= {**dataclasses.asdict(beside), **found}
+            report.note("offline", {**row, "errors": errors + found["errors"]})
 
 
 async def many(rig: EngineRig, report: RunReport) -> None:
@@ -130,10 +145,15 @@ async def many(rig: EngineRig, report: RunReport) -> None:
     began_s = time.monotonic()
     errors = await warmed(rig, target, everyone)
     read_s = time.monotonic() - began_s
-    found = await run_offline(rig, target, rows, everyone)
+    for repeat in range(report.repeats):
+        if repeat and not report.has(36.0, f"many{again(repeat)}"):
+            continue
+        found = await run_offline(rig, target, rows, everyone)
+        errors += found["errors"]
+        report.note(
+            "many", {"max_num_seqs": 32, "repeat": repeat, "read_s": read_s, **found, "errors": errors}
+        )
     await target.close()
-    errors += found["errors"]
-    report.note("many", {"max_num_seqs": 32, "read_s": read_s, **found, "errors": errors})
 
 
 async def prefill(rig: EngineRig, report: RunReport) -> None:
@@ -170,17 +190,18 @@ async def mixed(rig: EngineRig, report: RunReport) -> None:
     for kind, adapters in (("base", [None] * len(rows)), ("mixed", list(range(len(rows))))):
         num_bytes = step_bytes(shape, MIXED_ROWS, context, ranks if kind == "mixed" else ())
         floor_s = num_bytes / bandwidth
-        if not report.has(20.0, f"mixed {kind}"):
-            continue
         await run_offline(rig, target, rows, adapters)  # compiles kernels, reads adapters
-        runs = [await run_offline(rig, target, rows, adapters) for _ in range(3)]
-        found = sorted(runs, key=lambda run: run["seconds"])[1]
-        step_s = found["busy"] * found["seconds"] / found["steps"]
-        row = {
-            "shape": shape.name, "kind": kind, **found, "mean_step_ms": 1e3 * step_s,
-            "floor_step_ms": 1e3 * floor_s, "step_over_floor": step_s / floor_s,
-        }  # fmt: skip
-        report.note("mixed", row)
+        for repeat in range(report.repeats):
+            if not report.has(20.0, f"mixed {kind}{again(repeat)}"):
+                continue
+            runs = [await run_offline(rig, target, rows, adapters) for _ in range(3)]
+            found = sorted(runs, key=lambda run: run["seconds"])[1]
+            step_s = found["busy"] * found["seconds"] / found["steps"]
+            row = {
+                "shape": shape.name, "kind": kind, "repeat": repeat, **found, "mean_step_ms": 1e3 * step_s,
+                "floor_step_ms": 1e3 * floor_s, "step_over_floor": step_s / floor_s,
+            }  # fmt: skip
+            report.note("mixed", row)
     await target.close()
 
 

@@ -101,6 +101,8 @@ class RunReport:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(message)s")
         self.args = args
         self.out = Path(args.out)
+        self.repeats = 1
+        """Of every run, where its parts know of repeats."""
         self.recording = Provenance.of(args, seed)
         self._began_s = time.monotonic()
         device = device or ("cpu" if args.toy else torch.cuda.get_device_name())
