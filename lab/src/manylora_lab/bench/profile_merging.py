@@ -16,6 +16,7 @@ from manylora.executor.ranks.start import build_ranks, kind_of, pads_steps
 from manylora.flags import build_settings
 from manylora.models.config import ModelConfig
 from manylora.pricing.profile import ModePoint, SwitchPoint
+from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.profile_rig import rounded
 from manylora_lab.sim.parallel import adapter_pages, held_shape
 
@@ -30,7 +31,7 @@ class Merging(NamedTuple):
 def measure_merging(
     engine: Mapping[str, Any],
     config: ModelConfig,
-    profile: Profile,
+    shape: ModelShape,
     progress: Callable[[str, int, int], None],
 ) -> Merging:
     """Switches with the copy in either place, and steps with it on the device. ``engine``: settings by flag name.
