@@ -324,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
         parser.error("there is no vllm in this environment")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an engine's processes must not outlive this one
     report = RunReport(args, "0 of chat's tokens and of the other prompts", vllm=version)
     for part in parts:
         if report.has(EXPECTED_S[part], part):
