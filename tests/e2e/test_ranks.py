@@ -124,9 +124,9 @@ def test_an_idle_server_takes_next_to_no_time() -> None:
         assert spent / TICKS_A_S < 0.02 * (time.monotonic() - began_s)
 
 
-def test_a_rank_that_is_killed_ends_the_server() -> None:
-    """With a stream running: every request ends with an error, then the server."""
-    with Server(*RANKS) as server:
+def dies_with_a_rank(*args: str) -> None:
+    """A server whose rank is killed beside a stream: every request ends with an error, then the server."""
+    with Server(*args) as server:
         server.wait_ready()
         ranks = ranks_of(server.engine_pid)
         with server.http.stream("POST", "/v1/completions", json=completion(stream=True, **LONG)) as stream:
@@ -145,6 +145,10 @@ def test_a_rank_that_is_killed_ends_the_server() -> None:
         server.assert_all_gone()
         wait_until(lambda: not any(map(is_running, ranks)), "ranks gone")
         assert "rank 1 has died" in server.log
+
+
+def test_a_rank_that_is_killed_ends_the_server() -> None:
+    dies_with_a_rank(*RANKS)
 
 
 @pytest.mark.parametrize("process", ["engine", pytest.param("server", marks=pytest.mark.long)])

@@ -42,6 +42,12 @@ for kind, peers in kinds.items():
     drawn = packed.clone()
     peers.broadcast(drawn, "sampling")
     found[kind, "broadcast"] = drawn
+    if rank == 1:  # alone, as in a rehearsal
+        with peers.leaving_out():
+            for size in SIZES[:2]:
+                peers.add_up(own(rank, size, torch.bfloat16), "base")
+            peers.broadcast(drawn.clone(), "sampling")
+            assert all(one is packed for one in peers.gather(packed, "sampling"))
     found[kind, "account"] = (peers.num_exchanges, peers.digest, peers.traffic)
 found["looked"] = torch.distributed.distributed_c10d._get_default_store().check(["what nobody has said"])
 torch.save(found, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,27 @@ def test_impossible_steps_fail_without_raising(rig: Rig, files: Files) -> None:
     rig.open(4, [5, 6, 7])
     rig.decode(4, 4)
     check(rig, files, 4)
+
+
+def test_a_step_whose_end_raised_is_waited_for_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.open(1, [5, 6, 7])
+    command = rig.issue(rig.row(1))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("made to fail")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.worker._sequences, "settle", fail)
+        with pytest.raises(RuntimeError, match="made to fail"):
+            rig.direct.wait_step(command)
+    # On a thread of its own: one that waited for ever would keep this one.
+    found: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            rig.direct.wait_step(command)
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert str(found.get(timeout=60)) == f"step {command.step} is not on its way"

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs of one host, which exchange through NCCL. Written without two GPUs to run them on."""
+"""Two ranks on two GPUs of one host, which exchange through NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from manylora.executor.ranks.start import ENVIRONMENT
-from tests.e2e.test_ranks import asked
+from tests.e2e.test_ranks import asked, dies_with_a_rank
 from tests.executor.test_peers import own
 from tests.gpu.test_parity import tokens
 
@@ -90,3 +90,8 @@ def test_prompts_and_decoding_give_the_tokens_of_one_gpu(sharding: str, graphs: 
 def test_a_rank_that_is_lost(number: signal.Signals, words: str, graphs: str) -> None:
     (line,) = asked(lambda rank: os.kill(rank, number), device="cuda", cuda_graphs=graphs)
     assert words in line
+
+
+def test_a_server_whose_rank_is_killed() -> None:
+    """By default, which captures."""
+    dies_with_a_rank("--device", "cuda", "--device-pool", "1GiB", "--tensor-parallel-size", "2")

@@ -227,8 +227,8 @@ class EngineSettings(Section):
     )
     cuda_graphs: Literal["auto", "on", "off"] = setting(
         "auto",
-        "auto captures decoding steps at start-up, which spares the host their launches, but not with "
-        "--tensor-parallel-size above 1; on captures them there, too; off launches every kernel each time",
+        "auto, on: steps of fixed sizes are captured at start-up, which spares the host their launches, where the "
+        "device can; off launches every kernel each time",
     )
     step_timeout_s: Seconds = setting(
         300.0,

@@ -49,7 +49,8 @@ class SharedPeers(Account):
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         flat = tensor.contiguous().view(-1)
-        self.note(flat, purpose)
+        if not self.note(flat, purpose):
+            return
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
@@ -68,7 +69,8 @@ class SharedPeers(Account):
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
         flat = tensor.contiguous().view(-1)
-        self.note(flat, purpose)
+        if not self.note(flat, purpose):
+            return [tensor] * self.count
         found = [torch.empty_like(flat) for _ in range(self.count)]
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
@@ -78,7 +80,8 @@ class SharedPeers(Account):
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         flat = tensor.view(-1)
-        self.note(flat, purpose)
+        if not self.note(flat, purpose):
+            return
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]

@@ -41,7 +41,8 @@ class GroupPeers(Account):
         )
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        self.note(tensor, purpose)
+        if not self.note(tensor, purpose):
+            return
         flat = self._here(tensor)
         if flat.numel() * flat.itemsize > self._gathered_bytes:
             torch.distributed.all_reduce(flat)
@@ -54,11 +55,13 @@ class GroupPeers(Account):
         tensor.copy_(total)
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
-        self.note(tensor, purpose)
+        if not self.note(tensor, purpose):
+            return [tensor] * self.count
         return list(self._gathered(self._here(tensor)).to(tensor.device).unbind())
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        self.note(tensor, purpose)
+        if not self.note(tensor, purpose):
+            return
         moved = self._here(tensor)
         torch.distributed.broadcast(moved, 0)
         if moved is not tensor:

@@ -42,14 +42,18 @@ class Account:
         self.digest = 0
         self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
         self._listed: list[Exchange] | None = None
+        self._leaves_out = False
 
-    def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """An exchange of this tensor begins."""
+    def note(self, tensor: torch.Tensor, purpose: Purpose) -> bool:
+        """An exchange of this tensor begins. Whether it is to be made."""
+        if self._leaves_out:
+            return False
         exchange = purpose, tensor.numel() * tensor.itemsize
         if self._listed is None:
             self.note_all([exchange])
         else:
             self._listed.append(exchange)
+        return True
 
     def note_all(self, exchanges: Sequence[Exchange]) -> None:
         """See Peers."""
@@ -69,6 +73,15 @@ class Account:
             yield
         finally:
             self._listed = None
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """See Peers."""
+        self._leaves_out = True
+        try:
+            yield
+        finally:
+            self._leaves_out = False
 
 
 class Peers(Protocol):
@@ -98,6 +111,10 @@ class Peers(Protocol):
     def listed(self, exchanges: list[Exchange]) -> contextlib.AbstractContextManager[None]:
         """Exchanges meanwhile are put into the list, in place of what is there, and not counted: those of a
         captured step, whose replays run no code that would count them."""
+
+    def leaving_out(self) -> contextlib.AbstractContextManager[None]:
+        """Exchanges meanwhile are not made, nor counted: this rank takes its own tensors for the others', so
+        results are worth nothing. For a rehearsal, which the others may have no part in."""
 
     def note_all(self, exchanges: Sequence[Exchange]) -> None:
         """Count these, which a replay makes."""

@@ -76,9 +76,16 @@ class DirectExecutor:
         return step.step in self._results
 
     def wait_step(self, step: RunStep) -> StepResult:
-        """The result of a step that was issued; those issued before it end first, and theirs is kept."""
+        """The result of a step that was issued; those issued before it end first, and theirs is kept.
+
+        Raises what the end of a step raises, and RuntimeError where the step is not on its way, such as one whose
+        end has raised.
+        """
         while step.step not in self._results:
+            num_results = len(self._results)
             self._executor.wait_step()
+            if len(self._results) == num_results:
+                raise RuntimeError(f"step {step.step} is not on its way")
         return self._results.pop(step.step)
 
     def end_sequence(self, sequence: SequenceId) -> None:

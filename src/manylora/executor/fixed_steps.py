@@ -44,15 +44,16 @@ def steps_of_fixed_sizes(
     num_cells = arena.num_pages * geometry.cells_per_page
     if peers is not None:
         tables.fix(num_cells)
-        graphs.capture_all(progress)
     elif device.captures:
         # A table that moves must be captured again: make room for all that the pool can hold, within reason,
         # and for as much again where they are entered beside a merged adapter.
         tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
-        if rehearse is not None:
-            decoder = forward.decoder.rehearsal()
-            rehearse(*graphs.rehearsals(Forward(decoder, arena, geometry, device)))
-        graphs.capture_all(progress)
+    else:
+        return graphs
+    if rehearse is not None:
+        decoder = forward.decoder.rehearsal()
+        rehearse(*graphs.rehearsals(Forward(decoder, arena, geometry, device, forward.ranked)))
+    graphs.capture_all(progress)
     return graphs
 
 

@@ -67,11 +67,18 @@ class _Lane:
         at_once: bool,
     ) -> None:
         """``copy`` of many pieces (``CopyLane.copy_pieces``, where they may be copied ``at_once``)."""
-        if at_once and self.pace is None:
-            self.copies.copy_pieces(target, at, source, of, num_bytes)
+        pace = self.pace
+        if not at_once or (pace is not None and num_bytes > pace.piece_bytes):
+            for to, begin in zip(at.tolist(), of.tolist(), strict=True):
+                self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
             return
-        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-            self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
+        count = max(1, len(at)) if pace is None else pace.piece_bytes // num_bytes
+        for first in range(0, len(at), count):
+            part = slice(first, first + count)
+            self.copies.copy_pieces(target, at[part], source, of[part], num_bytes)
+            if pace is not None:
+                self.copies.landing()
+                pace.moved(len(at[part]) * num_bytes)
 
     def close(self) -> None:
         if self.pace is not None:
@@ -190,7 +197,9 @@ class Copier:
         _check(sources, self._host.num_pages)
         _check(targets, self._arena.num_pages)
         host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
-        is_pinned = bool(sources.max(initial=0) < self._host.pages_pinned)
+        at_once = not self._device.copies_from_pinned or bool(
+            sources.max(initial=0) < self._host.pages_pinned
+        )
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
         for number, (first, end) in enumerate(gate.groups):
             if filling is not None and not filling.wait_layers(end):
@@ -199,7 +208,7 @@ class Copier:
                 return _CLOSING
             pages, offset = gate.pages(number), first * slab_bytes
             at, of = targets[pages] * page_bytes + offset, sources[pages] * page_bytes + offset
-            lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=is_pinned)
+            lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=at_once)
             gate.open(lane.copies.landing())
             if self._words is not None and number >= gate.num_ahead:
                 self._words.mark(lane.copies, gate, (first, end))

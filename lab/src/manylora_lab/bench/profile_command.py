@@ -15,7 +15,7 @@ examples:
       about a minute on a CPU; take one that does nothing else
   manylora profile --model ./folder-with-config.json --load-format dummy --name llama-2-7b --out 7b.json
       no weights are needed to know what they cost
-  manylora profile --model ./llama --tensor-parallel-size 2 --cuda-graphs on --out two.json
+  manylora profile --model ./llama --tensor-parallel-size 2 --out two.json
       an engine of two ranks; bench simulate --tensor-parallel-size 2 takes it
 
 without --host-pool it has 256 MiB on a CPU and 2 GiB elsewhere, enough for what is copied here.

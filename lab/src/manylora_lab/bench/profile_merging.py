@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
 from manylora.executor.merge_times import RANK, measure_change
-from manylora.executor.ranks.start import build_ranks
+from manylora.executor.ranks.start import build_ranks, kind_of, pads_steps
 from manylora.flags import build_settings
 from manylora.models.config import ModelConfig
 from manylora.pricing.profile import ModePoint, SwitchPoint
@@ -39,7 +39,7 @@ def measure_merging(
     ConfigError."""
     plain = build_settings(engine)[0]
     count = plain.tensor_parallel_size
-    is_mixed = count == 1 or plain.cuda_graphs != "on"
+    is_mixed = count == 1 or not pads_steps(plain, kind_of(plain.model.device, count))
     held = held_shape(shape, count)
     switches: list[SwitchPoint] = []
     modes: tuple[ModePoint, ...] = ()

@@ -51,7 +51,7 @@ ONE_GPU_BYTES = 100e9
 """The most weights that one rank is asked to hold."""
 EXCHANGES_S, CELL_S, LEAST_S, S_PER_GB = 45.0, 200.0, 70.0, 0.4
 """What the exchanges may take, and a cell; and what it takes at least, with what a rank reads."""
-SAID = (" captured ", "WARNING", "ERROR")
+SAID = (" captured ", " compiled ", "WARNING", "ERROR")
 """Lines of an engine's log that are put into the record."""
 TAIL = 12
 

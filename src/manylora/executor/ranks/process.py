@@ -26,7 +26,7 @@ from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import open_store_folder
-from manylora.config import ConfigError
+from manylora.config import ConfigError, PolicyConfig
 from manylora.devices.cpu_peers import SharedPeers
 from manylora.devices.device import Device
 from manylora.devices.group_peers import GroupPeers
@@ -37,6 +37,7 @@ from manylora.executor.build import CopyOfWeights, copy_of_weights
 from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
+from manylora.executor.ranks.rehearsing import in_turn
 from manylora.executor.ranks.ring import RingReader
 from manylora.executor.ranks.status import StatusWriter
 from manylora.executor.ranks.timing import exchange_seconds
@@ -61,7 +62,7 @@ from manylora.executor.sizes import attention_shape
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
-from manylora.kernels.select import ops_for
+from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.memory.arena import Arena
 from manylora.memory.budget import pool_bytes
 from manylora.memory.host import HostPool
@@ -163,15 +164,20 @@ class _Rank:
             _leave()
         threading.Thread(target=self._end_with_driver, daemon=True).start()
         self._worker = worker = self._made(begin, loaded, pools)
-        max_rank = begin.settings.adapters.max_adapter_rank
-        if begin.pads_steps:
-            worker.use_graphs(
-                GraphLimits.of(pools.limits, max_rank), pools.limits.num_pages, peers=self._peers
-            )
-        if begin.device == "cuda":
-            warm_up(worker, pools.limits, max_rank)
+        self._prepare(begin, worker, pools.limits)
         worker.connect(self._tell)
         channel.send(RankReady())
+
+    def _prepare(self, begin: Begin, worker: Worker, limits: PolicyConfig) -> None:
+        """Compile, capture and warm up, as one rank does."""
+        max_rank = begin.settings.adapters.max_adapter_rank
+        with compiling_ahead(self._device.torch_device) as ahead:
+            rehearse = in_turn(ahead, self._peers)
+            if begin.pads_steps:
+                graphs = GraphLimits.of(limits, max_rank), limits.num_pages
+                worker.use_graphs(*graphs, rehearse=rehearse, peers=self._peers)
+            if begin.device == "cuda":
+                warm_up(worker, limits, max_rank, rehearse)
 
     def _loaded(self, begin: Begin) -> _OwnModel:
         settings, device = begin.settings, self._device

@@ -124,7 +124,7 @@ def _planned(settings: EngineSettings) -> _Plan:
     count = settings.tensor_parallel_size
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
-    kind = _kind(settings.model.device, count)
+    kind = kind_of(settings.model.device, count)
     settings = with_gates(settings, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     check_mixed(settings.scheduler.merge, dtype)
@@ -144,9 +144,8 @@ def _planned(settings: EngineSettings) -> _Plan:
 
 
 def pads_steps(settings: EngineSettings, kind: Kind) -> bool:
-    """Whether ranks run steps at fixed sizes and capture them: where that is asked for, since it was never seen to
-    run on several GPUs."""
-    if kind == "cpu" or settings.cuda_graphs != "on":
+    """Whether ranks run steps at fixed sizes and capture them."""
+    if kind == "cpu" or settings.cuda_graphs == "off":
         return False
     if settings.scheduler.merge.is_mixed:
         # Entries beside a merged adapter may be more than a table has room for that must stay where it is.
@@ -213,7 +212,7 @@ def _sized(plan: _Plan, loaded: list[Loaded]) -> tuple[PolicyConfig, CopyOfWeigh
     return limits, copy
 
 
-def _kind(wanted: str, count: int) -> Kind:
+def kind_of(wanted: str, count: int) -> Kind:
     """The kind of device. Raises ConfigError where there are too few."""
     if wanted == "cpu" or (wanted == "auto" and not cuda_is_available()):
         return "cpu"
