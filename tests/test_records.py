@@ -120,7 +120,7 @@ def test_what_a_record_says_beside_its_provenance_is_the_same() -> None:
                 assert entry["commit"].startswith(at["commit"]), path.name
             if "gpu" in entry["machine"] and "device" in record:
                 names = set(entry["machine"]["gpu"].split(", "))  # of all that the command could see
-                assert record["device"] == "cuda" or all(name in record["device"] for name in names)
+                assert record["device"] in ("cpu", "cuda") or all(name in record["device"] for name in names)
             if "torch" in record and "torch" in entry["versions"]:
                 assert entry["versions"]["torch"].partition("+")[0] == record["torch"].partition("+")[0]
 

@@ -276,7 +276,9 @@ class RankTraffic(NamedTuple):
 class EngineInfo:
     """What stays true while an engine lives. ``pristine_bytes``: of the copy of the base's weights that merging
     needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters are
-    ``lora_sharding`` among; both empty where there is one."""
+    ``lora_sharding`` among; both empty where there is one. ``cold_start``: the mode in which it serves;
+    ``cold_start_kinds``: how requests may begin whose adapter is not on the device, by mode and source with a
+    slash between."""
 
     model: str
     max_model_len: int
@@ -296,3 +298,5 @@ class EngineInfo:
     pristine_bytes: int = 0
     ranks: tuple[RankInfo, ...] = ()
     lora_sharding: str = ""
+    cold_start: str = "wait"
+    cold_start_kinds: tuple[str, ...] = ()

@@ -63,6 +63,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert min(found.cores, found.handover_s, found.num_products) > 0
     assert sum(found.group_shares) == pytest.approx(1, rel=1e-3)
     assert {point.to_device for point in found.store_reads} == {True, False}
+    assert len(found.gates) > 1
+    assert min(point.issue_s for point in found.gates) > 0
     cold = measured_cold(found)
     assert cold is not None
     assert min(cold.rates.step_s, sum(cold.store_read), cold.result_token_bytes) > 0

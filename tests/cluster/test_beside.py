@@ -159,6 +159,7 @@ def test_cold_starts_on_the_cpu_a_shared_store_and_turns(
         ranked = [{**body, "priority": number % 3} for number, body in enumerate(BODIES)]
         assert_equal(single["mixed"], cluster.ask_all(ranked))
         wait_counted(cluster, "manylora:cold_starts_total", 'mode="cpu"')
+        assert {each["cold_start"] for each in cluster.replicas()} == {"cpu"}
         wait_counted(cluster, "manylora:fair_service_tokens_total", 'client="1"', replicas=2)
         assert not any(sums(cluster, "manylora:fair_service_tokens_total", 'client="0"').values())
         assert_error(post(f"{cluster.url}/v1/completions", json=BODIES[1]), 401)

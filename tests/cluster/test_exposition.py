@@ -60,6 +60,18 @@ def test_a_cluster_is_one_server_to_llm_d() -> None:
     assert {sample.labels["replica"]: sample.value for sample in per_replica} == {"0": 2, "1": 3, "2": 0}
 
 
+def test_what_cold_starts_there_may_be_is_each_replicas_own() -> None:
+    """One that has no cores for CPU workers waits, and says so; the front end's own facts are not asked."""
+    serving = EngineStats(cold_starts={"cpu/host": 3}, cold_start_kinds=("wait/host", "cpu/host"))
+    waiting = EngineStats(cold_start_kinds=("wait/host",))
+    found = families([ReplicaStats(0, serving), ReplicaStats(1, waiting)], STATUS)
+    counts = {
+        (sample.labels["replica"], sample.labels["mode"]): sample.value
+        for sample in found["manylora:cold_starts"]
+    }
+    assert counts == {("0", "cpu"): 3, ("0", "wait"): 0, ("1", "wait"): 0}
+
+
 def test_a_cluster_without_replicas_or_router() -> None:
     found = families([], {})
     (only,) = found["vllm:lora_requests_info"]

@@ -38,13 +38,14 @@ def command(*args: str) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    found = {
+    """Of a process that sees no GPU, unless the changes name some."""
+    return {
         **os.environ,
         "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'lab/src'}",
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         **changes,
     }
-    return {**found, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_cli(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -44,6 +44,10 @@ def begun(metrics: dict[str, float], mode: str) -> float:
     return sum(value for name, value in metrics.items() if name.startswith(start) and label in name)
 
 
+def kinds(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: count for name, count in metrics.items() if name.startswith("manylora:cold_starts_total")}
+
+
 def named(adapters: Path) -> list[str]:
     return [word for name in NAMES for word in ("--adapter", f"{name}={adapters / name}")]
 
@@ -64,6 +68,11 @@ def test_workers_serve_die_and_end_with_their_server(adapters: Path, expected: l
     with Server(*POOLS, *CPU, *named(adapters)) as server:
         server.wait_ready()
         assert len(workers(server)) == 2
+        assert kinds(server.metrics()) == {
+            f'manylora:cold_starts_total{{mode="{mode}",source="{source}"}}': 0
+            for mode in ("cpu", "wait")
+            for source in ("files", "host")
+        }
         for _ in range(2):
             assert answers(server) == expected
         assert begun(server.metrics(), "cpu") > len(NAMES)

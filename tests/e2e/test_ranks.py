@@ -124,9 +124,9 @@ def test_an_idle_server_takes_next_to_no_time() -> None:
         assert spent / TICKS_A_S < 0.02 * (time.monotonic() - began_s)
 
 
-def dies_with_a_rank(*args: str) -> None:
+def dies_with_a_rank(*args: str, **env: str) -> None:
     """A server whose rank is killed beside a stream: every request ends with an error, then the server."""
-    with Server(*args) as server:
+    with Server(*args, env=env) as server:
         server.wait_ready()
         ranks = ranks_of(server.engine_pid)
         with server.http.stream("POST", "/v1/completions", json=completion(stream=True, **LONG)) as stream:

@@ -94,4 +94,5 @@ def test_a_rank_that_is_lost(number: signal.Signals, words: str, graphs: str) ->
 
 def test_a_server_whose_rank_is_killed() -> None:
     """By default, which captures."""
-    dies_with_a_rank("--device", "cuda", "--device-pool", "1GiB", "--tensor-parallel-size", "2")
+    args = ("--device", "cuda", "--device-pool", "1GiB", "--tensor-parallel-size", "2")
+    dies_with_a_rank(*args, CUDA_VISIBLE_DEVICES="0,1")

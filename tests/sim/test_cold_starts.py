@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from pathlib import Path
 
 import pytest
 from manylora_lab.sim.analytical import AnalyticalCosts
-from manylora_lab.sim.cold import ColdCosts, assumed_cold, measured_cold
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ColdStartConfig, CpuRates, PolicyConfig
-from manylora.pricing.cold import fit_cpu
+from manylora.config import ColdStartConfig, ConfigError, CpuRates, PolicyConfig
+from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
 from manylora.pricing.costs import DeviceCosts
-from manylora.pricing.profile import CpuPoint, TransferPoint
+from manylora.pricing.profile import CpuPoint, GatePoint, TransferPoint, load_profile, save_profile
 from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora.protocol import (
     AdapterRead,
@@ -89,6 +90,43 @@ def test_a_copy_that_follows_a_read_lands_a_group_behind_it() -> None:
     assert step[0] == pytest.approx(copy[0] + own_s / 8)
 
 
+def test_what_gates_cost_is_paid_once_by_the_step_that_awaits() -> None:
+    """The command's part only where the copy is commanded with the step; nothing by a step that awaits nothing."""
+    gates = GateLines(issue=(0.001, 0.002 / PAGE_BYTES), step=(0.01, 0.0))
+
+    def begun(is_before: bool, awaits: tuple[Await, ...], gates: GateLines) -> tuple[float, float]:
+        cold = dataclasses.replace(NOTHING_COLD, gates=gates)
+        device = SimulatedDevice(COSTS, PAGE_BYTES, {1: 4}, cold=cold)
+        pairs = tuple((i, i) for i in range(4))
+        device.obey(SwapPages(1, True, pairs, 1, 8), 0.0 if is_before else 1.0)
+        found = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), 0, awaits), 1.0)
+        assert found is not None
+        assert isinstance(found[1], StepDone)
+        return found[0], found[1].device_s - found[1].stall_s
+
+    awaits = (Await(1, (1,)),)
+    for is_before, issue_s in ((True, 0.0), (False, 0.001 + 4 * 0.002)):
+        end_s, own_s = begun(is_before, awaits, gates)
+        free_end_s, free_s = begun(is_before, awaits, NO_GATES)
+        assert own_s == pytest.approx(free_s + 0.01)
+        hidden_s = 0.004 / 8 * (not is_before)  # the copy's first group lands while its command is paid for
+        assert end_s == pytest.approx(free_end_s + 0.01 + issue_s - hidden_s)
+        assert begun(is_before, (), gates) == begun(is_before, (), NO_GATES)
+
+
+def test_gates_of_a_profile_are_lines_over_bytes(tmp_path: Path) -> None:
+    """Kept in the file; a profile without them prices gates at nothing."""
+    profile = find_profile("h200-llama-2-7b")
+    assert gate_lines(profile) == NO_GATES
+    points = tuple(GatePoint(size, 1e-4 + 1e-10 * size, 3e-4) for size in (2**20, 2**21, 2**23))
+    save_profile(dataclasses.replace(profile, gates=points), tmp_path / "gates.json")
+    found = gate_lines(load_profile(tmp_path / "gates.json"))
+    assert found.issue == pytest.approx((1e-4, 1e-10), rel=1e-3)
+    assert found.step == pytest.approx((3e-4, 0.0), rel=1e-3)
+    with pytest.raises(ConfigError, match="seconds must be more than 0"):
+        GatePoint(1, 0.0, 0.0)
+
+
 def test_a_step_that_awaits_a_read() -> None:
     costs = dataclasses.replace(COSTS, read_base_s=0.0, read_bytes_s=PAGE_BYTES / 0.01)
     device = SimulatedDevice(costs, PAGE_BYTES, {1: 8})
@@ -101,7 +139,7 @@ def test_a_step_that_awaits_a_read() -> None:
 
 
 def test_merging_and_awaiting_do_not_go_together() -> None:
-    from manylora.config import ConfigError, MergeConfig
+    from manylora.config import MergeConfig
 
     config = PolicyConfig(8, 4, 20, 1, 8)
     with pytest.raises(ConfigError, match="--cold-start block does not go with --merge merged"):

@@ -113,7 +113,8 @@ def _table(status: dict[str, Any]) -> str:
             f"replica {each['id']:<4} epoch {each['epoch']:<4} pid {each['pid']:<8} {each['state']:<9} "
             f"{each['running']} run, {each['waiting']} wait, {each['free_pages']} + "
             f"{each['reclaimable_pages']} of {each['pages']} pages free, "
-            f"{each['adapters_on_device']} + {each['adapters_on_host']} adapters"
+            f"{each['adapters_on_device']} + {each['adapters_on_host']} adapters, "
+            f"cold start {each['cold_start'] or '?'}"
         )
         if each["adapters_lacking"]:
             lines.append(f"             without {', '.join(each['adapters_lacking'])}, which it cannot have")

@@ -28,6 +28,7 @@ class ReplicaMember:
     link: Link
     facts: ReplicaFacts | None = None
     address: tuple[str, int] = ("", 0)
+    cold_start: str = ""
     answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)

@@ -167,12 +167,14 @@ class Joining(msgspec.Struct, tag=True):
 
 
 class Up(msgspec.Struct, tag=True):
-    """The replica's model is loaded; it listens there. ``adapters``: versions that it serves already."""
+    """The replica's model is loaded; it listens there. ``adapters``: versions that it serves already;
+    ``cold_start``: the mode in which it serves."""
 
     facts: ReplicaFacts
     host: str
     port: int
     adapters: list[AdapterId] = []
+    cold_start: str = ""
 
 
 class Alive(msgspec.Struct, tag=True):
@@ -461,9 +463,11 @@ ToRay = StartActor | FindActor | StopActor | KillActor
 
 
 class RayReady(msgspec.Struct, tag=True):
-    """Ray is there. ``most``: replicas that its GPUs allow; None: any number."""
+    """Ray is there. ``most``: replicas that its GPUs allow; None: any number. ``workerless``: addresses of nodes
+    whose replicas have no cores for CPU workers and wait for cold adapters, where workers are asked for."""
 
     most: int | None
+    workerless: list[str] = []
 
 
 class ActorBegan(msgspec.Struct, tag=True):

@@ -50,7 +50,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
     except Exception as error:  # Ray's own have no common base
         starter.say(Failed(f"Ray does not work: {_first_line(error)}", is_user_error=True))
         return 2
-    starter.say(messages.RayReady(driver.nodes.most))
+    starter.say(messages.RayReady(driver.nodes.most, driver.nodes.workerless))
     while (message := starter.read()) is not None:
         match message:
             case messages.StartActor() | messages.FindActor():

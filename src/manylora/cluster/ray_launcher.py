@@ -95,6 +95,12 @@ class RayLauncher:
         if not isinstance(said, messages.RayReady):
             raise ConfigError("Ray does not work here: the process that speaks to it has ended")
         self.most_replicas = said.most
+        if said.workerless:
+            log.warning(
+                "--cold-start is wait, not cpu, for replicas on these nodes of Ray, which have no cores for "
+                "CPU workers (--cpu-lora-workers takes a number): %s",
+                ", ".join(said.workerless),
+            )
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def _open_driver(self) -> object:

@@ -281,6 +281,7 @@ class _Replica:
                     facts_of(self._driver.info, self._driver.most_adapter_pages),
                     *self._address,
                     sorted(self._adapters),
+                    self._driver.info.cold_start,
                 )
             )
             self._router = link

@@ -114,6 +114,7 @@ def _replica(
         "reclaimable_pages": report.reclaimable_pages if report else 0,
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
         "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
+        "cold_start": member.cold_start if member is not None else "",
         "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
         "heard_s_ago": round(time.monotonic() - member.heard_s, 3) if member is not None else None,
     }

@@ -289,8 +289,9 @@ class Switchboard:
         while (message := await link.receive()) is not None:
             member.heard_s = time.monotonic()
             match message:
-                case messages.Up(facts, host, port, adapters):
+                case messages.Up(facts, host, port, adapters, cold_start):
                     member.facts, member.address = facts, (host, port)
+                    member.cold_start = cold_start
                     self.registry.greet(member, adapters)
                     self._see_if_up(member)
                 case messages.Alive(sent_s, report):

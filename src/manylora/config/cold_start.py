@@ -18,6 +18,9 @@ _WITH_WORKERS = ("cpu", "auto")
 
 MOST_CPU_TOKENS = 512
 """Tokens of one step whose adapters' products the CPU computes: what its workers' memory has room for."""
+SLICE_SHARE = 0.25
+"""A worker takes so many tokens that their arithmetic takes this share of what handing them over and reading the
+adapter take: with fewer another worker would save little, with more cores stand still that nothing else uses."""
 LEAST_CORES = 4
 MOST_WORKERS = 256
 _AUTO = "auto"
@@ -114,6 +117,13 @@ class ColdStartConfig(Section):
     def num_groups(self) -> int:
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
         return _NUM_GROUPS[self.mode]
+
+    def begins(self, has_host: bool, has_store: bool) -> tuple[str, ...]:
+        """How requests may begin whose adapter is not on the device: mode and source with a slash between."""
+        serves = {"auto": ("layerwise", "cpu") if self.num_workers else ("layerwise",)}
+        modes = dict.fromkeys(("wait", *serves.get(self.mode, (self.mode,))))
+        sources = (*("host",) * has_host, *("store",) * has_store, "files")
+        return tuple(f"{mode}/{source}" for mode in modes for source in sources)
 
     @property
     def read_groups(self) -> int:

@@ -138,7 +138,8 @@ class EngineStats:
     name of the adapter whose weights are merged into the base's; ``pristine_bytes``: what a copy of the base's own
     takes. ``switches_merged`` and ``switches_base`` took effect; ``paused_s`` sums over sequences.
     ``cold_starts``: requests whose adapter was not on the device when they were admitted, by mode and source with
-    a slash between, such as "wait/host". ``traffic``: of each rank, where the engine has several.
+    a slash between, such as "wait/host"; ``cold_start_kinds``: all that there may come to be. ``traffic``: of each
+    rank, where the engine has several.
     """
 
     num_running: int = 0
@@ -201,6 +202,7 @@ class EngineStats:
     paused_s: float = 0.0
     longest_pause_s: float = 0.0
     cold_starts: dict[str, int] = dataclasses.field(default_factory=dict)
+    cold_start_kinds: tuple[str, ...] = ()
     cold_start_stall_s: float = 0.0
     cold_start_hidden_s: float = 0.0
     cold_start_expected_s: float = 0.0

@@ -125,6 +125,10 @@ def engine_info(
         pristine_bytes=pristine_bytes,
         ranks=ranks,
         lora_sharding=lora_sharding,
+        cold_start=limits.cold_start.mode,
+        cold_start_kinds=limits.cold_start.begins(
+            limits.num_host_pages > 0, settings.adapters.store is not None
+        ),
     )
 
 

@@ -85,7 +85,9 @@ class EngineCollector(Collector):
     def __init__(self, base: str, info: EngineInfo) -> None:
         self._base = base
         self._info = info
-        self._stats = EngineStats(pages_total=info.num_pages, pages_free=info.num_pages)
+        self._stats = EngineStats(
+            pages_total=info.num_pages, pages_free=info.num_pages, cold_start_kinds=info.cold_start_kinds
+        )
         self._is_up = True
 
     def update(self, stats: EngineStats | None) -> None:
@@ -173,7 +175,7 @@ def _cold_starts(stats: EngineStats) -> Metric:
         "Requests whose adapter was not on the device when admitted, by how they began and where it was.",
         labels=["mode", "source"],
     )
-    for kind, count in sorted(stats.cold_starts.items()):
+    for kind, count in sorted((dict.fromkeys(stats.cold_start_kinds, 0) | stats.cold_starts).items()):
         starts.add_metric(kind.split("/"), count)
     return starts
 

@@ -1,7 +1,7 @@
 """What CPU workers and an adapter store take, fitted to a profile.
 
 Owns the line through products on the CPU: a fixed part, one for each byte of the adapter, and one for each byte
-and token of a worker's slice.
+and token of a worker's slice; and the lines of what awaited copies cost their steps.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from manylora.config import CpuRates
-from manylora.pricing.fit import FitError, relative_fit
+from manylora.config.cold_start import SLICE_SHARE
+from manylora.pricing.fit import FitError, nonnegative_least_squares, relative_fit
 from manylora.pricing.profile import CpuPoint, Profile
-
-_SLICE_TIMES = 2.0
-"""A worker takes so many tokens that their arithmetic takes as long as this many times the rest."""
 
 
 class CpuLine(NamedTuple):
@@ -47,7 +45,7 @@ def cpu_rates(profile: Profile) -> CpuRates | None:
     # Of adapters as large as the median one.
     size = float(np.median([point.adapter_bytes for point in profile.cpu_products]))
     token_s = max(line.token_byte_s * size, 1e-12)
-    slice_tokens = max(1, int(_SLICE_TIMES * (one_s + line.byte_s * size) / token_s))
+    slice_tokens = max(1, int(SLICE_SHARE * (one_s + line.byte_s * size) / token_s))
     return CpuRates(profile.num_products * one_s, line.byte_s, line.token_byte_s, slice_tokens)
 
 
@@ -58,6 +56,30 @@ def store_read(profile: Profile) -> tuple[float, float]:
         return 0.0, 0.0
     base_s, byte_s = relative_fit([(1, p.num_bytes) for p in points], [p.seconds for p in points])
     return base_s, byte_s
+
+
+class GateLines(NamedTuple):
+    """Seconds, and seconds a byte, that an awaited copy takes before its step and of it."""
+
+    issue: tuple[float, float] = (0.0, 0.0)
+    step: tuple[float, float] = (0.0, 0.0)
+
+
+NO_GATES = GateLines()
+
+
+def gate_lines(profile: Profile) -> GateLines:
+    """Zeros where the profile has them not."""
+    points = profile.gates
+    if not points:
+        return NO_GATES
+    sizes = np.array([(1.0, point.num_bytes) for point in points])
+
+    def line(seconds: list[float]) -> tuple[float, float]:
+        base_s, byte_s = nonnegative_least_squares(sizes, np.array(seconds)).tolist()
+        return float(f"{base_s:.4g}"), float(f"{byte_s:.4g}")
+
+    return GateLines(line([point.issue_s for point in points]), line([point.seconds for point in points]))
 
 
 def _features(point: CpuPoint) -> tuple[float, float, float]:

@@ -154,6 +154,20 @@ class ExchangePoint:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GatePoint:
+    """What a copy to the device of ``num_bytes``, in layer groups, costs the step that awaits it, beside what that
+    stands still for it: ``issue_s`` before the step, for its command; ``seconds`` of the step, which shares the
+    host with the copy's threads."""
+
+    num_bytes: int
+    issue_s: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """All of one run. ``versions``: of what was measured with; ``adapter_modules``: what its adapters adapt.
     ``wakes``: steps after the engine had been idle (``costs.IDLE_S``), which ``steps`` are not; older profiles
@@ -166,7 +180,8 @@ class Profile:
     of one rank, which has neither. Of cold starts ``cores``: of the machine; ``cpu_products``; ``handover_s``: of
     one product to the CPU workers and back, beside what these compute, of ``num_products`` a step;
     ``store_reads``: of adapters from an adapter store in the page cache; ``group_shares``: of a step's time by
-    layer groups. Older profiles, and those of several ranks, have none of these."""
+    layer groups. Older profiles, and those of several ranks, have none of these. ``gates``: of an engine
+    whose steps may await copies, uncaptured."""
 
     format: str
     machine: str
@@ -199,6 +214,7 @@ class Profile:
     num_products: int = 0
     store_reads: tuple[TransferPoint, ...] = ()
     group_shares: tuple[float, ...] = ()
+    gates: tuple[GatePoint, ...] = ()
 
     def __post_init__(self) -> None:
         formats = (FORMAT, UNCOLD_FORMAT, ALONE_FORMAT)

@@ -38,7 +38,7 @@ from manylora.protocol import Executor
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.picture import check_writable
-from manylora_lab.bench.profile_cold import measure_cold
+from manylora_lab.bench.profile_cold import GATE_TURNS, measure_cold
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
 from manylora_lab.bench.profile_loads import (
     ClientLoad,
@@ -206,6 +206,8 @@ class Profiler:
         _rehearse(self._settings, rig, self._policy, self._progress)
         # Last: by now a large host pool is pinned.
         self._copies = rig.copies(self._settings.repeats)
+        gates = self._policy.cold_start.num_groups > 0
+        self._gates = rig.gates(GATE_TURNS * self._settings.repeats) if gates else []
         self._exchanges = self._exchange_points()
         self._paths = paths[: rig.num_adapters]
         self._adapter_pages = rig.adapter_pages
@@ -324,6 +326,7 @@ class Profiler:
             answer_s=statistics.median(self._answer_s),
             pipeline_depth=self._policy.pipeline_depth,
             ranks=rank_lines(self._log.steps),
+            gates=tuple(self._gates),
             tensor_parallel_size=num_ranks,
             lora_sharding=info.lora_sharding,
             exchanges=tuple(self._exchanges),

@@ -1,5 +1,5 @@
-"""What cold starts take on this machine, for a profile: products on CPU workers, reads from an adapter store, and
-how a step's time is shared out among its layer groups.
+"""What cold starts take on this machine, for a profile: products on CPU workers, reads from an adapter store, how
+a step's time is shared out among its layer groups, and what awaited copies cost their steps.
 
 Builds one engine with workers and a store, and closes it. Does not know the profile's other measurements.
 """
@@ -27,8 +27,8 @@ from manylora.memory.gates import layer_groups
 from manylora.memory.host import HostPool
 from manylora.models.config import ModelConfig
 from manylora.models.load import resolve_dtype
-from manylora.pricing.cold import fit_cpu, store_read
-from manylora.pricing.profile import CpuPoint, Profile, TransferPoint
+from manylora.pricing.cold import fit_cpu, gate_lines, store_read
+from manylora.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
 
@@ -40,6 +40,8 @@ _KEPT_S = 30.0
 _GROUPS = ColdStartConfig("layerwise").num_groups
 _PROMPT = 64
 """Of the step whose layers are timed."""
+GATE_TURNS = 3
+"""Times the repeats: a step is many times what is looked for."""
 
 
 class ColdTimes(NamedTuple):
@@ -51,6 +53,7 @@ class ColdTimes(NamedTuple):
     num_products: int
     store_reads: tuple[TransferPoint, ...]
     group_shares: tuple[float, ...]
+    gates: tuple[GatePoint, ...]
 
 
 def measure_cold(
@@ -63,13 +66,17 @@ def measure_cold(
     """``engine``: settings by flag name. ``write_adapters``: into a folder. Raises ConfigError."""
     progress("cold starts", 0, 2)
     with tempfile.TemporaryDirectory() as folder:
-        asked = {"adapter_store": str(Path(folder) / "store"), "cuda_graphs": "off"}
+        asked = {
+            "adapter_store": str(Path(folder) / "store"), "cuda_graphs": "off", "cold_start": "layerwise",
+        }  # fmt: skip
         worker, policy, info = build_worker(build_settings({**engine, **asked})[0])
         try:
             rig = ProfileRig(worker, policy)
             rig.serve(write_adapters(Path(folder) / "adapters"), 0.3)
             reads = _store_reads(rig, Path(asked["adapter_store"]), repeats)
             shares = _group_shares(worker, rig, policy)
+            # What is captured has gates of another kind.
+            gates = rig.gates(GATE_TURNS * repeats) if info.device == "cpu" else []
         finally:
             worker.close()
     progress("cold starts", 1, 2)
@@ -87,7 +94,7 @@ def measure_cold(
         host.close()
     progress("cold starts", 2, 2)
     num_products = sum(len(groups) for groups in geometry.layers)
-    return ColdTimes(cores, points, handover_s, num_products, reads, shares)
+    return ColdTimes(cores, points, handover_s, num_products, reads, shares, tuple(gates))
 
 
 def measure_products(
@@ -181,7 +188,7 @@ def describe_cold(profile: Profile) -> list[str]:
     if not profile.cpu_products:
         return []
     line, (base_s, byte_s) = fit_cpu(profile.cpu_products), store_read(profile)
-    error = line.held_out
+    error, gates = line.held_out, gate_lines(profile)
     return [
         f"CPU LoRA      {1e6 * line.fixed_s:.0f} us a product, {1e-9 / max(line.byte_s, 1e-15):.3g} GB/s, "
         f"{1e-9 / max(line.token_byte_s, 1e-15):.3g} G byte-tokens/s a core; held out: mean "
@@ -189,4 +196,6 @@ def describe_cold(profile: Profile) -> list[str]:
         f"hand-over     {1e6 * profile.handover_s:.0f} us, {profile.num_products} a step; {profile.cores} cores",
         f"store reads   {1e3 * base_s:.2f} ms + {1e-9 / max(byte_s, 1e-15):.3g} GB/s",
         f"layer groups  {', '.join(f'{share:.3f}' for share in profile.group_shares)} of a step",
+        f"gates         {1e6 * gates.issue[0]:.0f} us before a step that awaits a copy, "
+        f"{1e6 * gates.step[0]:.0f} us of it",
     ]

@@ -14,9 +14,10 @@ from pathlib import Path
 from manylora.config import ConfigError, PolicyConfig
 from manylora.executor.direct import DirectExecutor
 from manylora.pricing.costs import prefill_pairs
-from manylora.pricing.profile import StepPoint, TransferPoint
+from manylora.pricing.profile import GatePoint, StepPoint, TransferPoint
 from manylora.protocol import (
     AdapterRead,
+    Await,
     Executor,
     ReadAdapter,
     RunStep,
@@ -30,6 +31,8 @@ from manylora_lab.bench.profile_grid import Batch
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 _TOKEN = 5
+_PROMPT = 32
+"""Of the steps that await copies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +137,45 @@ class ProfileRig:
                 points.append(TransferPoint(to_device, count * self.policy.page_bytes, rounded(seconds)))
             count *= 2
         return points
+
+    def gates(self, repeats: int) -> list[GatePoint]:
+        """What copies of 1, 2, 4, ... scattered pages cost a step that awaits them: steps of a prompt, with
+        a copy that is commanded just before and without, in turns."""
+        length = min(_PROMPT, self.policy.max_batch_tokens, self.policy.max_model_len - 1)
+        step = Batch(prefills=((0, length),))
+        points = []
+        count = 1
+        while count <= min(64, len(self._free_host), len(self._free) // 2):
+            # Its rows have the first free pages.
+            pairs = tuple(zip(self._free_host, self._free[-count:]))
+            self._awaiting(step, pairs)
+            alone, awaiting = [], []
+            for _ in range(repeats):
+                alone.append(self.time(step))
+                awaiting.append(self._awaiting(step, pairs))
+            issued, stepped = zip(*awaiting)
+            more_s = undisturbed(stepped) - undisturbed(alone)
+            num_bytes = count * self.policy.page_bytes
+            points.append(GatePoint(num_bytes, rounded(undisturbed(issued)), rounded(max(more_s, 1e-9))))
+            count *= 2
+        return points
+
+    def _awaiting(self, batch: Batch, pairs: tuple[tuple[PageId, PageId], ...]) -> tuple[float, float]:
+        """Seconds that commanding a copy takes, and the step that awaits it, but for what it stands still."""
+        _, rows = self._rows(batch)
+        self._num_copies += 1
+        self._num_steps += 1
+        copy = SwapPages(self._num_copies, True, pairs, groups=self.policy.cold_start.num_groups)
+        awaits = (Await(copy.copy, tuple(item.row.sequence for item in rows)),)
+        starts, step_rows = tuple(item.start for item in rows), tuple(item.row for item in rows)
+        began = time.perf_counter()
+        self._executor.begin(copy)
+        issue_s = time.perf_counter() - began
+        done = self._executor.run_step(RunStep(self._num_steps, starts, step_rows, awaits=awaits)).done
+        _require(done.ok and not done.spoilt, "a step that awaits a copy failed", done.error)
+        self._executor.wait_for(copy)
+        self._end(rows)
+        return issue_s, done.device_s - done.stall_s
 
     def _copy(self, to_device: bool, pairs: tuple[tuple[PageId, PageId], ...]) -> float:
         self._num_copies += 1

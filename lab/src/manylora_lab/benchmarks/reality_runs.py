@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from manylora.config import ConfigError, PolicyConfig, num_cores
+from manylora.pricing.cold import gate_lines
 from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import Profile
@@ -103,17 +104,17 @@ class AsItWas(Noted):
         return num_bytes * self._reads[to_device] or self._costs.read_s(num_bytes, to_device)
 
 
-def cold_of(policy: PolicyConfig, cores: int) -> ColdCosts:
-    """What cold starts take, as the engine measured it before it served."""
+def cold_of(policy: PolicyConfig, cores: int, profile: Profile) -> ColdCosts:
+    """What cold starts take, as the engine measured it before it served; what gates cost, by the profile."""
     cold_start = policy.cold_start
-    return ColdCosts(cold_start.rates, cold_start.num_workers, cores)
+    return ColdCosts(cold_start.rates, cold_start.num_workers, cores, gates=gate_lines(profile))
 
 
 def simulate(
-    stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: Sequence[int], cores: int
+    stream: Stream, policy: PolicyConfig, noted: Noted, adapter_pages: Sequence[int], cold: ColdCosts
 ) -> Run:
-    """The same stream in virtual time, on a machine of so many cores."""
-    replayed = Replay(stream, policy, noted, adapter_pages, cold=cold_of(policy, cores))
+    """The same stream in virtual time."""
+    replayed = Replay(stream, policy, noted, adapter_pages, cold=cold)
     if isinstance(noted, AsItWas):
         noted.now = lambda: replayed.now
     began_s = time.perf_counter()
@@ -178,9 +179,12 @@ class RealityReport(RunReport):
         policy = msgspec.convert(self.values["policy"], PolicyConfig)
         for run, log in zip(self.values["runs"], self.logs, strict=True):
             stream = RateLoad(run["trace_rate"], run["rate_scale"], run["rounds"]).stream(scale)
-            pages, cores = run["adapter_pages"], self.values.get("cores", num_cores())
-            run["simulated"] = simulate(stream, policy, Noted(costs), pages, cores)
-            run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), pages, cores)
+            pages, cold = (
+                run["adapter_pages"],
+                cold_of(policy, self.values.get("cores", num_cores()), profile),
+            )
+            run["simulated"] = simulate(stream, policy, Noted(costs), pages, cold)
+            run["as_it_was"] = simulate(stream, policy, AsItWas(costs, log), pages, cold)
         self.values["profile"] = {
             "machine": profile.machine, "model": str(profile.model), "format": profile.format,
             "commit": profile.commit, "fit_error": dataclasses.asdict(costs.held_out),

@@ -73,7 +73,8 @@ class Refusals:
 
     def __init__(self, target: EngineTarget) -> None:
         self.shares: list[float] = []
-        held: Any = target.driver._machine._held
+        machine: Any = target.driver._machine
+        held = machine._held
         admit, residency = held.admit, held._residency
 
         def noting(sequence: Any, first_chunk: int, now: float) -> bool:
@@ -109,7 +110,7 @@ async def engines(report: RunReport, sizes: Sizes) -> None:
     for name, system in SYSTEMS.items():
         if not report.has(60.0, name):
             continue
-        with _rig(args, sizes.device_pool, **system.options) as rig:
+        with _rig(args, sizes.device_pool, "24GiB", **system.options) as rig:
             if system.is_padded:
                 pad_adapters(rig.worker)
             for number in args.adapters:
@@ -136,7 +137,7 @@ async def engines(report: RunReport, sizes: Sizes) -> None:
 async def copies(report: RunReport, sizes: Sizes) -> None:
     """One engine over so many adapters, then as many copies of the weights."""
     args, most = report.args, max(report.args.models)
-    with _rig(args, sizes.device_pool) as rig:
+    with _rig(args, sizes.device_pool, "1GiB") as rig:
         adapters = rig.adapters("rank-16", (RANK,), most)
         for number in args.models:
             if report.has(20.0, f"one engine, {number} models"):
@@ -151,7 +152,7 @@ async def copies(report: RunReport, sizes: Sizes) -> None:
             if not report.has(20.0 + 15.0 * (number - len(rigs)), f"{number} merged copies"):
                 continue
             while len(rigs) < number:
-                rigs.append(stack.enter_context(_rig(args, sizes.device_pool)))
+                rigs.append(stack.enter_context(_rig(args, sizes.device_pool, "1GiB")))
             targets = [each.open({}, max_num_seqs=-(-sizes.at_once // number)) for each in rigs]
             for each, target in zip(rigs, targets):
                 await warmed(each, target, [None] * sizes.at_once)
@@ -185,8 +186,10 @@ async def _note_copies(
     report.note("copies", {"system": system, "models": len(models), "weight_bytes": weight_bytes, **found})
 
 
-def _rig(args: Any, device_pool: str, **options: Any) -> EngineRig:
-    sizes = {"device_pool": device_pool, "host_pool": "24GiB", "max_model_len": 1024, "max_num_seqs": 32}
+def _rig(args: Any, device_pool: str, host_pool: str, **options: Any) -> EngineRig:
+    sizes = {
+        "device_pool": device_pool, "host_pool": host_pool, "max_model_len": 1024, "max_num_seqs": REAL.at_once,
+    }  # fmt: skip
     return EngineRig.of(args.shape, args.toy, sizes, **options)
 
 

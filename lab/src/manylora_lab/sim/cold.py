@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from manylora.config import ConfigError, CpuRates
-from manylora.pricing.cold import cpu_rates, store_read
+from manylora.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines, store_read
 from manylora.pricing.costs import StepCosts
 from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ModelShape
@@ -33,7 +33,8 @@ class ColdCosts:
     that the CPU shrinks only it is ``shrunk_share`` of their adapter's bytes, and ``ahead`` the share of its pages
     that the link brings first (0: as the bytes of B).
     ``group_shares``: of a step's time, by layer groups; empty: even. ``store_bytes``: what the adapter store holds
-    at most, 0: there is none; ``store_read``: seconds, and seconds a byte, of a read from it.
+    at most, 0: there is none; ``store_read``: seconds, and seconds a byte, of a read from it. ``gates``: what a
+    copy costs the step that awaits it beside standing still.
     """
 
     rates: CpuRates = _ASSUMED
@@ -47,6 +48,7 @@ class ColdCosts:
     group_shares: tuple[float, ...] = ()
     store_bytes: int = 0
     store_read: tuple[float, float] = (0.0, 0.0)
+    gates: GateLines = NO_GATES
 
     def __post_init__(self) -> None:
         if self.cores < 1:
@@ -78,7 +80,8 @@ NOTHING_COLD = ColdCosts()
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Landing:
     """A copy that steps may await: from when it moves, for how long, in how many groups, those from ``first`` on
-    before the others, and when it is told. ``ahead``: the share that comes in all groups before the rest."""
+    before the others, and when it is told. ``ahead``: the share that comes in all groups before the rest.
+    ``commanded``: when; ``num_bytes``: all of it."""
 
     begin: float
     seconds: float
@@ -86,6 +89,8 @@ class _Landing:
     first: int
     told: float
     ahead: float
+    commanded: float
+    num_bytes: int
 
     def landed_s(self, number: int, count: int) -> float:
         """When what group ``number`` of ``count`` reads of it has landed."""
@@ -119,9 +124,23 @@ class Landings:
         first: int,
         told: float,
         ahead: float = 0.0,
+        *,
+        now: float,
+        num_bytes: int,
     ) -> None:
-        """It moves from ``begin`` on, and its end is ``told``."""
-        self._copies[copy] = _Landing(begin, seconds, groups, first, told, ahead)
+        """It was commanded ``now``, moves from ``begin`` on, and its end is ``told``."""
+        self._copies[copy] = _Landing(begin, seconds, groups, first, told, ahead, now, num_bytes)
+
+    def gate_s(self, step: RunStep, now: float) -> tuple[float, float]:
+        """What the step's copies cost beside standing still: before it, of those commanded ``now``, and of it."""
+        copies = {*(wanted.copy for wanted in step.awaits), *(rows.copy for rows in step.cpu)}
+        gates = self._cold.gates
+        issue_s = step_s = 0.0
+        for copy in map(self._copies.__getitem__, copies):
+            step_s += gates.step[0] + copy.num_bytes * gates.step[1]
+            if copy.commanded == now:
+                issue_s += gates.issue[0] + copy.num_bytes * gates.issue[1]
+        return issue_s, step_s
 
     def forget(self, before: float, steps_end: float) -> None:
         """Steps await copies that have not been answered; steps in flight end at ``steps_end`` at the latest."""
@@ -196,6 +215,7 @@ def measured_cold(profile: Profile) -> ColdCosts | None:
         shrunk_share=_shrunk_share(shape, modules),
         group_shares=profile.group_shares,
         store_read=store_read(profile),
+        gates=gate_lines(profile),
     )
 
 

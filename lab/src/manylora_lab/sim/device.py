@@ -169,8 +169,12 @@ class SimulatedDevice:
             seconds *= self._drawn(factors)
         if now >= self._steps_end + IDLE_S:
             seconds += costs.wake_s
+        overhead_s = costs.overhead_s(len(step.rows), len(step.starts))
+        if step.awaits or step.cpu:
+            issue_s, beside_s = self._landings.gate_s(step, now)
+            overhead_s, seconds = overhead_s + issue_s, seconds + beside_s
         # What is done between steps is hidden by a step that still runs.
-        begin = max(now + costs.overhead_s(len(step.rows), len(step.starts)), self._steps_end)
+        begin = max(now + overhead_s, self._steps_end)
         if costs.copy_drag:
             seconds += costs.copy_drag * self._copied_s(begin, begin + seconds)
         stall_s = busy_s = cpu_s = 0.0
@@ -276,7 +280,15 @@ class SimulatedDevice:
             begun_s = self._lane_free_at[to_device] - seconds
             ahead = (self._cold.ahead or self._cold.rates.b_share) if command.brings_b_first else 0.0
             self._landings.begun(
-                command.copy, begun_s, seconds, command.groups, command.first_group, end, ahead
+                command.copy,
+                begun_s,
+                seconds,
+                command.groups,
+                command.first_group,
+                end,
+                ahead,
+                now=now,
+                num_bytes=num_bytes,
             )
         return end, CopyDone(command.copy, True, seconds)
 
@@ -289,8 +301,16 @@ class SimulatedDevice:
         begun = max(begin, now)
         answered = max(begun + seconds, end + group_s)
         self._landings.forget(now, self._steps_end)
+        moving_s, num_bytes = answered - begun - group_s, len(command.pairs) * self._page_bytes
         self._landings.begun(
-            command.copy, begun + group_s, answered - begun - group_s, command.groups, 0, answered
+            command.copy,
+            begun + group_s,
+            moving_s,
+            command.groups,
+            0,
+            answered,
+            now=now,
+            num_bytes=num_bytes,
         )
         return answered, CopyDone(command.copy, True, seconds)
 
@@ -310,5 +330,7 @@ class SimulatedDevice:
         self._reads[command.adapter] = begin, end
         if command.copy:
             self._landings.forget(now, self._steps_end)
-            self._landings.begun(command.copy, begin, seconds, command.groups, 0, end)
+            self._landings.begun(
+                command.copy, begin, seconds, command.groups, 0, end, now=now, num_bytes=num_bytes
+            )
         return end, AdapterRead(command.adapter, True, read_s=seconds, from_store=is_packed)
