@@ -11,11 +11,13 @@ from manylora.pricing.profile import load_profile
 
 
 @pytest.mark.long
-def test_the_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_toy(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--toy", "--folder", str(tmp_path / "new"), "--commit", "abc", "--steps-budget", "0.01"]
+    args += ["--tensor-parallel-size", str(ranks)]
     assert h200_profile.main(args) == 0
     found = load_profile(tmp_path / "new" / "h200-toy.json")
-    found.expect(model=h200_profile.TOY)
+    found.expect(model=h200_profile.TOY, tensor_parallel_size=ranks)
     assert found.commit == "abc"
     assert "written to" in capsys.readouterr().out
 

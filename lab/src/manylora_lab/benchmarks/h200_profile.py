@@ -6,6 +6,7 @@ into the memory or into the time that is left is named and passed over. From the
     python -m manylora_lab.benchmarks.h200_profile --folder profiles --commit "$(git rev-parse HEAD)" \\
         --time-budget 250
 
+``--tensor-parallel-size``, ``--lora-sharding``: engines of several ranks, for ``bench simulate`` of as many.
 ``--toy``: the same on a CPU with a tiny shape, in a few seconds.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config import LORA_SHARDINGS, ConfigError
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import save_profile
 from manylora.pricing.shapes import SHAPES, ModelShape
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--commit", default="unknown", help="noted in the profiles")
     parser.add_argument("--merging", action="store_true", help="also what merging takes")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--lora-sharding", default="auto", choices=("auto", *LORA_SHARDINGS))
     parser.add_argument("--toy", action="store_true")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 model = write_model(Path(scratch) / shape.name, shape, POSITIONS)
-                engine = {**(TOY_ENGINE if args.toy else ENGINE), "model": str(model)}
+                engine = {
+                    **(TOY_ENGINE if args.toy else ENGINE), "model": str(model),
+                    "tensor_parallel_size": args.tensor_parallel_size, "lora_sharding": args.lora_sharding,
+                }  # fmt: skip
                 budget_s = min(args.steps_budget, left_s / 3)
                 settings = ProfileSettings(
                     engine, out, shape.name, is_quick=args.toy, budget_s=budget_s, commit=args.commit,
