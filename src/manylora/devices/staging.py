@@ -63,6 +63,14 @@ class StagingBuffer:
         self._held = self._memory[:num_bytes].view(dtype)
         return self
 
+    def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
+        """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
+        issued: nothing is written here before they have ended. Only where kernels move numbers."""
+        landed = self._landed
+        assert landed is not None
+        seen = self._mapped[: self._held.nbytes].view(self._held.dtype)
+        return seen, lambda: landed.record(torch.cuda.current_stream(self._device))
+
     def send(self, target: torch.Tensor) -> None:
         """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work issued.
 
