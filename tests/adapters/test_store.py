@@ -30,7 +30,7 @@ from manylora.adapters.pagecache import cached_pages
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.adapters.storefolder import StoreFolder
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, PageShape
 from tests.adapters.tiny import edit_config, edit_tensors, geometry, inspect, make
 
 PLENTY = 2**30
@@ -131,6 +131,59 @@ def helpers(request: pytest.FixtureRequest) -> Iterator[Helpers]:
         yield Helpers(threads, request.param)
 
 
+def small_spans(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Read so many bytes at a time, about, by however few threads."""
+    monkeypatch.setattr(store, "RUN_BYTES", num_bytes)
+    monkeypatch.setattr(store, "_LEAST_BYTES", 1)
+
+
+def test_a_file_is_cut_evenly_and_each_piece_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(5)
+    for _ in range(200):
+        layers, num_pages = chance.randrange(1, 9), chance.randrange(1, 12)
+        page = PageShape(layers, chance.choice([4, 16]), 2, 8, 2)
+        monkeypatch.setattr(packedfile, "_PIECE_BYTES", chance.randrange(1, 2 * page.page_bytes))
+        shape = packedfile.PackedShape(b"me", num_pages, page)
+        count = chance.randrange(1, 2 * shape.num_pieces)
+        spans = shape.spans(count)
+        assert len(spans) == min(count, shape.num_pieces)
+        sizes = [sum(len(run.numbers) for run in span) for span in spans]
+        assert max(sizes) - min(sizes) <= 1
+        runs = [run for span in spans for run in span]
+        places = [shape.place(run.page, run.begin) for run in runs]
+        ends = [at + run.end - run.begin for at, run in zip(places, runs)]
+        assert places == [shape.place(0, 0), *ends[:-1]], "end to end"
+        assert ends[-1] == shape.file_bytes
+        pieces = {piece.number: (piece.page, piece.begin, piece.end) for piece in shape.pieces}
+        found = [pieces[number] for run in runs for number in run.numbers]
+        assert sorted(found) == sorted(pieces.values())
+        for run in runs:
+            covered = [pieces[number] for number in run.numbers]
+            assert (run.page, run.begin) == covered[0][:2]
+            assert (run.page, run.end) == (covered[-1][0], covered[-1][2])
+
+
+@pytest.mark.parametrize("most", [100, 3000, 10**6])
+def test_the_system_may_read_less_than_it_is_asked_for(
+    most: int, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path)
+    kept.write(shipped / "a")
+    preadv = os.preadv
+
+    def less(file: int, buffers: Any, begin: int) -> int:
+        left, given = most, []
+        for buffer in buffers:
+            given.append(buffer[:left])
+            left -= len(given[-1])
+        return preadv(file, [buffer for buffer in given if len(buffer)], begin)
+
+    monkeypatch.setattr(os, "preadv", less)
+    found = kept.found(shipped / "a")
+    assert found is not None
+    assert torch.equal(found, kept.own(shipped / "a"))
+
+
 @pytest.mark.parametrize("page_tokens", [4, 16], ids=["buffered", "aligned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_same_bytes_as_from_the_adapters_own_files(
@@ -144,6 +197,7 @@ def test_the_same_bytes_as_from_the_adapters_own_files(
     shape = geometry(itemsize=dtype.itemsize, page_tokens=page_tokens)
     monkeypatch.setattr(packedfile, "_PIECE_BYTES", 2 * shape.page.slab_bytes)
     monkeypatch.setattr(store, "_WINDOW_BYTES", 2 * shape.page.page_bytes)
+    small_spans(monkeypatch, shape.page.page_bytes // 2)
     kept = Kept(tmp_path, shape, dtype)
     assert kept.found(shipped / "a") is None
     for name in "ab":
@@ -182,6 +236,7 @@ def test_what_the_page_cache_does_not_have_is_read_directly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Kept(tmp_path, geometry(page_tokens=16))
+    small_spans(monkeypatch, kept.shape.page.page_bytes)
     kept.write(shipped / "a")
     try:
         os.close(os.open(kept.file, os.O_RDONLY | os.O_DIRECT))
@@ -262,8 +317,9 @@ def test_cut_short_or_too_long(shipped: Path, tmp_path: Path, caplog: pytest.Log
     assert sum("is not used" in record.message for record in caplog.records) == 1, "it is said once"
 
 
-def test_cut_short_while_it_is_read(shipped: Path, tmp_path: Path) -> None:
+def test_cut_short_while_it_is_read(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(tmp_path)
+    small_spans(monkeypatch, kept.shape.page.page_bytes)
     kept.write(shipped / "a")
     spec = inspect(shipped / "a")
     layout = layout_of(spec, kept.shape)
@@ -496,8 +552,9 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_broken_off(at: int, shipped: Path, tmp_path: Path) -> None:
+def test_broken_off(at: int, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(tmp_path)
+    small_spans(monkeypatch, kept.shape.page.page_bytes)
     left = iter(range(at))
 
     def check() -> None:

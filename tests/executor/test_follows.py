@@ -49,9 +49,9 @@ class Hand:
             self._hold(layers[-1])
             add(loader, index, side, layers, *rest)
 
-        def slow_read(file: PackedFileReader, run: Any, target: Any) -> None:
-            self._hold(run.begin // slab_bytes)
-            read(file, run, target)
+        def slow_read(file: PackedFileReader, runs: Any, targets: Any) -> None:
+            self._hold(runs[0].begin // slab_bytes)
+            read(file, runs, targets)
 
         monkeypatch.setattr(_Loader, "_add", slow_add)
         monkeypatch.setattr(PackedFileReader, "read", slow_read)

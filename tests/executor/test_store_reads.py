@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from manylora.adapters import store
 from manylora.adapters.packedfile import PackedFileReader, PackedFileWriter, PackedRun
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.store import AdapterStore
@@ -197,13 +198,15 @@ def test_close_breaks_off_reads_from_the_store(
     entered, leave = threading.Event(), threading.Event()
     read, num_read = PackedFileReader.read, [0]
 
-    def slow(self: PackedFileReader, piece: PackedRun, target: np.ndarray) -> None:
+    def slow(self: PackedFileReader, runs: Sequence[PackedRun], targets: Sequence[np.ndarray]) -> None:
         entered.set()
         assert leave.wait(60)
         num_read[0] += 1
-        read(self, piece, target)
+        read(self, runs, targets)
 
     monkeypatch.setattr(PackedFileReader, "read", slow)
+    monkeypatch.setattr(store, "RUN_BYTES", 1024)
+    monkeypatch.setattr(store, "_LEAST_BYTES", 1024)
     heard: list[DeviceEvent] = []
     rig.worker.connect(heard.append)
     take = rig.take if tier == "device" else rig.take_host

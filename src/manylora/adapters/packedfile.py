@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,10 +34,12 @@ BLOCK_BYTES = 4096
 _MAGIC = b"MLorPack"
 _FIXED = struct.Struct("<8sIII")  # magic, format, bytes of the identity, pieces
 _PIECE_BYTES = MOST_BYTES
-RUN_BYTES = 8 * MOST_BYTES
-"""Read at a time: enough that threads seldom wait for each other, little enough that all end together."""
+RUN_BYTES = 12 * MOST_BYTES
+"""The most that is read at a time: so much that threads seldom wait for each other."""
 
 _CRC_BYTES = 4
+_MOST_AT_ONCE = 1024
+"""Buffers that the system takes in one call."""
 _SYNC_BYTES = 16 * 2**20
 _MOST_IDENTITY_BYTES = 2**20
 
@@ -76,13 +79,34 @@ class PackedShape:
     @property
     def pieces(self) -> list[PackedPiece]:
         """In the order of their numbers."""
-        bounds = [*range(0, self.page.page_bytes, self.piece_bytes), self.page.page_bytes]
+        bounds = self._bounds
         places = [(page, *part) for part in itertools.pairwise(bounds) for page in range(self.num_pages)]
         return [PackedPiece(number, *place) for number, place in enumerate(places)]
 
-    def runs(self, most_bytes: int = RUN_BYTES) -> list[PackedRun]:
+    def spans(self, count: int) -> list[list[PackedRun]]:
+        """All pieces in the order of the file, in so many stretches of it, as even as can be: each one's runs."""
+        bounds = self._bounds
+        in_page = len(bounds) - 1
+        total = self.num_pages * in_page
+        edges = sorted({number * total // count for number in range(count + 1)})
+        found = []
+        for begin, end in itertools.pairwise(edges):
+            runs = []
+            for page in range(begin // in_page, -(-end // in_page)):
+                first, last = max(begin - page * in_page, 0), min(end - page * in_page, in_page)
+                numbers = tuple(part * self.num_pages + page for part in range(first, last))
+                runs.append(PackedRun(numbers, page, bounds[first], bounds[last]))
+            found.append(runs)
+        return found
+
+    @property
+    def _bounds(self) -> list[int]:
+        """Where the pieces of a page begin, and its end."""
+        return [*range(0, self.page.page_bytes, self.piece_bytes), self.page.page_bytes]
+
+    def runs(self, most_bytes: int) -> list[PackedRun]:
         """All pieces, those of the first layers first, so many bytes together, or one by one."""
-        bounds = [*range(0, self.page.page_bytes, self.piece_bytes), self.page.page_bytes]
+        bounds = self._bounds
         count = max(1, most_bytes // self.piece_bytes)
         found = []
         for first in range(0, len(bounds) - 1, count):
@@ -158,30 +182,38 @@ class PackedFileReader:
         self._cached = None if cached is None or cached.all() else cached
         self._sums = shape.sums_in(os.pread(file, shape.header_bytes, 0)).tolist()
 
-    def read(self, run: PackedRun, target: np.ndarray) -> None:
-        """Fill ``target``, contiguous bytes, as long as the run. Raises Unusable, and OSError."""
-        begin, left = self.shape.place(run.page, run.begin), target
-        while len(left):
-            count = self._read_some(left, begin)
+    def read(self, runs: Sequence[PackedRun], targets: Sequence[np.ndarray]) -> None:
+        """Fill a target for each run, contiguous bytes, as long as that. In the file the runs follow each other.
+        Raises Unusable, and OSError."""
+        begin, left = self.shape.place(runs[0].page, runs[0].begin), list(targets)
+        while left:
+            count = self._read_some(left[:_MOST_AT_ONCE], begin)
             if not count:
                 raise Unusable("it was cut short while it was read")
-            begin, left = begin + count, left[count:]
-        if checksums(target, self.shape.piece_bytes) != [self._sums[number] for number in run.numbers]:
-            raise Unusable("its contents are damaged")
+            begin += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+        for run, target in zip(runs, targets, strict=True):
+            if checksums(target, self.shape.piece_bytes) != [self._sums[number] for number in run.numbers]:
+                raise Unusable("its contents are damaged")
 
-    def _read_some(self, target: np.ndarray, begin: int) -> int:
+    def _read_some(self, targets: Sequence[np.ndarray], begin: int) -> int:
         """What the page cache has not is read past it: the pools hold adapters, so the page cache need not."""
-        direct = self._direct
-        if direct is not None and not (begin | len(target) | target.ctypes.data) % BLOCK_BYTES:
-            pages = slice(begin // mmap.PAGESIZE, -(-(begin + len(target)) // mmap.PAGESIZE))
-            if self._cached is not None and not self._cached[pages].all():
+        direct, end = self._direct, begin + sum(map(len, targets))
+        buffers = [target.data for target in targets]
+        if direct is not None and self._cached is not None and not begin % BLOCK_BYTES:
+            pages = slice(begin // mmap.PAGESIZE, -(-end // mmap.PAGESIZE))
+            is_aligned = not any((len(target) | target.ctypes.data) % BLOCK_BYTES for target in targets)
+            if is_aligned and not self._cached[pages].all():
                 try:
-                    return os.preadv(direct, [target.data], begin)
+                    return os.preadv(direct, buffers, begin)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # which says that it is not supported here
                         raise
                     self._direct = None
-        return os.preadv(self._file, [target.data], begin)
+        return os.preadv(self._file, buffers, begin)
 
 
 class PackedFileWriter:

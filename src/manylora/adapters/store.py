@@ -44,6 +44,8 @@ from manylora.protocol import AdapterError
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_LEAST_BYTES = 2**20
+"""Of a file, for one thread."""
 _PART_BYTES = 2**20
 """Read at a time where a device waits for the first layers."""
 _WINDOW_BYTES, _WINDOW_PARTS = 8 * 2**20, 8
@@ -100,13 +102,15 @@ class AdapterStore:
         if len(pages) != layout.num_pages:
             raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
 
-        # No smaller where others wait for the first layers: threads that share the interpreter wait for each other
-        # at every run.
-        page_bytes = self._geometry.page.page_bytes
-        run_bytes = RUN_BYTES if arrived is None else min(RUN_BYTES, page_bytes // 2)
-
         def read(file: PackedFileReader) -> None:
-            _fill(file, 0, [_bytes_of(page) for page in pages], check, helpers, run_bytes, arrived)
+            images = [_bytes_of(page) for page in pages]
+            if arrived is None:
+                _fill_evenly(file, images, check, helpers)
+                return
+            # No smaller though others wait for the first layers: threads that share the interpreter wait for each
+            # other at every run.
+            run_bytes = min(RUN_BYTES, self._geometry.page.page_bytes // 2)
+            _fill(file, 0, images, check, helpers, run_bytes, arrived)
 
         return self._read(spec, layout, read)
 
@@ -158,7 +162,7 @@ class AdapterStore:
                 for at in range(0, layout.num_pages, count):
                     chosen = part[at : at + count]
                     jobs = [
-                        partial(_read_run, file, run, target[: run.end - run.begin], check)
+                        partial(_read_runs, file, [run], [target[: run.end - run.begin]], check)
                         for run, target in zip(chosen, targets)
                     ]
                     run_all(jobs, helpers, lambda: None)
@@ -307,11 +311,31 @@ class AdapterStore:
         return PackedShape(identity, layout.num_pages, self._geometry.page)
 
 
-def _read_run(
-    file: PackedFileReader, run: PackedRun, target: np.ndarray, check: Callable[[], None], _: None
+def _read_runs(
+    file: PackedFileReader,
+    runs: Sequence[PackedRun],
+    targets: Sequence[np.ndarray],
+    check: Callable[[], None],
+    _: None,
 ) -> None:
     check()
-    file.read(run, target)
+    file.read(runs, targets)
+
+
+def _fill_evenly(
+    file: PackedFileReader, pages: Sequence[np.ndarray], check: Callable[[], None], helpers: Helpers
+) -> None:
+    """Read all page images into bytes, an even part of the file for each thread at a time, so that all end
+    together: in parts of a page each some would have one more than the others."""
+    shape = file.shape
+    num_bytes = shape.num_pages * shape.page.page_bytes
+    threads = 1 + (helpers.count if helpers.threads is not None else 0)
+    count = threads * -(-num_bytes // (threads * RUN_BYTES))
+    jobs = [
+        partial(_read_runs, file, runs, [pages[run.page][run.begin : run.end] for run in runs], check)
+        for runs in shape.spans(min(count, -(-num_bytes // _LEAST_BYTES)))
+    ]
+    run_all(jobs, helpers, lambda: None)
 
 
 def _fill(
@@ -332,7 +356,7 @@ def _fill(
     jobs = [
         stages.job(
             ends.index(run.end),
-            partial(_read_run, file, run, pages[run.page - first_page][run.begin : run.end], check),
+            partial(_read_runs, file, [run], [pages[run.page - first_page][run.begin : run.end]], check),
         )
         for run in mine
     ]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import gc
 import itertools
 import json
@@ -54,7 +53,7 @@ HELPERS = (0, 1, 2, 3, 4, 6, 8, 12)
 JOB_BYTES = (2**18, 2**19, 2**21, 2**22)
 PYTHON_S, SLEEP_S = 1.5e-3, 5e-3
 PARTS = ("helpers", "store", "runs")
-RUN_BYTES, RUN_HELPERS = (2**20, 2**21, 2**22, 2**23), (3, 7)
+RUN_BYTES, RUN_HELPERS = (2**21, 2**22, 2**23, 12 * 2**20, 2**24), (3, 6, 7, 11)
 RANKS = (16, 64, 128)
 SETTLE_S = 0.1
 
@@ -179,14 +178,15 @@ def measure_runs(rig: store_reads.StoreRig, spec: AdapterSpec, repeats: int) -> 
     """Milliseconds of reads from the store to the host, out of the page cache."""
     store_reads.fetch(next(rig.folder.glob("*.packed"), None) or rig.keep(spec))
     taken: dict[tuple[int, int], list[float]] = {}
-    before, many = store.RUN_BYTES, rig.helpers
-    for turn in range(repeats + 1):
-        for run_bytes, helpers in itertools.product(RUN_BYTES, RUN_HELPERS):
-            store.RUN_BYTES, rig.helpers = run_bytes, dataclasses.replace(many, count=helpers)
-            seconds = rig.read(True, "host", spec)
-            if turn:  # the first one warms
-                taken.setdefault((run_bytes, helpers), []).append(1e3 * seconds)
-    store.RUN_BYTES, rig.helpers = before, many
+    before, own = store.RUN_BYTES, rig.helpers
+    with ThreadPoolExecutor(max(RUN_HELPERS)) as threads:
+        for turn in range(repeats + 1):
+            for run_bytes, helpers in itertools.product(RUN_BYTES, RUN_HELPERS):
+                store.RUN_BYTES, rig.helpers = run_bytes, Helpers(threads, helpers)
+                seconds = rig.read(True, "host", spec)
+                if turn:  # the first one warms
+                    taken.setdefault((run_bytes, helpers), []).append(1e3 * seconds)
+    store.RUN_BYTES, rig.helpers = before, own
     found = []
     for (run_bytes, helpers), each in taken.items():
         row = {

@@ -20,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from manylora.config import CACHE_POLICIES
 from manylora.warmup.random_adapters import write_random_adapters
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "adapters": TOY_ADAPTERS if args.toy else NUM_ADAPTERS,
     }  # fmt: skip
     sizes = {"device_pool": DEVICE_POOL, "host_pool": args.host_pool}
-    toy = {"device_pool": TOY_POOL, "max_model_len": POSITIONS} if args.toy else {}
+    toy: dict[str, Any] = {"device_pool": TOY_POOL, "max_model_len": POSITIONS} if args.toy else {}
     ranks, paths = TOY_RANKS if args.toy else RANKS, dict[int, str]()
     with tempfile.TemporaryDirectory() as files:
         for policy in args.policies:

@@ -73,7 +73,8 @@ class Refusals:
 
     def __init__(self, target: EngineTarget) -> None:
         self.shares: list[float] = []
-        held: Any = target.driver._machine._held
+        machine: Any = target.driver._machine
+        held = machine._held
         admit, residency = held.admit, held._residency
 
         def noting(sequence: Any, first_chunk: int, now: float) -> bool:
