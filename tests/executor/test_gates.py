@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manylora.memory import gates
+from manylora.memory import bringing, gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
 from manylora.protocol import Await, ReadAdapter, RunStep, StepResult, SwapPages
@@ -26,6 +26,7 @@ class Hand:
     """Holds a lane's groups until it is told to let them land; fails the group ``broken``."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bringing, "BY_KERNEL", False)  # which cannot be held
         self.lane = rig.worker._copier._lanes[True].copies
         self.allowed = threading.Semaphore(0)
         self.broken: int | None = None

@@ -67,7 +67,8 @@ class StagingBuffer:
         """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
         issued: nothing is written here before they have ended. Only where kernels move numbers."""
         landed = self._landed
-        assert landed is not None
+        if landed is None:
+            return self._held, lambda: None
         seen = self._mapped[: self._held.nbytes].view(self._held.dtype)
         return seen, lambda: landed.record(torch.cuda.current_stream(self._device))
 
@@ -197,6 +198,11 @@ def borrowed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the device at the same place, which may be pinned host memory: both know it by one address. It
     does not hold the memory."""
     return torch.as_tensor(_Address(tensor), device=device)
+
+
+def seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
+    """Host memory, contiguous and pinned where a device has memory of its own, as the device's kernels see it."""
+    return memory if device.type == "cpu" else borrowed(memory, device)
 
 
 def can_map(device: torch.device) -> bool:

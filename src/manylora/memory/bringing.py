@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from manylora.devices.device import CopyLane, Device
-from manylora.devices.staging import StagingBuffer, borrowed, moves_by_kernel, upload_buffers
+from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by, upload_buffers
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords
@@ -105,7 +105,7 @@ class Bringer:
         _check(targets, self._arena.num_pages)
         staged = self._staged(bring_table(gate.number, groups, targets * page_words, sources * page_words))
         if self._source is None:
-            self._source = borrowed(self._host.run(0, self._host.num_pages), self._device).view(torch.int64)
+            self._source = seen_by(self._device, self._host.run(0, self._host.num_pages)).view(torch.int64)
         source = self._source
         lane.launch(lambda: self._launch(source, staged, gate.order))
         landing = lane.landing()

@@ -2,7 +2,7 @@
 device what has landed: all of a copy by one launch.
 
 A copy engine wants a call of the driver for each group, and one for each word; so the thread that makes them, and
-the step loop's beside it, wait for each other. Does not know what is copied, nor who looks at the words.
+the step loop's beside it, wait for each other. Does not know what is copied, nor what waits for the words.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -84,8 +84,8 @@ def bring_groups(
 ) -> None:
     """Launch it: copy pages of ``source``, pinned, to ``target``, both int64 and flat.
 
-    ``table``, pinned too: see ``bring_table``. ``words`` int64 [W], of any stride: those of a group are written once
-    it and all before it have landed. ``scratch`` int64 [NUM_PROGRAMS, MOST_WORDS]; ``done`` int32 [W], zeros.
+    ``table``, pinned too: see ``bring_table``. ``words`` int64 [W], of any stride: those of a group are written
+    once it and all before it have landed. ``scratch`` int64 [NUM_PROGRAMS, MOST_WORDS]; ``done`` int32 [W], zeros.
     """
     bring_groups_kernel[(NUM_PROGRAMS,)](
         target, source, table, scratch, words, done,
