@@ -18,6 +18,9 @@ _WITH_WORKERS = ("cpu", "auto")
 
 MOST_CPU_TOKENS = 512
 """Tokens of one step whose adapters' products the CPU computes: what its workers' memory has room for."""
+SLICE_SHARE = 0.25
+"""A worker takes so many tokens that their arithmetic takes this share of what handing them over and reading the
+adapter take: with fewer another worker would save little, with more cores stand still that nothing else uses."""
 LEAST_CORES = 4
 MOST_WORKERS = 256
 _AUTO = "auto"

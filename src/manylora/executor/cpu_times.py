@@ -14,6 +14,7 @@ import torch
 from manylora.assist.orders import Product, ProductPart
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import MOST_CPU_TOKENS, CpuRates
+from manylora.config.cold_start import SLICE_SHARE
 from manylora.executor.cold_rows import as_numbers
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.host import HostPool
@@ -24,8 +25,6 @@ RANK = 16
 TOKENS = (4, 32, 128)
 REPEATS = 3
 _CPU = torch.device("cpu")
-_SLICE_TIMES = 2.0
-"""A core takes so many tokens that their arithmetic takes as long as this many hand-overs and readings."""
 
 
 def measure_workers(
@@ -54,7 +53,7 @@ def measure_workers(
     of_inputs = to_and_fro_s * sum(group.in_features for group in products) / timed.width
     of_results = to_and_fro_s * sum(group.offsets[-1] for group in products) / timed.width
     fixed_tokens = (byte_s * num_bytes + handover_s) / (token_byte_s * num_bytes)
-    slice_tokens = int(min(max(_SLICE_TIMES * fixed_tokens, 1), MOST_CPU_TOKENS))
+    slice_tokens = int(min(max(SLICE_SHARE * fixed_tokens, 1), MOST_CPU_TOKENS))
     workers.slice_tokens = slice_tokens
     return CpuRates(
         len(products) * handover_s,

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from manylora.config import CpuRates
+from manylora.config.cold_start import SLICE_SHARE
 from manylora.pricing.fit import FitError, nonnegative_least_squares, relative_fit
 from manylora.pricing.profile import CpuPoint, Profile
-
-_SLICE_TIMES = 2.0
-"""A worker takes so many tokens that their arithmetic takes as long as this many times the rest."""
 
 
 class CpuLine(NamedTuple):
@@ -47,7 +45,7 @@ def cpu_rates(profile: Profile) -> CpuRates | None:
     # Of adapters as large as the median one.
     size = float(np.median([point.adapter_bytes for point in profile.cpu_products]))
     token_s = max(line.token_byte_s * size, 1e-12)
-    slice_tokens = max(1, int(_SLICE_TIMES * (one_s + line.byte_s * size) / token_s))
+    slice_tokens = max(1, int(SLICE_SHARE * (one_s + line.byte_s * size) / token_s))
     return CpuRates(profile.num_products * one_s, line.byte_s, line.token_byte_s, slice_tokens)
 
 
