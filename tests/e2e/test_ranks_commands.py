@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import queue
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,19 @@ from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
 from manylora.models.share import ModelShare
 from manylora.models.spec import ModelConfig
-from manylora.protocol import DeviceCommand, ReadAdapter, RunStep, StepDone, StepResult, SwapPages
+from manylora.protocol import (
+    AdapterRead,
+    Ask,
+    CopyDone,
+    DeviceCommand,
+    DeviceEvent,
+    ReadAdapter,
+    RunStep,
+    StepDone,
+    StepResult,
+    SwapPages,
+    ask_of,
+)
 from tests.e2e.process import MODEL
 
 FOLDER = Path(MODEL).parent / "adapters"
@@ -34,8 +47,10 @@ def commanded(
     policy: str, monkeypatch: pytest.MonkeyPatch, forced: Iterable[StepDone] | None = None, **settings: Any
 ) -> tuple[Commands, list[Any]]:
     """While requests come one at a time; and the tokens. ``forced``: of several ranks, what their steps are said
-    to have drawn, one after another."""
+    to have drawn, one after another. Copies and reads are answered before anything else is commanded: how long
+    they take decides which page is free first."""
     said: Commands = []
+    landed: queue.SimpleQueue[Ask] = queue.SimpleQueue()
     with monkeypatch.context() as patch:
         if forced is not None:
             ended, result = iter(forced), RankedExecutor._result
@@ -47,13 +62,25 @@ def commanded(
             patch.setattr(RankedExecutor, "_result", drawn)
         for executor in (Worker, RankedExecutor):
             obey: Any = executor.obey
+            connect: Any = executor.connect
 
             def noted(self: Any, command: DeviceCommand, obey: Any = obey) -> None:
                 if isinstance(command, COMMANDS):
                     said.append(command)
                 obey(self, command)
+                if isinstance(command, SwapPages | ReadAdapter):
+                    assert landed.get(timeout=60) == ask_of(command)
+
+            def connected(self: Any, tell: Callable[[DeviceEvent], None], connect: Any = connect) -> None:
+                def told(event: DeviceEvent) -> None:
+                    tell(event)
+                    if isinstance(event, CopyDone | AdapterRead):
+                        landed.put(ask_of(event))
+
+                connect(self, told)
 
             patch.setattr(executor, "obey", noted)
+            patch.setattr(executor, "connect", connected)
         adapters = {name: str(FOLDER / name) for name in NAMES}
         fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cache_policy": policy, **SMALL}
         params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, seed=1)

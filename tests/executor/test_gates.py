@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from manylora.adapters.pack import layout_of
+from manylora.executor import tables
 from manylora.memory import gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
@@ -241,6 +243,59 @@ def test_a_rank_keeps_what_it_has_read_if_all_ranks_have(cold: Rig, files: Files
     check(cold, files, 1)
     cold.worker.forget_copies([(99, ok)], [])
     assert (2 in cold.worker._tables) == ok
+
+
+@pytest.mark.parametrize("brought", ["copy", "copy in groups", "read", "read in groups"])
+def test_what_failed_leaves_room_for_what_comes_to_its_pages(
+    brought: str, cold: Rig, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank's table, which must stay where it is and is full: the other rank's copy has failed, the policy has
+    given the pages away, and no two steps have ended since."""
+    specs = [cold.worker.inspections.spec(adapter) for adapter in files.adapters]
+    cells = [layout_of(spec, cold.worker._geometry).num_cells for spec in specs]
+    monkeypatch.setattr(tables, "_FIRST_CELLS", cells[0] + max(cells[1:]))
+    rig = Rig(files.model, tmp_path / "full", num_pages=200, page_bytes=3072)
+    rig.worker._tables.fix(0)
+    keep_on_host(rig, files)
+    rig.worker._is_rank = True
+    larger, smaller = (2, 3) if cells[1] > cells[2] else (3, 2)
+    failed = bring(rig, larger, 8)
+    rig.open(1, PROMPT, adapter=larger)
+    assert rig.run(awaiting(rig, failed, 1)).done.ok
+    rig.open(2, PROMPT, adapter=1)
+    pages = [page for _, page in failed.pairs][: len(rig.on_host[smaller])]
+    groups = 8 if "groups" in brought else 0
+    if "copy" in brought:
+        rig.num_copies += 1
+        pairs = tuple(zip(rig.on_host[smaller], pages, strict=True))
+        copy = SwapPages(rig.num_copies, True, pairs, smaller, groups)
+        assert rig.direct.swap_pages(copy).ok
+    else:
+        assert rig.direct.read_adapter(ReadAdapter(smaller, tuple(pages), "device", groups, 99 * groups)).ok
+    rig.open(3, PROMPT, adapter=smaller)
+    rig.decode(3, 2, 3)
+    assert larger not in rig.worker._tables
+    check(rig, files, 2, 3)
+    rig.worker.forget_copies([(failed.copy, False)], [])
+    rig.decode(2, 3)
+    check(rig, files, 3)
+    rig.worker.close()
+
+
+def test_what_is_brought_elsewhere_drops_nothing(cold: Rig, files: Files) -> None:
+    """Nor what comes to the same pages again for the same adapter."""
+    cold.worker._is_rank = True
+    command = bring(cold, 2, 8)
+    other = bring(cold, 3, 8)
+    assert cold.direct.wait_for(other).ok  # type: ignore[union-attr]
+    assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
+    assert {2, 3} <= set(cold.worker._tables._held)
+    again = SwapPages(99, True, command.pairs, 2, 8)
+    assert cold.direct.swap_pages(again).ok
+    for sequence, adapter in ((1, 2), (2, 3)):
+        cold.open(sequence, PROMPT, adapter=adapter)
+    cold.decode(3, 1, 2)
+    check(cold, files, 1, 2)
 
 
 def test_a_rank_forgets_a_read_when_it_is_told(cold: Rig, files: Files) -> None:

@@ -21,7 +21,7 @@ from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, layer_groups
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
-from manylora.types import AdapterId, CopyId
+from manylora.types import AdapterId, CopyId, PageId
 
 
 class Coming:
@@ -65,10 +65,20 @@ class Coming:
         self._ahead.pop(adapter, None)
         self._tables.drop(adapter)
 
+    def claim(self, command: SwapPages | ReadAdapter) -> None:
+        """Before an adapter is brought to device pages: drop what was entered ahead there for another. Its copy
+        has failed, maybe on another rank, and the policy has given the pages away, so no later step names it."""
+        pages = _device_pages(command)
+        for adapter, copy in list(self._ahead.items()):
+            if adapter != command.adapter and not pages.isdisjoint(_device_pages(self._commands[copy])):
+                del self._ahead[adapter]
+                self._tables.drop(adapter)
+
     # ------------------------------------------------------------ copies
 
     def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
         """Carries out SwapPages; ``tell`` gets the one answer."""
+        self.claim(command)
         gate: CopyGate | None = None
         filling: Filling | None = None
         if command.groups:
@@ -110,8 +120,8 @@ class Coming:
     def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
         """Steps that await the copy, or the read, look for it."""
         self.enter()
-        self._ahead[landed.adapter] = copy
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
+        self._ahead[landed.adapter] = copy
 
     def _landing(self, command: SwapPages) -> Callable[[], None]:
         """What to do on the copier's thread once the pages have landed."""
@@ -211,3 +221,10 @@ class Coming:
                 del self._ahead[adapter]
                 if not ok:
                     self._tables.drop(adapter)
+
+
+def _device_pages(command: SwapPages | ReadAdapter) -> set[PageId]:
+    """Those that an adapter is brought to."""
+    if isinstance(command, ReadAdapter):
+        return set(command.pages) if command.tier == "device" else set()
+    return {page for _, page in command.pairs} if command.to_device and command.adapter is not None else set()

@@ -421,6 +421,7 @@ class Worker:
         """Carries out ReadAdapter."""
         try:
             spec = self.inspections.find(command.adapter)
+            self._coming.claim(command)
             arrivals = self._coming.read(command) if command.groups and spec is not None else None
             self._reader.start(spec, command, self._tell, arrivals)
         except (AdapterError, RuntimeError, ValueError) as error:
