@@ -20,9 +20,10 @@ from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Ops
 from manylora.kernels.shapes import PageShape
+from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.operations import TritonOps
-from manylora.memory import gates
+from manylora.memory import bringing, gates
 from manylora.memory.gates import NUM_ORDERS, CopyGate, LandedWords, layer_groups
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
@@ -68,6 +69,18 @@ class GatedOps(CpuOps):
         self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
         await_words(words, wanted, told, is_first)
+
+
+class BringingOps(GatedOps):
+    """And copies in groups by the GPU's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_brought = 0
+
+    def bring_groups(self, *tensors: torch.Tensor) -> None:
+        self.num_brought += 1
+        bring_groups(*tensors)
 
 
 def made(files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, ops: Ops) -> Rig:
@@ -140,6 +153,33 @@ def test_keys_are_written_layer_by_layer(
     cold.decode(3, 1)
     check(cold, files, 1)
     assert graphs_of(cold).num_captured == captured == 4, "warm and cold steps share captures"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_copies_by_a_kernel(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    """From the step loop's thread, to the same bytes, words and tokens; an answer as for others; the next one is
+    the lane's where that cannot be."""
+    monkeypatch.setattr(bringing, "moves_by_kernel", lambda _: True)
+    ops = BringingOps()
+    rig = made(files, tmp_path, monkeypatch, ops)
+    assert ops.num_brought == 1, "compiled before the first copy"
+    for turn in range(3):
+        monkeypatch.setattr(bringing, "MOST_BYTES", 0 if turn == 1 else 2**30)
+        command = bring(rig, 2, groups)
+        rig.open(turn, [turn, *PROMPT], adapter=2)
+        assert rig.run(awaiting(rig, command, turn)).done.spoilt == ()
+        assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
+        for source, target in command.pairs:
+            assert torch.equal(rig.worker._host.page(source), rig.worker._arena.page(target))
+        assert words_of(rig).words[:, 0].tolist() == [turn + 1] * len(words_of(rig).groups)
+        rig.decode(2, turn)
+        rig.direct.end_sequence(turn)
+        rig.direct.evict_adapter(2)
+    check(rig, files, *range(3))
+    assert ops.num_brought == 3
+    rig.worker.close()
 
 
 def test_keys_are_written_layer_by_layer_by_the_triton_kernels(

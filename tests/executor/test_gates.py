@@ -12,7 +12,7 @@ import pytest
 
 from manylora.adapters.pack import layout_of
 from manylora.executor import tables
-from manylora.memory import gates
+from manylora.memory import bringing, gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
 from manylora.protocol import Await, ReadAdapter, RunStep, StepResult, SwapPages
@@ -28,6 +28,7 @@ class Hand:
     """Holds a lane's groups until it is told to let them land; fails the group ``broken``."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bringing, "BY_KERNEL", False)  # which cannot be held
         self.lane = rig.worker._copier._lanes[True].copies
         self.allowed = threading.Semaphore(0)
         self.broken: int | None = None

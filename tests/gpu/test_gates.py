@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from manylora.executor import graphs
+from manylora.memory import bringing
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures
 from tests.executor.drive import Rig
 from tests.executor.test_captured_gates import (  # noqa: F401  # tests
@@ -94,6 +95,7 @@ def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
 ) -> None:
     gated.open(9, PROMPT, adapter=1)
     gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
+    monkeypatch.setattr(bringing, "BY_KERNEL", False)
     monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
     monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
     hand = Hand(gated, monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -125,6 +126,14 @@ class CpuCopyLane:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def launch(self, start: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        start()
+        self._seconds += time.perf_counter() - began
 
     def begin(self, issued: object) -> None:
         self._seconds = 0.0

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -284,6 +284,12 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        yield
+
+
 class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
@@ -299,6 +305,14 @@ class _CudaCopyLane:
         self._by_batch = can_batch(device)
         self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
         self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return _on_stream(self.stream)
+
+    def launch(self, start: Callable[[], None]) -> None:
+        self._issue()
+        self._begin_timing()
+        start()
 
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)

@@ -6,6 +6,7 @@ One implementation a kind of device. Owns no tensor of the engine; does not know
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +49,13 @@ class PageWriter(Protocol):
 
 class CopyLane(Protocol):
     """Copies between host and device memory beside the steps, in order. Used by one thread, which has no
-    other work on the device."""
+    other work on the device; or, from ``begin`` to ``end`` within ``here``, by another meanwhile."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """For the step loop's thread, whose own work on the device stays apart."""
+
+    def launch(self, start: Callable[[], None]) -> None:
+        """``start`` launches kernels that copy, after what was asked for before."""
 
     def begin(self, issued: object) -> None:
         """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``), and for none

@@ -63,6 +63,15 @@ class StagingBuffer:
         self._held = self._memory[:num_bytes].view(dtype)
         return self
 
+    def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
+        """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
+        issued: nothing is written here before they have ended. Only where kernels move numbers."""
+        landed = self._landed
+        if landed is None:
+            return self._held, lambda: None
+        seen = self._mapped[: self._held.nbytes].view(self._held.dtype)
+        return seen, lambda: landed.record(torch.cuda.current_stream(self._device))
+
     def send(self, target: torch.Tensor) -> None:
         """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work issued.
 
@@ -189,6 +198,11 @@ def borrowed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the device at the same place, which may be pinned host memory: both know it by one address. It
     does not hold the memory."""
     return torch.as_tensor(_Address(tensor), device=device)
+
+
+def seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
+    """Host memory, contiguous and pinned where a device has memory of its own, as the device's kernels see it."""
+    return memory if device.type == "cpu" else borrowed(memory, device)
 
 
 def can_map(device: torch.device) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
+from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate, Filling, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
@@ -42,6 +43,8 @@ class _Lane:
         self.pace = pace
         self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
+        self.last: Future[None] | None = None
+        """Of what the issuing thread was given."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one size and dtype, at the lane's rate."""
@@ -116,10 +119,12 @@ class Copier:
         self._settled = device.issued()
         self._closing = False
         self._words: LandedWords | None = None
+        self._bringer: Bringer | None = None
 
-    def tell_landed(self, words: LandedWords) -> None:
-        """Write there what has landed of copies with gates; before the first of them."""
-        self._words = words
+    def tell_landed(self, words: LandedWords, bringer: Bringer | None = None) -> None:
+        """Write there what has landed of copies with gates; before the first of them. ``bringer``: copies by a
+        kernel what it can, from the step loop's thread."""
+        self._words, self._bringer = words, bringer
 
     def settle(self) -> None:
         """Copies to the device wait for what was issued by now.
@@ -149,11 +154,26 @@ class Copier:
         after = self._settled if command.to_device else self._device.issued()
         if command.to_device:
             self.turns.begin_copy()
+        bringer = None if gate is None or filling is not None else self._bringer_for(lane, command, gate)
+        given = lane, command, after, landed, done, gate, filling, bringer
         try:
-            lane.issuing.submit(self._issue, lane, command, after, landed, done, gate, filling)
+            if bringer is None:
+                lane.last = lane.issuing.submit(self._issue, *given)
+            else:
+                with lane.copies.here():
+                    self._issue(*given)
         except RuntimeError:
             self._count(command, landed=False)
             raise
+
+    def _bringer_for(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> Bringer | None:
+        """None: the lane's thread has the copy issued by the copy engine. It comes before what that thread has not
+        issued yet, so then it is none of these."""
+        bringer = self._bringer
+        if bringer is None or self._closing or lane.pace is not None:
+            return None
+        is_idle = lane.last is None or lane.last.done()
+        return bringer if is_idle and bringer.can_bring(command.pairs, gate) else None
 
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
@@ -170,6 +190,7 @@ class Copier:
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
         filling: Filling | None,
+        bringer: Bringer | None,
     ) -> None:
         error, wait = "", None
         began = time.perf_counter()
@@ -177,6 +198,8 @@ class Copier:
             lane.copies.begin(after)
             if gate is None:
                 error = self._transfer(lane, command)
+            elif bringer is not None:
+                bringer.bring(lane.copies, command.pairs, gate)
             else:
                 error = self._land_groups(lane, command, gate, filling)
         except Exception as failure:

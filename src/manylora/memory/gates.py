@@ -9,6 +9,7 @@ anything.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 import time
@@ -53,10 +54,14 @@ class LandedWords:
     def mark(self, lane: CopyLane, gate: CopyGate, layers: tuple[int, int]) -> None:
         """After what the lane was asked for so far: the gate's copy has landed up to the end of these layers, and
         before them it had."""
+        for group in self.of_layers(layers):
+            lane.mark(self._each[group][gate.order], gate.number)
+
+    def of_layers(self, layers: tuple[int, int]) -> range:
+        """The groups whose last layer is one of these, [first, end)."""
         first, end = layers
-        for group, (_, last) in enumerate(self.groups):
-            if first < last <= end:
-                lane.mark(self._each[group][gate.order], gate.number)
+        ends = [last for _, last in self.groups]
+        return range(bisect.bisect_right(ends, first), bisect.bisect_right(ends, end))
 
 
 class CopyGate:

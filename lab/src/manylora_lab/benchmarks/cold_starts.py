@@ -3,7 +3,9 @@
 One worker of Llama-2-7B's shape with dummy weights serves an engine for each mode. Parts: ``ranks`` (by rank and
 mode: adapter in the pool, in host memory, in the adapter store, only in its files; one request at a time, 64
 prompt tokens, one token out), ``reads`` (adapters that were never read, with copies that follow reads and
-without, in turns), ``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every 100 ms),
+without, in turns), ``brought`` (adapters in host memory, brought by a kernel and by the copy engine, in turns;
+beside them two that are on the device, one after the other), ``decode`` (32 decoding rows beside a request with a
+cold adapter of rank 64 every 100 ms),
 ``gates`` (what gates cost steps that await nothing: captured with and without, in turns), ``rates`` (copies to the
 device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
 repository's root:
@@ -31,6 +33,7 @@ from manylora.config import ColdStartConfig
 from manylora.executor import graphs
 from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
+from manylora.memory import bringing
 from manylora.pricing.shapes import ALL_MODULES
 from manylora.protocol import SwapPages
 from manylora_lab.bench.targets import EngineTarget
@@ -50,6 +53,8 @@ MIXED_TOKENS = (64, 96, 128)
 DECODING = 32
 COLD_RANK, COLD_EVERY_S = 64, 0.1
 READ_TURNS = 7
+BRING_TURNS = 6
+BROUGHT_BY = {"copy engine": False, "kernel": True}
 GATE_TURNS, GATE_REQUESTS = 16, 12
 RATE_BYTES, RATE_ROUNDS = 320 * 2**20, 6
 
@@ -211,6 +216,53 @@ async def reads(rig: EngineRig, report: RunReport) -> None:
             )  # fmt: skip
 
 
+# ---------------------------------------------------------------- what brings adapters
+
+
+async def brought(rig: EngineRig, report: RunReport) -> None:
+    """Milliseconds to the first token of adapters in host memory, with what brings them in turns, and of adapters
+    on the device: the one of the request before, and another."""
+    for rank in report.args.ranks:
+        if not report.has(10.0, f"bringing at rank {rank}"):
+            continue
+        names = list(adapters_of(rig, rank))
+        taken: dict[tuple[str, str], list[float]] = {}
+        target = opened(rig, rank, ColdStartConfig("layerwise"))
+
+        async def ask(name: str, target: EngineTarget = target) -> float:
+            began_s = time.monotonic()
+            answer = await target.generate(rig.call(PROMPT, 1, name))
+            if answer.error is not None or answer.first_s is None:
+                raise RuntimeError(answer.error)
+            await asyncio.sleep(PAUSE_S)
+            return 1e3 * (answer.first_s - began_s)
+
+        for name in names:  # into the host pool
+            await ask(name)
+        for turn in range(TOY_ROUNDS if rig.is_toy else BRING_TURNS):
+            for way in BROUGHT_BY if turn % 2 else reversed(BROUGHT_BY):
+                bringing.BY_KERNEL = BROUGHT_BY[way]
+                for name in names[:-2]:
+                    taken.setdefault((way, "host"), []).append(await ask(name))
+                for name in names[-2:]:
+                    await ask(name)
+                for name in names[-2:]:
+                    taken.setdefault((way, "warm, another"), []).append(await ask(name))
+                for _ in range(2):
+                    taken.setdefault((way, "warm, the same"), []).append(await ask(names[-1]))
+        bringing.BY_KERNEL = True
+        counters = await target.counters()
+        await target.close()
+        for (way, kind), each in sorted(taken.items()):
+            report.note(
+                "brought",
+                {
+                    "rank": rank, "by": way, "kind": kind, "ms": statistics.median(each), "least_ms": min(each),
+                    "most_ms": max(each), "count": len(each), "spoilt": counters["spoilt_rows"],
+                },
+            )  # fmt: skip
+
+
 # ---------------------------------------------------------------- beside decoding rows
 
 
@@ -334,7 +386,7 @@ async def rates(rig: EngineRig, report: RunReport) -> None:
 # ---------------------------------------------------------------- the command
 
 PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
-    part.__name__: part for part in (rates, ranks, reads, decode, gates)
+    part.__name__: part for part in (rates, ranks, reads, brought, decode, gates)
 }
 
 

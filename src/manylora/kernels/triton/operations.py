@@ -26,6 +26,7 @@ from manylora.kernels.ops import (
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
+from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.dependent import launch_options
@@ -236,6 +237,18 @@ class TritonOps:
     ) -> None:
         """See ``executor.queued``."""
         await_words(words, wanted, told, is_first)
+
+    def bring_groups(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        table: torch.Tensor,
+        scratch: torch.Tensor,
+        words: torch.Tensor,
+        done: torch.Tensor,
+    ) -> None:
+        """See ``memory.bringing``."""
+        bring_groups(target, source, table, scratch, words, done)
 
     # ---- small operations ------------------------------------------------------------------------------
 

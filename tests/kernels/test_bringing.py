@@ -1,0 +1,69 @@
+"""The kernel that copies pages in groups of layers writes what plain copies do, and a group's words after it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manylora.kernels.bring_table import (
+    MOST_WORDS,
+    NUM_PROGRAMS,
+    BroughtGroup,
+    bring_table,
+    table_words,
+)
+from manylora.kernels.triton.bringing import bring_groups
+
+ORDERS = 2
+DEVICE = "cpu"
+
+
+def bring(
+    target: torch.Tensor, source: torch.Tensor, groups: list[BroughtGroup], targets: list[int], sources: list[int],
+    words: torch.Tensor, number: int, done: torch.Tensor,
+) -> None:  # fmt: skip
+    table = bring_table(number, groups, np.array(targets, np.int64), np.array(sources, np.int64))
+    assert len(table) == table_words(len(groups), len(targets)) == table[0]
+    scratch = torch.zeros((NUM_PROGRAMS, MOST_WORDS), dtype=torch.int64, device=target.device)
+    bring_groups(target, source, torch.from_numpy(table).to(target.device), scratch, words, done)
+
+
+@given(data=st.data())
+def test_pages_in_any_groups(data: st.DataObject) -> None:
+    """Each page's parts where they belong, nothing else; a word for each group that has one; counts back at 0."""
+    layers, slab = data.draw(st.integers(1, 5)), data.draw(st.sampled_from((1, 3, 700, 2048, 2500)))
+    page, num_pages = layers * slab, 6
+    edges = sorted({0, layers, *data.draw(st.lists(st.integers(0, layers), max_size=3))})
+    ranges = data.draw(st.permutations([(a, b) for a, b in itertools.pairwise(edges) if a < b]))
+    chosen = data.draw(st.integers(0, 4))
+    targets = data.draw(st.permutations(range(num_pages)))[:chosen]
+    sources = data.draw(st.permutations(range(num_pages)))[:chosen]
+    source = torch.arange(1, 1 + page * num_pages, device=DEVICE)
+    target = torch.full((page * num_pages,), -7, dtype=torch.int64, device=DEVICE)
+    words = torch.zeros((layers, ORDERS), dtype=torch.int64, device=DEVICE)
+    done = torch.zeros(layers, dtype=torch.int32, device=DEVICE)
+    groups = [BroughtGroup(a * slab, (b - a) * slab, a, b - a) for a, b in ranges]
+    expected = target.clone()
+    for to, of in zip(targets, sources, strict=True):
+        expected[to * page : (to + 1) * page] = source[of * page : (of + 1) * page]
+    bring(
+        target, source, groups, [t * page for t in targets], [s * page for s in sources], words[:, 1], 5, done
+    )
+    assert torch.equal(target, expected)
+    assert words.tolist() == [[0, 5]] * layers
+    assert not done.any()
+
+
+@pytest.mark.parametrize("num_words", [0, 2])
+def test_a_group_may_have_no_word_or_several(num_words: int) -> None:
+    source, target = torch.arange(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    words = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    done = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    bring(target, source, [BroughtGroup(2, 3, 1, num_words)], [0], [0], words, 9, done)
+    assert target.tolist() == [0, 0, 2, 3, 4, 0, 0, 0]
+    assert words.tolist() == [0, *[9] * num_words, *[0] * (2 - num_words)]
