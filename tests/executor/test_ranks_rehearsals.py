@@ -153,7 +153,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a rehearsal fails"), peers.leaving_out():
         raise RuntimeError("a rehearsal fails")
     assert (peers.num_exchanges, peers.digest) == (0, 0)
-    assert peers.note(own, "base")
+    peers.note(own, "base")
+    assert not peers.leaves_out
     assert peers.num_exchanges == 1
 
 

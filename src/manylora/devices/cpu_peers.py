@@ -48,9 +48,10 @@ class SharedPeers(Account):
         self._fence = threading.Lock()
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        flat = tensor.contiguous().view(-1)
-        if not self.note(flat, purpose):
+        if self.leaves_out:
             return
+        flat = tensor.contiguous().view(-1)
+        self.note(flat, purpose)
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
@@ -68,9 +69,10 @@ class SharedPeers(Account):
             tensor.copy_(flat.view(tensor.shape))
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
-        flat = tensor.contiguous().view(-1)
-        if not self.note(flat, purpose):
+        if self.leaves_out:
             return [tensor] * self.count
+        flat = tensor.contiguous().view(-1)
+        self.note(flat, purpose)
         found = [torch.empty_like(flat) for _ in range(self.count)]
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
@@ -79,9 +81,10 @@ class SharedPeers(Account):
         return [target.view(tensor.shape) for target in found]
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        flat = tensor.view(-1)
-        if not self.note(flat, purpose):
+        if self.leaves_out:
             return
+        flat = tensor.view(-1)
+        self.note(flat, purpose)
         most = AREA_BYTES // flat.itemsize
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]

@@ -41,8 +41,9 @@ class GroupPeers(Account):
         )
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        if not self.note(tensor, purpose):
+        if self.leaves_out:
             return
+        self.note(tensor, purpose)
         flat = self._here(tensor)
         if flat.numel() * flat.itemsize > self._gathered_bytes:
             torch.distributed.all_reduce(flat)
@@ -55,13 +56,15 @@ class GroupPeers(Account):
         tensor.copy_(total)
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
-        if not self.note(tensor, purpose):
+        if self.leaves_out:
             return [tensor] * self.count
+        self.note(tensor, purpose)
         return list(self._gathered(self._here(tensor)).to(tensor.device).unbind())
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        if not self.note(tensor, purpose):
+        if self.leaves_out:
             return
+        self.note(tensor, purpose)
         moved = self._here(tensor)
         torch.distributed.broadcast(moved, 0)
         if moved is not tensor:

@@ -42,18 +42,16 @@ class Account:
         self.digest = 0
         self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
         self._listed: list[Exchange] | None = None
-        self._leaves_out = False
+        self.leaves_out = False
+        """No exchange is made now."""
 
-    def note(self, tensor: torch.Tensor, purpose: Purpose) -> bool:
-        """An exchange of this tensor begins. Whether it is to be made."""
-        if self._leaves_out:
-            return False
+    def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """An exchange of this tensor begins."""
         exchange = purpose, tensor.numel() * tensor.itemsize
         if self._listed is None:
             self.note_all([exchange])
         else:
             self._listed.append(exchange)
-        return True
 
     def note_all(self, exchanges: Sequence[Exchange]) -> None:
         """See Peers."""
@@ -77,11 +75,11 @@ class Account:
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
         """See Peers."""
-        self._leaves_out = True
+        self.leaves_out = True
         try:
             yield
         finally:
-            self._leaves_out = False
+            self.leaves_out = False
 
 
 class Peers(Protocol):
