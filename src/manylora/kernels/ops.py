@@ -7,7 +7,6 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -216,30 +215,6 @@ def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pool if pool.dtype == dtype else pool.view(dtype)
 
 
-class Side(Protocol):
-    """Where what linears' results do not need at once may run beside them."""
-
-    def beside(self) -> contextlib.AbstractContextManager[object]:
-        """What is issued meanwhile waits for all that was issued before, and may run beside what is issued after
-        it, until ``join``."""
-
-    def join(self) -> None:
-        """What is issued from now on waits for all that was issued beside."""
-
-
-class InLine:
-    """``Side`` where there is none: everything runs in the order in which it is issued."""
-
-    def beside(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def join(self) -> None:
-        return
-
-
-IN_LINE = InLine()
-
-
 class Ops(Protocol):
     """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
 
@@ -299,9 +274,6 @@ class Ops(Protocol):
     ) -> None:
         """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
         columns of a contiguous tensor."""
-
-    def lora_side(self, plan: Any) -> Side:
-        """Where ``lora_shrink`` of this plan, and what ranks do with it, may run: beside the base's product."""
 
     def lora_summands(
         self,
@@ -372,9 +344,6 @@ class Ops(Protocol):
 
 class ComposedLora:
     """Linears with adapters by the operations that they stand for, for implementations of Ops."""
-
-    def lora_side(self, plan: Any) -> Side:
-        return IN_LINE
 
     def lora_summands(
         self: Ops,

@@ -28,38 +28,25 @@ class RankedLinear(LoraLinear):
     peers: Peers
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        """As LoraLinear. Of a row linear the whole sum, on every rank, in one."""
-        if self.share.kind == "column" and not self.is_sharded:
-            return self._summands(x, step)
+        """As LoraLinear; the summands are one. Of a row linear the whole sum, on every rank."""
         y = self._adapted(x, step)
         if self.share.kind == "row":
             self.peers.add_up(y, "base")
         return Summands(y)
 
     def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        ops, plan = step.ops, step.batch.lora
-        if plan is not None and self.is_sharded:
-            return ops.silu_mul(self._adapted(x, step))
-        lies = step.pool, self.layer, self.share.adapted
-        return ops.lora_gated(x, self.weight, self.bias, *lies, plan)
-
-    def _summands(self, x: torch.Tensor, step: Step) -> Summands:
-        """Where adapters need no exchange."""
-        lies = step.pool, self.layer, self.share.adapted
-        return step.ops.lora_summands(x, self.weight, self.bias, *lies, step.batch.lora)
+        return step.ops.silu_mul(self._adapted(x, step))
 
     def _adapted(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         ops, plan, share = step.ops, step.batch.lora, self.share
         if plan is None or not self.is_sharded:
-            return self._summands(x, step).whole
-        side = ops.lora_side(plan)
-        with side.beside():
-            shrunk = ops.lora_shrink(_columns(x, share.read), step.pool, self.layer, share.adapted, plan)
-            # None where no adapter of the batch is on these projections, which all ranks see alike.
-            if shrunk.values.numel():
-                self.peers.add_up(shrunk.values, "lora")
+            lies = step.pool, self.layer, share.adapted
+            return ops.lora_summands(x, self.weight, self.bias, *lies, plan).whole
+        shrunk = ops.lora_shrink(_columns(x, share.read), step.pool, self.layer, share.adapted, plan)
+        # None where no adapter of the batch is on these projections, which all ranks see alike.
+        if shrunk.values.numel():
+            self.peers.add_up(shrunk.values, "lora")
         y = ops.linear(x, self.weight, self.bias)
-        side.join()  # before the base's own exchange, too: ranks exchange in one order
         ops.lora_expand(_columns(y, share.added), shrunk, step.pool, self.layer, share.adapted, plan)
         return y
 

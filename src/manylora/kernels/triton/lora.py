@@ -14,13 +14,13 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands
+from manylora.kernels.ops import LoraSegments, Shrunk, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import (
@@ -144,13 +144,6 @@ class SideStream:
     def use(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._module is None else self._module.stream(self._stream)
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """See ``ops.Side``."""
-        self.fork()
-        with self.use():
-            yield
-
     def join(self) -> None:
         if self._module is not None:
             self._module.current_stream().wait_stream(self._stream)
@@ -182,10 +175,6 @@ class AdaptedLinears:
         """Computes ``Ops.lora``."""
         partial = self.kernels.shrink(x, pool, layer, group, plan)
         self.kernels.expand(y, partial, pool, layer, group, plan)
-
-    def side(self, plan: LoraPlan) -> Side:
-        """Computes ``Ops.lora_side``: the device prefers it to the product, since exchanges are waited for."""
-        return IN_LINE if plan.beside is None else self._before
 
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
