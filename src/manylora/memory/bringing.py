@@ -85,7 +85,7 @@ class Bringer:
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
             and gate.num_ahead == 0
             and len(gate.groups) <= len(self._words.groups)
-            and max(source for source, _ in pairs) < self._host.pages_pinned
+            and max((source for source, _ in pairs), default=0) < self._host.pages_pinned
         )
 
     def bring(self, lane: CopyLane, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> None:
@@ -101,8 +101,8 @@ class Bringer:
             length = (end - first) * slab_words
             groups.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
         sources, targets = np.array(pairs, dtype=np.int64).T
-        _check(sources, self._host.num_pages)
-        _check(targets, self._arena.num_pages)
+        check_pages(sources, self._host.num_pages)
+        check_pages(targets, self._arena.num_pages)
         staged = self._staged(bring_table(gate.number, groups, targets * page_words, sources * page_words))
         if self._source is None:
             self._source = seen_by(self._device, self._host.run(0, self._host.num_pages)).view(torch.int64)
@@ -125,6 +125,7 @@ class Bringer:
         was_issued()
 
 
-def _check(pages: np.ndarray, num_pages: int) -> None:
+def check_pages(pages: np.ndarray, num_pages: int) -> None:
+    """Raises IndexError where there is no such page."""
     if len(pages) and not 0 <= pages.min() <= pages.max() < num_pages:
         raise IndexError(f"page {pages.max()} is not one of {num_pages}")

@@ -16,7 +16,7 @@ import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.bringing import Bringer
+from manylora.memory.bringing import Bringer, check_pages
 from manylora.memory.gates import CopyGate, Filling, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
@@ -217,8 +217,8 @@ class Copier:
     def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
         sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
-        _check(sources, self._host.num_pages)
-        _check(targets, self._arena.num_pages)
+        check_pages(sources, self._host.num_pages)
+        check_pages(targets, self._arena.num_pages)
         host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
         at_once = not self._device.copies_from_pinned or bool(
             sources.max(initial=0) < self._host.pages_pinned
@@ -316,12 +316,6 @@ def merged(
                 continue
         runs.append((source, destination, 1))
     return runs
-
-
-def _check(pages: np.ndarray, num_pages: int) -> None:
-    """Raises IndexError where there is no such page."""
-    if len(pages) and not 0 <= pages.min() <= pages.max() < num_pages:
-        raise IndexError(f"page {pages.max()} is not one of {num_pages}")
 
 
 def one_line(error: Exception) -> str:
