@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -284,12 +284,6 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-@contextlib.contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    with torch.cuda.stream(stream):
-        yield
-
-
 class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
@@ -307,7 +301,7 @@ class _CudaCopyLane:
         self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
     def here(self) -> contextlib.AbstractContextManager[None]:
-        return _on_stream(self.stream)
+        return torch.cuda.stream(self.stream)
 
     def launch(self, start: Callable[[], None]) -> None:
         self._issue()

@@ -43,9 +43,9 @@ from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
-from manylora.memory.bringing import Bringer, bringer_of
+from manylora.memory.bringing import bringer_of
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited, LandedWords
+from manylora.memory.gates import Awaited
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import Pristine
 from manylora.models.decoder import Decoder
@@ -239,13 +239,10 @@ class Worker:
         if limits.num_groups and self._device.captures:
             words = landed_words(self._device, self._geometry.page.layers, limits.num_groups)
         if words is not None:
-            self._copier.tell_landed(words, self._bringer(words))
+            lies = self._arena, self._host, self._device
+            self._copier.tell_landed(words, bringer_of(self._forward.decoder.ops, words, *lies))
         steps = self._forward, self._tables, limits, scratch_page, words
         self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
-
-    def _bringer(self, words: LandedWords) -> Bringer | None:
-        assert self._forward is not None
-        return bringer_of(self._forward.decoder.ops, words, self._arena, self._host, self._device)
 
     @property
     def bucket(self) -> Bucket | None:

@@ -54,7 +54,7 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0",
 }  # fmt: skip
 """What every rank runs with: no multicast between GPUs; and captured exchanges without memory and ordering of
-their own, which they do not need: a rank's exchanges follow one another, on whichever of its streams."""
+their own, which they do not need, since a rank issues all its exchanges on one stream."""
 
 
 _LARGEST_GPU_BYTES = 2**40

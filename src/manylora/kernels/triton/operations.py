@@ -222,29 +222,9 @@ class TritonOps:
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    def pass_gate(
-        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """See ``executor.gated``."""
-        pass_gate(landed, wanted, told, is_first)
-
-    def await_words(
-        self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """See ``executor.queued``."""
-        await_words(words, wanted, told, is_first)
-
-    def bring_groups(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        table: torch.Tensor,
-        scratch: torch.Tensor,
-        words: torch.Tensor,
-        done: torch.Tensor,
-    ) -> None:
-        """See ``memory.bringing``."""
-        bring_groups(target, source, table, scratch, words, done)
+    pass_gate = staticmethod(pass_gate)  # see executor.gated
+    await_words = staticmethod(await_words)  # executor.queued
+    bring_groups = staticmethod(bring_groups)  # memory.bringing
 
     # ---- small operations ------------------------------------------------------------------------------
 
