@@ -149,7 +149,7 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.spec)
+        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(
             arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
         )

@@ -180,6 +180,7 @@ class Copier:
         self._closing = True
         for lane in (*self._lanes.values(), self._following):
             lane.close()
+        self._bringer = None  # which holds views of the pools
 
     def _issue(
         self,
