@@ -149,9 +149,7 @@ class Coming:
         if command.tier == "host":
             filling = self._fillings[command.adapter] = Filling()
             return HostArrivals(groups, filling)
-        landed = Landed.at(
-            command.adapter, self._layout_of(command.adapter), self._geometry, command.pages
-        )
+        landed = Landed.at(command.adapter, self._layout_of(command.adapter), self._geometry, command.pages)
         self._enter_ahead(landed, command.copy)
         gate = self._gates[command.copy] = CopyGate(groups, 0)
         self._commands[command.copy] = command

@@ -1,7 +1,8 @@
 """What inspecting adapters found, by adapter, and the checks that are asked for.
 
 Owns the adapters' specs, and the layout that follows from each. They are shared with other threads without a lock:
-setting or reading one entry of a dict relies on the GIL. Reads files on its caller's thread; knows no pages and no device.
+setting or reading one entry of a dict relies on the GIL. Reads files on its caller's thread; knows no pages and no
+device.
 """
 
 from __future__ import annotations

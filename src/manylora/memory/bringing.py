@@ -125,9 +125,7 @@ class Bringer:
 
     def _launch(self, source: torch.Tensor, staged: StagingBuffer, order: int) -> None:
         table, was_issued = staged.lend()
-        self._ops.bring_groups(
-            self._target, source, table, self._scratch, self._words_of[order], self._done
-        )
+        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
         was_issued()
 
 

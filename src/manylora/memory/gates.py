@@ -101,8 +101,8 @@ class CopyGate:
         return self._ahead if number < self.num_ahead else ~self._ahead
 
     def open(self, landing: Callable[[], None], count: int = 1) -> None:
-        """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for what
-        is issued after that (``CopyLane.landing``)."""
+        """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for
+        what is issued after that (``CopyLane.landing``)."""
         with self._changed:
             self._passes += [landing] * count
             self._changed.notify_all()
