@@ -108,9 +108,9 @@ class Copier:
         *,
         puts_off: bool = False,
     ) -> None:
-        """``bytes_s``: the most bytes a second that either lane moves. ``puts_off``: what no step waits for (copies
-        from the device, and the answers to those that a kernel brings) begins with ``flush``. The lanes' threads
-        would take turns at the interpreter with the step loop's while that launches a step."""
+        """``bytes_s``: the most bytes a second that either lane moves. ``puts_off``: what no step waits for
+        (copies from the device, and the answers to those that a kernel brings) begins with ``flush``. The lanes'
+        threads would take turns at the interpreter with the step loop's while that launches a step."""
 
         def lane(name: str) -> _Lane:
             return _Lane(name, device.copy_lane(), None if bytes_s is None else Pace(bytes_s))
