@@ -50,6 +50,8 @@ class Flag:
     """None where it is nothing at all, or depends on other settings."""
     choices: tuple[str, ...]
     repeats: bool
+    takes_numbers: bool
+    """Whether a number stands for its text."""
 
     @property
     def option(self) -> str:
@@ -80,6 +82,7 @@ def _flags(section: type) -> Iterator[Flag]:
             default=None if repeats or about.default_follows else field.default,
             choices=next((rule.choices for rule in field.rules if rule.choices), ()),
             repeats=repeats,
+            takes_numbers=about.takes_numbers,
         )
 
 
@@ -175,6 +178,8 @@ def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
                 return parse_size(value)
             except ConfigError as error:
                 raise ConfigError(f"{option}: {error}") from None
+    if flag.takes_numbers and type(value) in (int, float):
+        return str(value)
     if not isinstance(value, str | Path):
         raise ConfigError(f"{option} must be text, got {value!r}")
     return str(value)
@@ -219,9 +224,6 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
-    for name in ("adapter_batch_limit", "cpu_lora_workers"):
-        if type(values.get(name)) is int:  # as a file has it
-            values[name] = str(values[name])
     model = values.get("model")
     if not isinstance(model, str | Path) or not str(model):
         raise ConfigError("no model was given: name a local folder or a hub id")
@@ -277,8 +279,6 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
                 continue
             if own == "launcher" and isinstance(value, str):
                 value = _LAUNCHERS.get(value, value)
-            if own == "slo_tpot" and type(value) in (int, float):  # as a file has it
-                value = str(value)
             held = convert(flags[own], value, option_of(name))
             if held is None:
                 continue

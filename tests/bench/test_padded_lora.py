@@ -128,3 +128,20 @@ def test_without_time_all_is_left_out(tmp_path: Path) -> None:
         ["--toy", "--time-budget", "0", "--parts", "engines", "--out", str(out), "--commit", "abc"]
     )
     assert json.loads(out.read_text())["left_out"] == list(SYSTEMS)
+    asked = ["s-lora-bmm", "manylora"]
+    s_lora_engines.main(
+        [
+            "--toy",
+            "--time-budget",
+            "0",
+            "--parts",
+            "engines",
+            "--out",
+            str(out),
+            "--commit",
+            "abc",
+            "--systems",
+            *asked,
+        ]
+    )
+    assert json.loads(out.read_text())["left_out"] == asked

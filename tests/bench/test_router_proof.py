@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import heapq
 import random
 import statistics
@@ -10,7 +11,15 @@ from typing import Any
 
 import pytest
 from manylora_lab.benchmarks import router_proof
-from manylora_lab.benchmarks.router_proof import ROUTERS, ProofRun, all_cells, judged, measure, summary
+from manylora_lab.benchmarks.router_proof import (
+    ROUTERS,
+    ProofRun,
+    all_cells,
+    judged,
+    measure,
+    stream_of,
+    summary,
+)
 from manylora_lab.reproduce.router_cells import CLAIRVOYANT, mean_flow_s
 
 from manylora.policy.routing import ROUTING_POLICIES
@@ -57,6 +66,18 @@ def test_a_run_is_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 <= row["slo_attainment"] <= 1
 
 
+def test_agents_for_longer() -> None:
+    """The same rate for as long as asked, under a key of its own."""
+    usual = ProofRun("agent", 0.01, 0.05, 99, "random", FILES)
+    longer = dataclasses.replace(usual, agent_s=2 * usual.agent_s)
+    chats = dataclasses.replace(longer, workload="chatbot")
+    assert [each.duration_s for each in (usual, longer, chats)] == [12.0, 24.0, 120.0]
+    assert (usual.key, longer.key) == ("agent 0.01 0.05 99 random", "agent 0.01 0.05 99 random 24 s")
+    assert chats.key == "chatbot 0.01 0.05 99 random"
+    few, more = (len(stream_of(run).requests) for run in (usual, longer))
+    assert 1.2 * few < more < 3.5 * few
+
+
 def row(router: str, ttft_ms: float, met: float, seed: int = 1) -> dict[str, Any]:
     return {
         "workload": "agent", "load": 0.5, "delay_s": 0.0, "seed": seed, "router": router, "ttft_mean_ms": ttft_ms,
@@ -84,7 +105,7 @@ def test_verdicts() -> None:
 def test_other_delays_may_have_fewer_routers_and_no_clairvoyant() -> None:
     args = argparse.Namespace(
         seeds=[7], loads=[0.5], delays=[0.2, 0.05], workloads=["agent"],
-        routers=["manylora", "punica", "random"], delayed_routers=["manylora", "random"],
+        routers=["manylora", "punica", "random"], delayed_routers=["manylora", "random"], agent_seconds=12.0,
     )  # fmt: skip
     runs = [(run.delay_s, run.router) for run in all_cells(FILES, args)]
     assert runs == [

@@ -61,7 +61,10 @@ class ClusterOptions(Section):
         (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
     )
     slo_tpot: Objective | None = setting(
-        None, "caraserve: the objective between tokens: seconds, or 1.5x of a merged step", "TIME"
+        None,
+        "caraserve: the objective between tokens: seconds, or 1.5x of a merged step",
+        "TIME",
+        takes_numbers=True,
     )
     profile: File | None = setting(
         None,

@@ -95,6 +95,7 @@ class ColdStartConfig(Section):
         f"below {LEAST_CORES})",
         "N|auto",
         name="cpu_lora_workers",
+        takes_numbers=True,
     )
     variant: Literal["whole", "split", "shrink", "best"] = "whole"
     """What the CPU computes of a cold row: all layers, as in the paper; or the first ones, while the link brings

@@ -56,6 +56,8 @@ class UserSetting:
     """What users call it, where that is not the field's name."""
     is_size: bool
     """Whether it may be given as text, such as 512MiB."""
+    takes_numbers: bool
+    """Whether a number stands for its text, as a file has it: 2 beside "auto"."""
     default_follows: bool
     """Whether its default depends on other settings, as ``help`` says."""
 
@@ -67,10 +69,11 @@ def setting(
     *,
     name: str | None = None,
     is_size: bool = False,
+    takes_numbers: bool = False,
     default_follows: bool = False,
 ) -> _Value:
     """Declares a field of a section that users set; its type and rules are its annotation."""
-    about = UserSetting(help, metavar, name, is_size, default_follows)
+    about = UserSetting(help, metavar, name, is_size, takes_numbers, default_follows)
     field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
     return field
 

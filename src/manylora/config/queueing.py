@@ -70,6 +70,7 @@ class QueueConfig(Section):
         "while N adapters have running requests, requests for one of them, or the base, go first; with :hard no "
         "further adapter runs (default: no limit)",
         "N[:hard]",
+        takes_numbers=True,
     )
 
     def __post_init__(self) -> None:

@@ -71,14 +71,14 @@ BLIND = ("round-robin", "random")
 """They read no reports, so a run with one delay is a run with any."""
 DURATION_S = {"chatbot": 120.0, "agent": 12.0, "functions": 120.0, "servegen": 120.0}
 """Agents ask so briefly that a load of theirs is hundreds of requests a second: 120 s of them take minutes a
-run."""
+run (``--agent-seconds``)."""
 MOST_WORSE, LEAST_BETTER, NEAR_BOUND = 0.05, 0.15, 0.05
 _JUDGED = ("ttft_mean_ms", "slo_attainment", "bound_ttft_ms")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProofRun:
-    """One run. ``files``: of the conversation trace, and of ServeGen's clients."""
+    """One run. ``files``: of the conversation trace, and of ServeGen's clients. ``agent_s``: of agents."""
 
     workload: str
     load: float
@@ -86,18 +86,25 @@ class ProofRun:
     seed: int
     router: str
     files: tuple[str, str]
+    agent_s: float = DURATION_S["agent"]
+
+    @property
+    def duration_s(self) -> float:
+        return self.agent_s if self.workload == "agent" else DURATION_S[self.workload]
 
     @property
     def key(self) -> str:
-        return f"{self.workload} {self.load} {self.delay_s} {self.seed} {self.router}"
+        usual = self.duration_s == DURATION_S[self.workload]
+        return f"{self.workload} {self.load} {self.delay_s} {self.seed} {self.router}" + (
+            "" if usual else f" {self.duration_s:g} s"
+        )
 
 
 # ---------------------------------------------------------------- workloads
 
 
-def stream_at(workload: str, rate: float, seed: int, files: tuple[str, str]) -> Stream:
-    """``DURATION_S`` of a workload over ``ADAPTERS`` adapters."""
-    duration_s = DURATION_S[workload]
+def stream_at(workload: str, rate: float, seed: int, files: tuple[str, str], duration_s: float) -> Stream:
+    """``duration_s`` of a workload over ``ADAPTERS`` adapters."""
     if workload == "functions":
         trace = named(
             files[0],
@@ -125,8 +132,9 @@ def stream_at(workload: str, rate: float, seed: int, files: tuple[str, str]) -> 
 
 def stream_of(cell: ProofRun) -> Stream:
     """At the cell's share of the pooled peak, which is that of the lengths at hand."""
-    probe = fitted(stream_at(cell.workload, 8.0, 0, cell.files))
-    return fitted(stream_at(cell.workload, cell.load * pooled_peak(probe), cell.seed, cell.files))
+    probe = fitted(stream_at(cell.workload, 8.0, 0, cell.files, DURATION_S[cell.workload]))
+    rate = cell.load * pooled_peak(probe)
+    return fitted(stream_at(cell.workload, rate, cell.seed, cell.files, cell.duration_s))
 
 
 # ---------------------------------------------------------------- runs
@@ -157,7 +165,7 @@ def all_cells(files: tuple[str, str], args: argparse.Namespace) -> Iterator[Proo
     others = [(delay, read) for delay in args.delays if delay != DELAYS_S[0]]
     for seed, (delay, routers) in itertools.product(args.seeds, [usual, *others]):
         for load, workload, router in itertools.product(args.loads, args.workloads, routers):
-            yield ProofRun(workload, load, delay, seed, router, files)
+            yield ProofRun(workload, load, delay, seed, router, files, args.agent_seconds)
 
 
 # ---------------------------------------------------------------- the verdict
@@ -248,6 +256,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=ROUTERS,
         help="with other delays than the usual 50 ms, only these",
     )
+    parser.add_argument(
+        "--agent-seconds",
+        type=float,
+        default=DURATION_S["agent"],
+        metavar="SECONDS",
+        help="of a run of agents",
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="SECONDS")
     add_flags(parser)
@@ -279,7 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = {
             "benchmark": "router_proof", "commit": recording.commit,
             "slo_tpot_s": slo_s(), "replicas": REPLICAS,
-            "durations_s": DURATION_S, "asked_runs": len(asked), "runs": len(rows),
+            "durations_s": {**DURATION_S, "agent": args.agent_seconds},
+            "asked_runs": len(asked), "runs": len(rows),
             "summary": summary(verdicts), "cells": verdicts, "rows": _by_commit(rows),
         }  # fmt: skip
         report["provenance"] = recording.provenance()

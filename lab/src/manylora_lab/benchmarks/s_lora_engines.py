@@ -104,10 +104,11 @@ def unused_pages(room: Room) -> int:
 
 
 async def engines(report: RunReport, sizes: Sizes) -> None:
-    """Every system over every number of adapters."""
+    """Every system of ``--systems`` over every number of adapters."""
     args = report.args
     row = {"prompt_tokens": sizes.prompt_tokens, "output_tokens": sizes.output_tokens}
-    for name, system in SYSTEMS.items():
+    for name in args.systems:
+        system = SYSTEMS[name]
         if not report.has(60.0, name):
             continue
         with _rig(args, sizes.device_pool, "24GiB", **system.options) as rig:
@@ -199,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default="engines,copies")
     parser.add_argument("--shape", default="llama-2-7b", help="of the model")
     parser.add_argument("--adapters", type=int, nargs="+", default=list(ADAPTERS), metavar="N")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="of engines")
     parser.add_argument("--models", type=int, nargs="+", default=list(MODELS), metavar="N", help="of copies")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     args = parser.parse_args(argv)
