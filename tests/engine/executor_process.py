@@ -84,6 +84,9 @@ class RemoteExecutor:
                 self._num_steps += isinstance(command, RunStep)
                 send(self._sock, command)
 
+    def flush(self) -> None:
+        return
+
     def wait_step(self) -> None:
         with self._has_ended:
             before = self._num_steps
@@ -122,6 +125,7 @@ def main() -> None:
     executor.connect(tell)
     while (command := receive(sock, COMMANDS)) is not None:
         executor.obey(command)
+        executor.flush()
         if isinstance(command, RunStep):
             executor.wait_step()
     executor.close()

@@ -56,6 +56,7 @@ class FakeExecutor:
         self.step_gate.set()
         self.is_held = threading.Event()  # a step has come to the closed gate
         self._copier = concurrent.futures.ThreadPoolExecutor(1)  # so copies land in the order given
+        self._put_off: list[Callable[[], None]] = []
         self.step_s = 0.0
         self.reads = 0
         self.closed = 0
@@ -75,6 +76,12 @@ class FakeExecutor:
 
     def run_step(self, command: RunStep) -> None:
         self._ended.append(self.computed(command))
+        self.flush()
+
+    def flush(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for swap in put_off:
+            self._copier.submit(swap)
 
     def wait_step(self) -> None:
         if self._ended:
@@ -125,7 +132,10 @@ class FakeExecutor:
                 self.resident.add(command.adapter)
             self.tell(CopyDone(command.copy, True, 0.001))
 
-        self._copier.submit(swap)
+        # As an executor may: those from the device begin with the next step, or when the caller rests.
+        self._put_off.append(swap)
+        if command.to_device:
+            self.flush()
 
     def read_adapter(self, command: ReadAdapter) -> None:
         def read() -> None:

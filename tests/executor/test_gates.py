@@ -135,10 +135,10 @@ def beside(rig: Rig, step: RunStep) -> queue.SimpleQueue[StepResult]:
 
 
 def test_groups_are_even_and_none_is_empty() -> None:
-    assert layer_groups(3, 8) == [(0, 1), (1, 2), (2, 3)]
-    assert layer_groups(32, 8) == [(4 * g, 4 * g + 4) for g in range(8)]
-    assert layer_groups(7, 2) == [(0, 3), (3, 7)]
-    assert layer_groups(5, 1) == [(0, 5)]
+    assert layer_groups(3, 8) == ((0, 1), (1, 2), (2, 3))
+    assert layer_groups(32, 8) == tuple((4 * g, 4 * g + 4) for g in range(8))
+    assert layer_groups(7, 2) == ((0, 3), (3, 7))
+    assert layer_groups(5, 1) == ((0, 5),)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 8])

@@ -11,12 +11,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from manylora.adapters import registry
-from manylora.adapters.pack import load_adapter
+from manylora.adapters.pack import layout_of, load_adapter
 from manylora.config import MergeConfig
 from manylora.devices.cpu import CpuDevice
 from manylora.executor import reader
@@ -92,6 +93,34 @@ def forge(cache: Path, **changes: object) -> None:
     connection.close()
 
 
+def check_layout(rig: Rig, adapter: int) -> None:
+    """It is the one that follows from what is known of the adapter now."""
+    known = rig.worker.inspections
+    expected, found = layout_of(known.spec(adapter), rig.worker._geometry), known.layout(adapter)
+    assert (found.num_cells, found.num_pages) == (expected.num_cells, expected.num_pages)
+    assert np.array_equal(found.records, expected.records)
+    assert np.array_equal(found.scales, expected.scales)
+
+
+def test_adapters_of_one_shape_share_a_layout(files: Files, tmp_path: Path) -> None:
+    rig = Rig(files.model, tmp_path)
+    try:
+        for adapter, path in ((1, 1), (2, 2), (3, 1)):
+            rig.direct.add_adapter(adapter, str(files.adapters[path]))
+            check_layout(rig, adapter)
+        known = rig.worker.inspections
+        assert known.layout(1) is known.layout(3)
+        assert known.layout(1) is not known.layout(2)
+        for adapter in (1, 2, 3):
+            rig.direct.forget_adapter(adapter)
+        with pytest.raises(AdapterError):
+            known.layout(1)
+        gc.collect()
+        assert not known._layouts
+    finally:
+        rig.worker.close()
+
+
 def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
     files: Files, copied: Path, tmp_path: Path
 ) -> None:
@@ -106,6 +135,7 @@ def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
         assert rig.worker.inspections.spec(7) != spec
         assert rig.read(7, tuple(rig.take(num_pages))).ok
         assert rig.worker.inspections.spec(7) == spec
+        check_layout(rig, 7)
         held = rig.open(1, [5, 6, 7], adapter=7)
         rig.decode(3, 1)
         files.reference.check_greedy([5, 6, 7], held.generated, copied)

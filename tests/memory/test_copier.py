@@ -68,11 +68,11 @@ class GatedDevice(CpuDevice):
 class Bench:
     """Both pools, filled with what tells pages apart, and a copier whose answers are collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, puts_off: bool = False) -> None:
         self.device = GatedDevice()
         self.arena = Arena(NUM_PAGES, PAGE, torch.bfloat16, self.device)
         self.host = HostPool(NUM_HOST_PAGES, PAGE, torch.bfloat16, self.device, chunk_bytes=1)
-        self.copier = Copier(self.arena, self.host, self.device)
+        self.copier = Copier(self.arena, self.host, self.device, puts_off=puts_off)
         self.into, self.out, *_ = self.device.lanes
         generator = torch.Generator().manual_seed(0)
         for pool in (self.arena.run(0, NUM_PAGES), self.host.run(0, NUM_HOST_PAGES)):
@@ -94,7 +94,15 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    made = Bench()
+    yield from opened(Bench())
+
+
+@pytest.fixture
+def putting_off() -> Iterator[Bench]:
+    yield from opened(Bench(puts_off=True))
+
+
+def opened(made: Bench) -> Iterator[Bench]:
     yield made
     for lane in made.device.lanes:
         lane.gate.set()
@@ -247,6 +255,39 @@ def test_close_breaks_off_and_answers_everything_once(bench: Bench) -> None:
         bench.start(True, (0, 0))
     assert bench.answers.empty()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("manylora-copy")]
+
+
+def test_copies_from_the_device_begin_with_a_flush(
+    putting_off: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order, and after what had been issued when they were commanded."""
+    bench, moments, begun = putting_off, iter(range(1, 100)), list[object]()
+    monkeypatch.setattr(bench.device, "issued", lambda: next(moments))
+    monkeypatch.setattr(bench.out, "begin", begun.append)
+    copies = [bench.start(False, (page, page + 9)) for page in range(3)]
+    next(moments)
+    assert not bench.out.entered.is_set()
+    bench.copier.flush()
+    assert [bench.answer().copy for _ in copies] == copies
+    assert begun == [1, 2, 3]
+    bench.copier.flush()
+    assert bench.answers.empty()
+
+
+def test_a_copy_to_the_device_lets_those_before_it_begin(putting_off: Bench) -> None:
+    copies = {putting_off.start(False, (1, 2)), putting_off.start(True, (3, 4))}
+    assert {putting_off.answer().copy for _ in copies} == copies
+
+
+def test_closing_answers_what_was_put_off(putting_off: Bench) -> None:
+    copies = [putting_off.start(False, (page, page)) for page in range(3)]
+    putting_off.copier.close()
+    answers = [putting_off.answer() for _ in copies]
+    assert [answer.copy for answer in answers] == copies
+    assert {answer.error for answer in answers} == {"the engine is closing"}
+    with pytest.raises(RuntimeError):
+        putting_off.start(False, (0, 0))
+    assert putting_off.answers.empty()
 
 
 @pytest.mark.parametrize("piece_bytes", [None, 1, 400, 10**6])

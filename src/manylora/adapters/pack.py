@@ -8,10 +8,10 @@ where it is given them, else it hands them over.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,13 @@ class AdapterLayout:
     records: np.ndarray
     scales: np.ndarray
 
+    @functools.cached_property
+    def shifted(self) -> np.ndarray:
+        """int64 [P, 4]: 1 where a number of ``records`` is a cell's, which lies elsewhere in a table, else 0."""
+        found = np.zeros_like(self.records)
+        found[self.records[:, 2] > 0, :2] = 1
+        return found
+
 
 def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
     """Where the adapter's rows go. A projection takes its largest rank over the layers."""
@@ -103,10 +110,9 @@ def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequen
     """int64 [num_cells]: at how many adapter elements into the pool each cell's layer 0 begins."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
-    cells = np.arange(layout.num_cells, dtype=np.int64)
-    page, cell = np.divmod(cells, geometry.cells_per_page)
-    starts = np.asarray(pages, dtype=np.int64) * geometry.page_elements
-    return np.asarray(starts[page] + cell * geometry.cell_elements)
+    begins = np.array(pages, dtype=np.int64) * geometry.page_elements
+    inside = np.arange(0, geometry.cells_per_page * geometry.cell_elements, geometry.cell_elements)
+    return np.add.outer(begins, inside).reshape(-1)[: layout.num_cells]
 
 
 def pages_of_b(layout: AdapterLayout, geometry: AdapterGeometry) -> np.ndarray:
@@ -286,12 +292,12 @@ class _Loader:
                 for run in _runs(
                     self.spec.ranks[index], max(1, _JOB_BYTES // layer_bytes), range(begin, end)
                 ):
-                    job = partial(self._add, index, side, run, layers.start, blocks, check)
+                    job = functools.partial(self._add, index, side, run, layers.start, blocks, check)
                     jobs.append(stages.job(stage, job))
             for number, image in enumerate(images, first_page):
                 used = max(0, min(per_page, self.layout.num_cells - number * per_page))
                 rest = image[begin - layers.start : end - layers.start, used * size :]
-                jobs.append(stages.job(stage, partial(_clear, rest)))
+                jobs.append(stages.job(stage, functools.partial(_clear, rest)))
         run_all(jobs, helpers, _Scratch)
 
     def _sides(

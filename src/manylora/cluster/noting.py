@@ -52,6 +52,10 @@ class StepNotingExecutor:
         else:
             self._note.end()
 
+    def flush(self) -> None:
+        """See Executor."""
+        self._executor.flush()
+
     def wait_step(self) -> None:
         """See Executor."""
         self._executor.wait_step()

@@ -193,7 +193,7 @@ class CacheSettings(Section):
     host_pool: int | None = setting(
         None,
         "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
-        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA min(64 GiB, 50%% of it))",
         is_size=True,
     )
     copy_limit: Count | None = setting(

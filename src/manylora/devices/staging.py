@@ -15,7 +15,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,21 +34,33 @@ _LEAST_BYTES = 2**16
 """The bytes of a pinned buffer, unless it must hold more."""
 
 
+class _View(NamedTuple):
+    """A buffer as numbers of one type: as the host has it, as kernels of the device see it, as an array."""
+
+    memory: torch.Tensor
+    mapped: torch.Tensor
+    array: np.ndarray
+
+
 class StagingBuffer:
-    """A pinned buffer, and the event that tells when what was last copied from it or to it has landed."""
+    """A pinned buffer, and the event that tells when what was last copied from it or to it has landed.
+
+    Its views are made once for each type: a step's first use of each call into torch takes microseconds.
+    """
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._mapped = self._memory
+        self._views: dict[torch.dtype, _View] = {}
         self._landed = torch.cuda.Event() if device.type == "cuda" else None
-        self._held = self._memory
+        self._held = self._view(torch.uint8)
+        self._length = 0
 
     @property
     def numbers(self) -> np.ndarray:
         """What ``hold`` asked for."""
-        return np.asarray(self._held.numpy())
+        return self._held.array[: self._length]
 
     def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
         """Be [length] of this type from now on, holding anything. Waits for the last copy."""
@@ -57,19 +69,25 @@ class StagingBuffer:
         if len(self._memory) < num_bytes or not len(self._memory):
             size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._landed is not None)
-            self._mapped = self._memory
-            if self._by_kernel and self._landed is not None:
-                self._mapped = borrowed(self._memory, self._device)
-        self._held = self._memory[:num_bytes].view(dtype)
+            self._views = {}
+        self._held, self._length = self._views.get(dtype) or self._view(dtype), length
         return self
+
+    def _view(self, dtype: torch.dtype) -> _View:
+        mapped = self._memory
+        if self._by_kernel and self._landed is not None and len(mapped):
+            mapped = borrowed(mapped, self._device)
+        memory = self._memory.view(dtype)
+        found = self._views[dtype] = _View(memory, mapped.view(dtype), np.asarray(memory.numpy()))
+        return found
 
     def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
         """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
         issued: nothing is written here before they have ended. Only where kernels move numbers."""
         landed = self._landed
+        seen = self._held.mapped[: self._length]
         if landed is None:
-            return self._held, lambda: None
-        seen = self._mapped[: self._held.nbytes].view(self._held.dtype)
+            return seen, lambda: None
         return seen, lambda: landed.record(torch.cuda.current_stream(self._device))
 
     def send(self, target: torch.Tensor) -> None:
@@ -77,23 +95,28 @@ class StagingBuffer:
 
         Does not wait for it. Nothing is written here until the next ``hold``.
         """
-        self._copy(target.view(-1), self._held[: target.numel()], to_device=True)
+        target = target.view(-1)
+        if self._by_kernel:
+            copy_by_kernel(target, self._held.mapped[: len(target)])
+        else:
+            target.copy_(self._held.memory[: len(target)], non_blocking=True)
+        self._note_copy()
 
     def take(self, source: torch.Tensor) -> None:
         """The same the other way round: the numbers are here after ``settle``."""
-        self._copy(self._held[: source.numel()], source.view(-1), to_device=False)
+        source = source.view(-1)
+        if self._by_kernel:
+            copy_by_kernel(self._held.mapped[: len(source)], source)
+        else:
+            self._held.memory[: len(source)].copy_(source, non_blocking=True)
+        self._note_copy()
 
     def settle(self) -> None:
         """Wait for the last copy. Raises what went wrong on the device."""
         if self._landed is not None:
             self._landed.synchronize()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
-        if not self._by_kernel:
-            target.copy_(source, non_blocking=True)
-        elif source.numel():
-            mapped = self._mapped[: source.nbytes].view(source.dtype)
-            copy_by_kernel(*((target, mapped) if to_device else (mapped, source)))
+    def _note_copy(self) -> None:
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(self._device))
 
@@ -172,7 +195,9 @@ def moves_by_kernel(device: torch.device) -> bool:
 def copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
     """Between tensors of the same length and type, bit by bit. torch's own copy would ask a copy engine."""
     whole = _WHOLE[source.dtype.itemsize]
-    torch.bitwise_or(source.view(whole), 0, out=target.view(whole))
+    if source.dtype != whole:
+        source, target = source.view(whole), target.view(whole)
+    torch.bitwise_or(source, 0, out=target)
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -382,6 +382,7 @@ class EnginePorts:
 
     def flush(self) -> None:
         """See Ports."""
+        self._executor.flush()
         self._send()
         if self._trace is not None:
             self._trace.flush()

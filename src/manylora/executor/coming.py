@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from manylora.adapters.pack import cell_offsets, layout_of, pages_of_b
-from manylora.adapters.peft import AdapterSpec
+from manylora.adapters.pack import AdapterLayout, cell_offsets, pages_of_b
 from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, layer_groups
+from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, LayerGroups, layer_groups
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
@@ -35,13 +34,13 @@ class Coming:
         copier: Copier,
         tables: AdapterTables,
         geometry: AdapterGeometry,
-        spec_of: Callable[[AdapterId], AdapterSpec],
+        layout_of: Callable[[AdapterId], AdapterLayout],
     ) -> None:
-        """``spec_of`` raises AdapterError for an adapter that is not known."""
+        """``layout_of`` raises AdapterError for an adapter that is not known."""
         self._copier = copier
         self._tables = tables
         self._geometry = geometry
-        self._spec_of = spec_of
+        self._layout_of = layout_of
         self.landed: collections.deque[Landed] = collections.deque()
         self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
@@ -68,9 +67,12 @@ class Coming:
     def claim(self, command: SwapPages | ReadAdapter) -> None:
         """Before an adapter is brought to device pages: drop what was entered ahead there for another. Its copy
         has failed, maybe on another rank, and the policy has given the pages away, so no later step names it."""
+        others = [(adapter, copy) for adapter, copy in self._ahead.items() if adapter != command.adapter]
+        if not others:
+            return
         pages = _device_pages(command)
-        for adapter, copy in list(self._ahead.items()):
-            if adapter != command.adapter and not pages.isdisjoint(_device_pages(self._commands[copy])):
+        for adapter, copy in others:
+            if not pages.isdisjoint(_device_pages(self._commands[copy])):
                 del self._ahead[adapter]
                 self._tables.drop(adapter)
 
@@ -83,10 +85,8 @@ class Coming:
         filling: Filling | None = None
         if command.groups:
             # In the order in which they land.
-            groups = layer_groups(self._geometry.page.layers, command.groups)
-            first = self._first_layer(command, command.first_group)
-            later = [group for group in groups if group[0] >= first]
-            in_order = later + [group for group in groups if group[0] < first]
+            groups, first = self._groups(command, command.first_group)
+            in_order = groups[first:] + groups[:first]
             order = int(command.follows_read)
             self._num_gates[order] += 1
             ahead = self._of_b(command) if command.brings_b_first else None
@@ -107,7 +107,7 @@ class Coming:
         """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
         assert command.adapter is not None
         with contextlib.suppress(AdapterError):
-            found = pages_of_b(layout_of(self._spec_of(command.adapter), self._geometry), self._geometry)
+            found = pages_of_b(self._layout_of(command.adapter), self._geometry)
             return None if found.all() else found
         return None
 
@@ -129,12 +129,12 @@ class Coming:
         if adapter is None or not command.to_device:
             return lambda: None
         pages = [destination for _, destination in command.pairs]
-        landed = Landed.at(adapter, layout_of(self._spec_of(adapter), self._geometry), self._geometry, pages)
+        landed = Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
         if command.groups:
             self._enter_ahead(landed, command.copy)
 
         def note() -> None:
-            self._spec_of(adapter)
+            self._layout_of(adapter)  # it is known still
             if not command.groups:
                 self.landed.append(landed)
 
@@ -149,8 +149,7 @@ class Coming:
         if command.tier == "host":
             filling = self._fillings[command.adapter] = Filling()
             return HostArrivals(groups, filling)
-        layout = layout_of(self._spec_of(command.adapter), self._geometry)
-        landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+        landed = Landed.at(command.adapter, self._layout_of(command.adapter), self._geometry, command.pages)
         self._enter_ahead(landed, command.copy)
         gate = self._gates[command.copy] = CopyGate(groups, 0)
         self._commands[command.copy] = command
@@ -176,18 +175,23 @@ class Coming:
                 or not 0 < wanted.groups <= command.groups
             ):
                 raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
-            layout = layout_of(self._spec_of(command.adapter), self._geometry)
+            layout = self._layout_of(command.adapter)
             host_pages = [source for source, _ in command.pairs]
             offsets = cell_offsets(layout, self._geometry, host_pages)
             first_layer = self._first_layer(command, wanted.groups)
             found.add(command.adapter, layout, offsets, gate, wanted, first_layer)
         return found
 
+    def _groups(self, command: SwapPages, group: int) -> tuple[LayerGroups, int]:
+        """The copy's groups, and which of them a group of the command is: there may be fewer layers than it has
+        groups."""
+        groups = layer_groups(self._geometry.page.layers, command.groups)
+        return groups, -(-group * len(groups) // command.groups)
+
     def _first_layer(self, command: SwapPages, group: int) -> int:
-        """Where the group begins, or the model ends. There may be fewer layers than groups."""
-        num_layers = self._geometry.page.layers
-        groups = layer_groups(num_layers, command.groups)
-        return (*(first for first, _ in groups), num_layers)[-(-group * len(groups) // command.groups)]
+        """Where the group begins, or the model ends."""
+        groups, number = self._groups(command, group)
+        return groups[number][0] if number < len(groups) else self._geometry.page.layers
 
     def _check_known(self, step: RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]

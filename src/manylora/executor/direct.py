@@ -147,6 +147,7 @@ class DirectExecutor:
         """Begin a transfer or a switch; ``wait_for`` follows."""
         self._landed[ask_of(command)] = queue.SimpleQueue()
         self._executor.obey(command)
+        self._executor.flush()
 
     def has_landed(self, command: ReadAdapter | SwapPages | SetMerged) -> bool:
         """Whether what was begun has been answered."""

@@ -1,19 +1,21 @@
 """What inspecting adapters found, by adapter, and the checks that are asked for.
 
-Owns the adapters' specs. They are shared with other threads without a lock: setting or reading one entry of a dict
-relies on the GIL. Reads files on its caller's thread; knows no pages and no device.
+Owns the adapters' specs, and the layout that follows from each. They are shared with other threads without a lock:
+setting or reading one entry of a dict relies on the GIL. Reads files on its caller's thread; knows no pages and no
+device.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.pack import layout_of
+from manylora.adapters.pack import AdapterLayout, layout_of
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.adapters.verify import verify_weights
@@ -35,31 +37,48 @@ class Inspections:
         self._geometry = geometry
         self._dtype = dtype
         self._max_rank = max_rank
-        self._specs: dict[AdapterId, AdapterSpec] = {}
+        self._known: dict[AdapterId, tuple[AdapterSpec, AdapterLayout]] = {}
+        # By ranks and scales: most adapters share one.
+        self._layouts: weakref.WeakValueDictionary[object, AdapterLayout] = weakref.WeakValueDictionary()
 
     def find(self, adapter: AdapterId) -> AdapterSpec | None:
-        return self._specs.get(adapter)
+        known = self._known.get(adapter)
+        return None if known is None else known[0]
 
     def spec(self, adapter: AdapterId) -> AdapterSpec:
         """Raises AdapterError where the adapter is not known."""
-        spec = self._specs.get(adapter)
-        if spec is None:
+        return self._found_of(adapter)[0]
+
+    def layout(self, adapter: AdapterId) -> AdapterLayout:
+        """``layout_of`` its spec. Raises AdapterError where the adapter is not known."""
+        return self._found_of(adapter)[1]
+
+    def _found_of(self, adapter: AdapterId) -> tuple[AdapterSpec, AdapterLayout]:
+        known = self._known.get(adapter)
+        if known is None:
             raise AdapterError("the adapter is not known")
-        return spec
+        return known
 
     def learn(self, adapter: AdapterId, spec: AdapterSpec) -> None:
         """Take over what inspecting an adapter found elsewhere. From any thread."""
-        self._specs[adapter] = spec
+        self._known[adapter] = spec, self._layout_of(spec)
+
+    def _layout_of(self, spec: AdapterSpec) -> AdapterLayout:
+        shape = spec.ranks, spec.scales
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts[shape] = layout_of(spec, self._geometry)
+        return layout
 
     def forget(self, adapter: AdapterId) -> None:
-        self._specs.pop(adapter, None)
+        self._known.pop(adapter, None)
 
     def inspect(self, command: InspectAdapter) -> AdapterChecked:
         """What it found is known afterwards."""
 
         def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
-            self._specs[command.adapter] = spec
+            self.learn(command.adapter, spec)
             return self._found(command.adapter, spec)
 
         return _checked(command.adapter, inspect)
@@ -83,15 +102,14 @@ class Inspections:
         adapter takes other pages than the policy was told. Called from any thread."""
         _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
         found = self._registry.inspect(Path(spec.path), self._max_rank, anew=True)
-        if layout_of(found, self._geometry).num_pages != layout_of(spec, self._geometry).num_pages:
+        if self._layout_of(found).num_pages != self._layout_of(spec).num_pages:
             raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
-        if adapter in self._specs:
-            self._specs[adapter] = found
+        if adapter in self._known:
+            self.learn(adapter, found)
         return found
 
     def _found(self, adapter: AdapterId, spec: AdapterSpec) -> AdapterChecked:
-        num_pages = layout_of(spec, self._geometry).num_pages
-        return AdapterChecked(adapter, True, num_pages, spec.rank)
+        return AdapterChecked(adapter, True, self._layout_of(spec).num_pages, spec.rank)
 
 
 def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:

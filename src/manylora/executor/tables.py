@@ -178,9 +178,7 @@ class AdapterTables:
         layout, offsets = held.placed.layout, held.placed.offsets
         if len(offsets):
             self._device.send(offsets, self.cells[held.first : held.first + len(offsets)])
-        records = layout.records.copy()
-        records[records[:, 2] > 0, :2] += held.first
-        self._records[held.row] = records
+        self._records[held.row] = layout.records + held.first * layout.shifted
         self._scales[held.row] = layout.scales
         self.version += 1
         return held

@@ -148,8 +148,9 @@ class Worker:
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
-        self._copier = Copier(arena, host, device, copy_limit)
-        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.spec)
+        # Where steps are run and not launched, they would hold up what is put off.
+        self._copier = Copier(arena, host, device, copy_limit, puts_off=device.captures)
+        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(
             arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
         )
@@ -164,8 +165,13 @@ class Worker:
         """See Executor."""
         self._handlers[type(command)](command)
 
+    def flush(self) -> None:
+        """See Executor."""
+        self._copier.flush()
+
     def wait_step(self) -> None:
         """See Executor."""
+        self._copier.flush()
         if self._in_flight:
             result = self._in_flight.popleft()()
             if not self._is_rank:
@@ -251,7 +257,10 @@ class Worker:
 
     def run_step(self, step: RunStep) -> None:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
-        merged = BASE if self._merging is None else self._merging.settle()
+        merged = BASE
+        if self._merging is not None:
+            self._copier.flush()  # a switch takes turns with copies
+            merged = self._merging.settle()
         began = time.perf_counter()
         started: list[SequenceId] = []
         changes: Undo = []
@@ -280,6 +289,7 @@ class Worker:
             for sequence in started:
                 self._sequences.end(sequence)
             self._tell(self._failed(step, error, began))
+        self._copier.flush()
 
     def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
         is_whole = (

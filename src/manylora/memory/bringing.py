@@ -17,7 +17,7 @@ from manylora.devices.device import CopyLane, Device
 from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by, upload_buffers
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
 from manylora.memory.arena import Arena
-from manylora.memory.gates import CopyGate, LandedWords
+from manylora.memory.gates import CopyGate, LandedWords, LayerGroups
 from manylora.memory.host import HostPool
 from manylora.types import PageId
 
@@ -68,9 +68,12 @@ class Bringer:
         self._arena = arena
         self._host = host
         self._device = device.torch_device
+        self._target = arena.run(0, arena.num_pages).view(torch.int64)
+        self._words_of = words.words.unbind(1)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(words.groups),), torch.int32)
         self._source: torch.Tensor | None = None
+        self._brought: dict[LayerGroups, list[BroughtGroup]] = {}
 
     def compile(self) -> None:
         """Before the first copy: one of nothing, from memory that need not be the pool's."""
@@ -92,25 +95,28 @@ class Bringer:
         """Copy (source, destination) pages group by group, and open the gate: for steps whose gates are on the
         device each group as it lands, for others all of them once the whole copy has. Raises IndexError where
         there is no such page, RuntimeError."""
-        page_words, slab_words = (
-            size // _WORD for size in (self._host.shape.page_bytes, self._host.shape.slab_bytes)
-        )
-        groups = []
-        for first, end in gate.groups:
-            marked = self._words.of_layers((first, end))
-            length = (end - first) * slab_words
-            groups.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
-        sources, targets = np.array(pairs, dtype=np.int64).T
-        check_pages(sources, self._host.num_pages)
-        check_pages(targets, self._arena.num_pages)
-        staged = self._staged(bring_table(gate.number, groups, targets * page_words, sources * page_words))
+        groups = self._brought.get(gate.groups)
+        if groups is None:
+            groups = self._brought[gate.groups] = self._described(gate.groups)
+        pages = np.array(pairs, dtype=np.int64).T
+        check_pages(pages[0], self._host.num_pages)
+        check_pages(pages[1], self._arena.num_pages)
+        sources, targets = pages * (self._host.shape.page_bytes // _WORD)
+        staged = self._staged(bring_table(gate.number, groups, targets, sources))
         if self._source is None:
             self._source = seen_by(self._device, self._host.run(0, self._host.num_pages)).view(torch.int64)
         source = self._source
         lane.launch(lambda: self._launch(source, staged, gate.order))
-        landing = lane.landing()
-        for _ in gate.groups:
-            gate.open(landing)
+        gate.open(lane.landing(), len(gate.groups))
+
+    def _described(self, groups: LayerGroups) -> list[BroughtGroup]:
+        slab_words = self._host.shape.slab_bytes // _WORD
+        found = []
+        for first, end in groups:
+            marked = self._words.of_layers((first, end))
+            length = (end - first) * slab_words
+            found.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
+        return found
 
     def _staged(self, table: np.ndarray) -> StagingBuffer:
         stage = upload_buffers(self._device).stage(len(table), torch.int64)
@@ -119,9 +125,7 @@ class Bringer:
 
     def _launch(self, source: torch.Tensor, staged: StagingBuffer, order: int) -> None:
         table, was_issued = staged.lend()
-        target = self._arena.run(0, self._arena.num_pages).view(torch.int64)
-        words = self._words.words[:, order]
-        self._ops.bring_groups(target, source, table, self._scratch, words, self._done)
+        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
         was_issued()
 
 

@@ -6,6 +6,7 @@ gets. Does not know what the pages hold.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +46,8 @@ class _Lane:
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
         self.last: Future[None] | None = None
         """Of what the issuing thread was given."""
+        for pool in (self.issuing, self.answering):
+            pool.submit(_begin)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one size and dtype, at the lane's rate."""
@@ -93,11 +96,21 @@ class _Lane:
 class Copier:
     """Copies in the background; those of one direction land and are answered in the order given.
 
-    ``start`` and ``close`` belong to the step loop's thread.
+    ``start``, ``flush`` and ``close`` belong to the step loop's thread.
     """
 
-    def __init__(self, arena: Arena, host: HostPool, device: Device, bytes_s: int | None = None) -> None:
-        """``bytes_s``: the most bytes a second that either lane moves."""
+    def __init__(
+        self,
+        arena: Arena,
+        host: HostPool,
+        device: Device,
+        bytes_s: int | None = None,
+        *,
+        puts_off: bool = False,
+    ) -> None:
+        """``bytes_s``: the most bytes a second that either lane moves. ``puts_off``: what no step waits for
+        (copies from the device, and the answers to those that a kernel brings) begins with ``flush``. The lanes'
+        threads would take turns at the interpreter with the step loop's while that launches a step."""
 
         def lane(name: str) -> _Lane:
             return _Lane(name, device.copy_lane(), None if bytes_s is None else Pace(bytes_s))
@@ -117,6 +130,8 @@ class Copier:
         pace = None if bytes_s is None else Pace(bytes_s)
         self._following = _Lane("copy-read", behind, pace)
         self._settled = device.issued()
+        self._puts_off = puts_off
+        self._put_off: list[tuple[ThreadPoolExecutor, Callable[[], object]]] = []  # in order
         self._closing = False
         self._words: LandedWords | None = None
         self._bringer: Bringer | None = None
@@ -145,7 +160,7 @@ class Copier:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
         ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
-        RuntimeError after ``close``; then neither is called.
+        RuntimeError after ``close``; then neither is called. May have to wait for ``flush``.
 
         ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
         ``filling``: of a copy with a gate, what is being read into its sources. It is answered after that.
@@ -157,11 +172,14 @@ class Copier:
         bringer = None if gate is None or filling is not None else self._bringer_for(lane, command, gate)
         given = lane, command, after, landed, done, gate, filling, bringer
         try:
-            if bringer is None:
-                lane.last = lane.issuing.submit(self._issue, *given)
-            else:
+            if bringer is not None:
                 with lane.copies.here():
                     self._issue(*given)
+            elif self._puts_off and not command.to_device and not self._closing:
+                self._put_off.append((lane.issuing, functools.partial(self._issue, *given)))
+            else:
+                self.flush()  # answers come in order
+                lane.last = lane.issuing.submit(self._issue, *given)
         except RuntimeError:
             self._count(command, landed=False)
             raise
@@ -175,11 +193,19 @@ class Copier:
         is_idle = lane.last is None or lane.last.done()
         return bringer if is_idle and bringer.can_bring(command.pairs, gate) else None
 
+    def flush(self) -> None:
+        """Begin what was put off: a step has been launched, or none is to be launched now."""
+        put_off, self._put_off = self._put_off, []
+        for pool, work in put_off:
+            pool.submit(work)
+
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
+        self.flush()
         for lane in (*self._lanes.values(), self._following):
             lane.close()
+        self._bringer = None  # which holds views of the pools
 
     def _issue(
         self,
@@ -212,7 +238,13 @@ class Copier:
         if error and gate is not None:
             self._give_up(lane, gate)
         paced_since = None if lane.pace is None else began
-        lane.answering.submit(self._answer, command, error, wait, landed, done, gate, filling, paced_since)
+        answer = functools.partial(
+            self._answer, command, error, wait, landed, done, gate, filling, paced_since
+        )
+        if self._puts_off and bringer is not None:
+            self._put_off.append((lane.answering, answer))
+        else:
+            lane.answering.submit(answer)
 
     def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
@@ -316,6 +348,10 @@ def merged(
                 continue
         runs.append((source, destination, 1))
     return runs
+
+
+def _begin() -> None:
+    """What a lane's threads are given first: so they are there, and to be given work does not fail later."""
 
 
 def one_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ anything.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import threading
 import time
@@ -25,11 +26,16 @@ LATE_S = 10.0
 """How long a step waits for the copies that it awaits, in all, before it goes on without."""
 
 
-def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
-    """[first, end) of consecutive groups of layers, as even as can be, none empty."""
+LayerGroups = tuple[tuple[int, int], ...]
+"""[first, end) of layers each, in the order in which they land."""
+
+
+@functools.cache
+def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
+    """Consecutive groups of layers, as even as can be, none empty."""
     num_groups = max(1, min(num_groups, num_layers))
     edges = [number * num_layers // num_groups for number in range(num_groups + 1)]
-    return list(itertools.pairwise(edges))
+    return tuple(itertools.pairwise(edges))
 
 
 NUM_ORDERS = 2
@@ -72,13 +78,13 @@ class CopyGate:
 
     def __init__(
         self,
-        groups: Sequence[tuple[int, int]],
+        groups: LayerGroups,
         number: int = 1,
         order: int = 0,
         ahead: np.ndarray | None = None,
     ) -> None:
         """``ahead``: bool, which of the copy's pages come in all groups before the others; None: none does."""
-        self.groups = tuple(groups) if ahead is None else (*groups, *groups)
+        self.groups = groups if ahead is None else (*groups, *groups)
         self.num_ahead = 0 if ahead is None else len(groups)
         self._ahead = ahead
         self.number = number
@@ -94,11 +100,11 @@ class CopyGate:
             return slice(None)
         return self._ahead if number < self.num_ahead else ~self._ahead
 
-    def open(self, landing: Callable[[], None]) -> None:
-        """The next group has landed once ``landing`` has been called on the step loop's thread, for what is issued
-        after that (``CopyLane.landing``)."""
+    def open(self, landing: Callable[[], None], count: int = 1) -> None:
+        """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for
+        what is issued after that (``CopyLane.landing``)."""
         with self._changed:
-            self._passes.append(landing)
+            self._passes += [landing] * count
             self._changed.notify_all()
 
     def fail(self) -> None:

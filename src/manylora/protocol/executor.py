@@ -97,6 +97,10 @@ class Executor(Protocol):
     def obey(self, command: DeviceCommand) -> None:
         """Begin what is commanded. Raises only where the device is broken: nothing can be trusted after that."""
 
+    def flush(self) -> None:
+        """Begin all that was commanded: nothing follows for now. Copies from the device may be put off until then,
+        or until the next step has been issued. Belongs to the thread that commands steps."""
+
     def wait_step(self) -> None:
         """Wait until the oldest step that is on its way has ended, and tell its result.
 

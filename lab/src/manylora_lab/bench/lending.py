@@ -65,6 +65,10 @@ class LentExecutor:
         self._executor.obey(command)
         self.has_begun(command)
 
+    def flush(self) -> None:
+        """See Executor."""
+        self._executor.flush()
+
     def wait_step(self) -> None:
         """See Executor."""
         self._executor.wait_step()
@@ -82,6 +86,7 @@ class LentExecutor:
             self.obey(ForgetAdapter(adapter))
 
     def _wait_landed(self) -> None:
+        self._executor.flush()
         ends_at = time.monotonic() + _LANDING_S
         while self._moving and time.monotonic() < ends_at:
             time.sleep(0.001)

@@ -215,6 +215,9 @@ class RankedExecutor:
             self._check()
             return max(self._exchange_s.values())
 
+    def flush(self) -> None:
+        """See Executor. Ranks put nothing off."""
+
     def wait_step(self) -> None:
         """See Executor."""
         with self._changed:

@@ -283,6 +283,7 @@ class _Rank:
                     return
                 case _:
                     worker.obey(command)
+                    worker.flush()
 
     def _run(self, worker: Worker, step: RunStep) -> None:
         worker.settle_merged()  # which exchanges, too

@@ -22,6 +22,7 @@ A *unit* is ROWS float32 partial results of one token: the block's unit u and it
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ import torch
 
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.ops import LoraSegments
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 
 Ints = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
@@ -91,7 +92,7 @@ def work_arrays(
     start, length, segment = _tiles(runs, tile_tokens)
     # All groups at once: [group, tile, projection]. Tiles without an adapter, and the projections that a group has
     # fewer than others, find a record of zeros at the end.
-    columns, first, a_cells = _columns(geometry)
+    columns, first, a_cells = _columns(geometry.groups, geometry.cell_elements)
     count, num_projections = segments.records.shape[:2]
     padded = np.zeros((count + 1, num_projections + 1, 4), dtype=np.int64)
     padded[:count, :num_projections] = segments.records
@@ -134,15 +135,16 @@ def work_arrays(
     }
 
 
-def _columns(geometry: AdapterGeometry) -> tuple[Ints, Ints, Ints]:
+@functools.lru_cache(maxsize=8)
+def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[Ints, Ints, Ints]:
     """Of each group: the places of its projections among all, filled up with -1; the first of them; and the cells
-    that a row of A takes."""
-    columns = np.full((len(geometry.groups), MOST_PROJECTIONS), -1)
+    that a row of A takes. Not to be changed."""
+    columns = np.full((len(groups), MOST_PROJECTIONS), -1)
     first = 0
-    for places, group in zip(columns, geometry.groups):
+    for places, group in zip(columns, groups):
         places[: len(group.projections)] = range(first, first + len(group.projections))
         first += len(group.projections)
-    a_cells = np.array([geometry.cells(group.in_features) for group in geometry.groups])
+    a_cells = np.array([-(-group.in_features // cell_elements) for group in groups])
     return columns, columns[:, 0], a_cells
 
 
