@@ -124,7 +124,7 @@ class SchedulerSettings(Section):
     )
     admission: Admission = setting(
         "fcfs",
-        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
+        "which request is next when there is room: the oldest, the newest, or (early-abort) one that can still be "
         "served within --slo-ttft, others being refused with 503",
     )
     slo_ttft_s: Objective | None = setting(
