@@ -125,14 +125,46 @@ def test_a_line_for_a_shell(site: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert Origin("x", "abc1234+").shell() is None
 
 
+def headings(text: str) -> list[tuple[str, str]]:
+    """Level and text of each, without markers and links; what stands in code is none."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^(#+) (.+)$", text, re.MULTILINE)
+    return [(level, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)) for level, title in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = [title for _, title in headings(page.read_text(encoding="utf-8"))]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     dead = []
     for page in figures.Site(ROOT).pages():
         text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
-            if not (page.parent / target).exists():
-                dead.append(f"{page.relative_to(ROOT)}: {target}")
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", text):
+            other = page.parent / target if target else page
+            if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other)):
+                dead.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert not dead
+
+
+def test_the_index_of_decisions_has_every_heading() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    sections: dict[str, set[str]] = {}
+    for level, title in headings(text):
+        if level == "##":
+            sections[title] = set()
+        elif level == "###":
+            sections[list(sections)[-1]].add(title)
+    index = re.split(
+        r"^\*\*(.+)\*\*$", text.partition("## Index")[2].partition("\n## ")[0], flags=re.MULTILINE
+    )
+    listed = {
+        section: {" ".join(title.split()) for title in re.findall(r"^- \[([^]]+)\]", titles, re.MULTILINE)}
+        for section, titles in zip(index[1::2], index[2::2], strict=True)
+    }
+    assert listed == {section: titles for section, titles in sections.items() if titles}
 
 
 @pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in figures.Site(ROOT).pages()])

@@ -123,7 +123,6 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
 # file -> a line of text that users or records see, which therefore stays as it is.
 PERSONS_IN_TEXTS = {
-    ROOT / "config" / "sections.py": "whoever can still be ",  # --admission's help
     LAB / "reproduce" / "punica_fig11.py": "who is first in line",  # a note in docs/results/punica-fig11.json
 }
 TORCH = {"torch", "triton"}
@@ -181,6 +180,36 @@ def imports(path: Path) -> list[tuple[str, int]]:
             else:
                 found.append((node.module, node.lineno))
     return found
+
+
+def packages_of(root: Path, room: str) -> set[str]:
+    """What a room imports of others' packages, by the names that these are installed by."""
+    paths = [path for path in modules(root) if room_of(path.relative_to(root).with_suffix("").parts) == room]
+    tops = {name.partition(".")[0] for path in paths for name, _ in imports(path)}
+    tops -= {"manylora", "manylora_lab", *sys.stdlib_module_names}
+    return {"pyyaml" if top == "yaml" else top.replace("_", "-") for top in tops}
+
+
+def test_the_page_has_this_table() -> None:
+    """A row: its rooms, what they own, what of manylora they may import, and packages, up to a ";"."""
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    page = page[page.index("\n## Rooms") : page.index("\n## Memory")]
+    words = {"those four": BOTTOM, "nothing": set(), "the package itself": {""}}
+    seen = set()
+    for line in re.findall(r"^\| .*", page, re.MULTILINE):
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        rooms = {room for room in cells[0].split(", ") if room in ROOMS or room in LAB_ROOMS}
+        seen |= rooms
+        packages = set(cells[-1].partition(";")[0].split(", ")) - {"stdlib"}
+        found = set()
+        for room in rooms:
+            root = LAB if room in LAB_ROOMS else ROOT
+            allowed = set.union(*LAB_ROOMS[room]) if root is LAB else ROOMS[room]
+            if cells[2] != "what they wire":
+                assert set.union(*(words.get(name, {name}) for name in cells[2].split(", "))) == allowed, room
+            found |= packages_of(root, room)
+        assert not rooms or found == packages, line
+    assert {*ROOMS, *LAB_ROOMS} - seen == {"", "__main__", "_version", "commands"}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

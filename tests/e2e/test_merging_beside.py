@@ -12,7 +12,7 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.cli import main
-from manylora.config import ConfigError, MergeTimes
+from manylora.config import COLD_START_MODES, ConfigError, MergeTimes
 from manylora.engine.client import GenerationRequest
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
@@ -51,7 +51,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["e"]},
 }
 HERE = {
-    "`--adapter-store`", "`--journal`, `--trace`", "`--cold-start block`, `layerwise`", "`cache_salt` and keys",
+    "`--adapter-store`", "`--journal`, `--trace`", "`--cold-start` other than `wait`", "`cache_salt` and keys",
     "streams, and requests that are aborted", "requests that move to another engine", "float16, bfloat16",
 }  # fmt: skip
 """Rows that have a test of their own below."""
@@ -64,6 +64,7 @@ ELSEWHERE = {
     "`bench simulate`, also with `--replicas` and `--router`": (
         "bench/test_simulate_cluster.py::test_policies_modes_parameters_and_several_kinds"
     ),
+    "`--tensor-parallel-size`": "parity/test_ranks_merged.py::test_engines_of_every_mode",
 }
 """Rows that a test of another file runs. Merged log-probabilities differ from unmerged ones by rounding."""
 
@@ -116,7 +117,7 @@ def test_a_journal_replays_and_a_trace_tells_of_switches(tmp_path: Path) -> None
     assert count > 3 * len(PROMPTS)  # every request's arrival and the ends of their steps
 
 
-@pytest.mark.parametrize("mode", ["block", "layerwise"])
+@pytest.mark.parametrize("mode", [mode for mode in COLD_START_MODES if mode != "wait"])
 def test_cold_starts_are_refused(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=f"--cold-start {mode} does not go with --merge dlora"):
         LLM(MODEL, cold_start=mode, merge="dlora")

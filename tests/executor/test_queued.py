@@ -137,7 +137,7 @@ def test_each_product_waits_for_its_own_job_of_those_that_compute_it(cold: Rig) 
     several.close()
 
 
-@pytest.mark.parametrize("fault", ["refuses", "is lost"])
+@pytest.mark.parametrize("fault", ["refuses", "is lost", "cannot"])
 def test_a_device_that_cannot_write_there_leaves_it_to_the_host(
     fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +148,7 @@ def test_a_device_that_cannot_write_there_leaves_it_to_the_host(
             raise RuntimeError("the driver does not write a number in a stream: error 1")
 
     monkeypatch.setattr(CpuDevice, "mark", mark)
+    monkeypatch.setattr(CpuDevice, "can_mark", lambda self: fault != "cannot")
     monkeypatch.setattr(CpuDevice, "pin", lambda self, memory: pinned.append(memory.nbytes))
     monkeypatch.setattr(CpuDevice, "unpin", lambda self, memory: pinned.remove(memory.nbytes))
     descriptor, board = new_board(BoardShape(2, 8, 8, 8, "float32"))

@@ -14,6 +14,7 @@ import pytest
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError
 from manylora.policy.caches import CACHES, find_cache
+from manylora.policy.caches.policy import CachePolicy
 from tests.policy.rig import Rig, prompt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -95,6 +96,13 @@ def test_a_server_refuses_it_before_it_loads_a_model(folder: Path) -> None:
     assert ended.returncode == 2
     assert "No module named 'nosuch'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_page_names_every_question() -> None:
+    questions = {name for name in CachePolicy.__annotations__ if name in vars(CachePolicy)} - {"name"}
+    questions |= {name for name in vars(CachePolicy) if not name.startswith("_")} - {"name"}
+    named = set(re.findall(r"`([a-z_]+)`", PAGE.partition("| question |")[2]))
+    assert questions <= named
 
 
 def test_names_are_those_of_the_settings() -> None:

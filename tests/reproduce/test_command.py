@@ -132,6 +132,15 @@ def test_the_documentation_has_every_experiment() -> None:
         )
 
 
+def test_the_documentation_names_those_that_keep_their_cases() -> None:
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    (listed,) = re.findall(r"With `--store FILE` these keep .*?They may share", text, re.DOTALL)
+    named: list[str] = []
+    for part in re.findall(r"`([a-z0-9-]+-[a-z0-9-]+|-[a-z0-9]+)`", listed):
+        named.append(named[-1].rpartition("-")[0] + part if part.startswith("-") else part)
+    assert named == [name for name, each in EXPERIMENTS.items() if each.is_stored]
+
+
 @pytest.mark.parametrize("each", EXPERIMENTS.values(), ids=EXPERIMENTS)
 def test_every_experiment_says_what_it_redraws(each: Experiment) -> None:
     paper, _, place = each.name.rpartition("-")

@@ -124,7 +124,7 @@ class SchedulerSettings(Section):
     )
     admission: Admission = setting(
         "fcfs",
-        "whose turn it is when there is room: the oldest, the newest, or (early-abort) whoever can still be "
+        "which request is next when there is room: the oldest, the newest, or (early-abort) one that can still be "
         "served within --slo-ttft, others being refused with 503",
     )
     slo_ttft_s: Objective | None = setting(
@@ -193,7 +193,7 @@ class CacheSettings(Section):
     host_pool: int | None = setting(
         None,
         "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
-        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA half of free memory)",
+        "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA min(64 GiB, 50%% of it))",
         is_size=True,
     )
     copy_limit: Count | None = setting(

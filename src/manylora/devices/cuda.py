@@ -1,4 +1,4 @@
-"""A CUDA device. The only place where ``torch.cuda`` is named.
+"""A CUDA device. Only this room names ``torch.cuda``.
 
 Steps run on the thread's current stream (torch's default one); pages are written and copied on streams of
 their own.

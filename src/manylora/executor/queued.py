@@ -34,7 +34,10 @@ class AwaitsWords(Protocol):
 
 def device_handover(board: Board, ops: Ops, device: Device, late_s: float) -> DeviceHandover | None:
     """None where the host has to hand rows over."""
-    if not isinstance(ops, AwaitsWords) or not device.can_mark():
+    if not isinstance(ops, AwaitsWords):
+        return None
+    if not device.can_mark():
+        _log.warning("the host hands rows to CPU workers: the driver writes no numbers in streams")
         return None
     found: DeviceHandover | None = None
     try:

@@ -1,1 +1,2 @@
-"""Traces of requests, read from files. Knows nothing of engines and of what serving them takes."""
+"""Streams of requests: read from published traces, generated, or made of scenarios. Knows nothing of engines, nor
+of what serving takes."""

@@ -1,0 +1,132 @@
+"""What pages list, beside the code that it was taken from: flags, fields, events, policies, files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manylora.cli import _parser
+from manylora.extensions import find_commands
+from manylora.policy.caches import CACHES
+from manylora.protocol import commands, events
+from manylora.server import errors, naming, schemas
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "demo" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+WITHOUT_COUNTERPART = "These have no counterpart"
+OTHERS_FLAGS = {
+    f"--{what}-metric"
+    for what in ("total-queued-requests", "total-running-requests", "kv-cache-usage-percentage")
+}
+"""Of llm-d's endpoint picker."""
+BY_HAND = ("benchmarks.md", "performance.md")
+"""Pages of modules that are run by hand, with flags of their own."""
+
+
+def prose(page: Path) -> str:
+    """A page without its markers' comments."""
+    return re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def section(page: str, heading: str) -> str:
+    """From a heading to the next of its level."""
+    text = prose(DOCS / page)
+    begin = text.index(heading)
+    end = text.find("\n" + heading.split()[0] + " ", begin + 1)
+    return text[begin : None if end < 0 else end]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Of all tables, as cells."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def coded(text: str) -> set[str]:
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def names(union: object) -> set[str]:
+    return {kind.__name__ for kind in typing.get_args(union)}
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options(command)
+
+
+def test_architecture_lists_events_and_commands() -> None:
+    listed = {
+        cells[0]: set(cells[1].split(", ")) for cells in rows(section("architecture.md", "## The one idea"))
+    }
+    assert listed["events"] == names(events.Event)
+    assert listed["commands for clients"] == names(commands.ClientCommand)
+    assert listed["commands for the engine"] == names(commands.EngineCommand)
+    assert listed["commands for the device"] == names(commands.DeviceCommand) & names(commands.Command)
+
+
+def test_architecture_lists_the_cache_policies() -> None:
+    table = section("architecture.md", "## What leaves")
+    listed = [name for cells in rows(table) for name in re.findall(r"`([\w-]+)`", cells[0])]
+    assert [re.sub(r"^-", "fastlibra-", name) for name in listed] == list(CACHES)
+
+
+def test_http_names_every_field_and_every_status() -> None:
+    """Fields that ask for what the server cannot do stand in the table of those, or among the adapter's."""
+    fields, limits = section("http.md", "## Fields"), section("http.md", "## Errors")
+    named = coded(fields)
+    for body in (schemas.CompletionBody, schemas.ChatBody):
+        assert set(body.__struct_fields__) - {"lora_request"} <= named, body.__name__
+    refused = set().union(*(coded(cells[0]) for cells in rows(fields)))
+    assert refused >= schemas._HARMLESS.keys() | {name for route in schemas._OTHER_ROUTE for name in route}
+    assert naming._REFUSED.keys() | set(naming._NAMES) <= named
+    listed = {int(cells[0]): coded(cells[1]) for cells in rows(limits) if cells[0].isdecimal()}
+    assert {status for status, kinds in listed.items() if status != 500} == errors._TYPES.keys()
+    assert all(kind in listed[status] for status, kind in errors._TYPES.items())
+
+
+def test_pages_name_flags_that_there_are() -> None:
+    """Ours, or another engine's in place of them; docs/flags.md names some that are refused."""
+    ours = {*options(_parser(find_commands())), *OTHERS_FLAGS}
+    refused = (DOCS / "flags.md").read_text().partition(WITHOUT_COUNTERPART)[2]
+    ours |= set(re.findall(r"--[\w-]+", refused))
+    unknown = {
+        f"{page.relative_to(ROOT)}: {flag}"
+        for page in PAGES
+        if page.name not in BY_HAND
+        for code in coded(prose(page))
+        if code.startswith("--")
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
+        if flag not in ours
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    dead = []
+    for target, heading in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", prose(page)):
+        place = page.parent / target if target else page
+        found = {slug(title) for title in re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)}
+        if heading not in found:
+            dead.append(f"{target}#{heading}")
+    assert dead == []
+
+
+def slug(title: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
