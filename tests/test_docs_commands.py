@@ -60,6 +60,17 @@ def test_a_command_is_taken(parser: argparse.ArgumentParser, page: str, line: st
     assert parser.parse_args(shlex.split(line, comments=True)[1:])
 
 
+def test_every_benchmark_is_on_its_page() -> None:
+    """All but what others start as processes of their own."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z0-9_]+", text))
+    folder = ROOT / "lab" / "src" / "manylora_lab" / "benchmarks"
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
+    programs = {name for name, text in sources.items() if '"__main__"' in text and "parse_args(" in text}
+    assert len(programs) > 20
+    assert programs <= named
+
+
 def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> None:
     """Of ``manylora``, of a benchmark, or of a tool of the repository."""
     known = set(options(parser))

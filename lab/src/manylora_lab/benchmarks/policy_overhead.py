@@ -1,6 +1,6 @@
 """What the cache policy's own decisions cost (FastLibra §6.10), in this process, without a device.
 
-    python benchmarks/policy_overhead.py [--nodes 100000 1000000] [--out FILE.json]
+    python -m manylora_lab.benchmarks.policy_overhead [--nodes 100000 1000000] [--out FILE.json]
 
 What is timed and how: ``reproduce.decision_times``; ``manylora reproduce fastlibra-overhead`` draws it.
 The paper reports 0.5 ms for matching and updating its tree, and 5 ms for a decision.
