@@ -13,6 +13,7 @@ import pytest
 from manylora.cli import _parser
 from manylora.extensions import find_commands
 from manylora.policy.caches import CACHES
+from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol import commands, events
 from manylora.server import errors, naming, schemas
 
@@ -40,11 +41,9 @@ def prose(page: Path) -> str:
 
 
 def section(page: str, heading: str) -> str:
-    """From a heading to the next of its level."""
+    """From a heading to the next."""
     text = prose(DOCS / page)
-    begin = text.index(heading)
-    end = text.find("\n" + heading.split()[0] + " ", begin + 1)
-    return text[begin : None if end < 0 else end]
+    return text[text.index(heading) :].partition("\n#")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -85,6 +84,25 @@ def test_architecture_lists_the_cache_policies() -> None:
     assert [re.sub(r"^-", "fastlibra-", name) for name in listed] == list(CACHES)
 
 
+@pytest.mark.parametrize(
+    ("heading", "folder", "others"),
+    [
+        ("## How a decision is made", "policy", {"router", "routing"}),
+        (
+            "## Which replica",
+            "policy/routing",
+            {policy.__module__.split(".")[-1] for policy in ROUTING_POLICIES.values()},
+        ),
+        ("### Processes of a cluster", "cluster", set()),
+    ],
+)
+def test_architecture_has_a_place_for_every_part(heading: str, folder: str, others: set[str]) -> None:
+    """``others``: parts that have a table of their own, or a line for all of them."""
+    parts = {path.stem for path in (ROOT / "src" / "manylora" / folder).glob("[!_]*")}
+    first = [cells[0] for cells in rows(section("architecture.md", heading)) if cells[0].startswith("`")]
+    assert {part.rstrip("/") for cell in first for part in coded(cell)} == parts - others
+
+
 def test_http_names_every_field_and_every_status() -> None:
     """Fields that ask for what the server cannot do stand in the table of those, or among the adapter's."""
     fields, limits = section("http.md", "## Fields"), section("http.md", "## Errors")
@@ -102,8 +120,8 @@ def test_http_names_every_field_and_every_status() -> None:
 def test_pages_name_flags_that_there_are() -> None:
     """Ours, or another engine's in place of them; docs/flags.md names some that are refused."""
     ours = {*options(_parser(find_commands())), *OTHERS_FLAGS}
-    refused = (DOCS / "flags.md").read_text().partition(WITHOUT_COUNTERPART)[2]
-    ours |= set(re.findall(r"--[\w-]+", refused))
+    refused = rows((DOCS / "flags.md").read_text().partition(WITHOUT_COUNTERPART)[2])
+    ours |= {code for cells in refused for code in coded(cells[0])}
     unknown = {
         f"{page.relative_to(ROOT)}: {flag}"
         for page in PAGES

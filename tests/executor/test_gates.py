@@ -15,7 +15,7 @@ from manylora.executor import tables
 from manylora.memory import bringing, gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
-from manylora.protocol import Await, ReadAdapter, RunStep, StepResult, SwapPages
+from manylora.protocol import Await, CopyDone, ReadAdapter, RunStep, StepResult, SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -281,6 +281,34 @@ def test_what_failed_leaves_room_for_what_comes_to_its_pages(
     rig.decode(2, 3)
     check(rig, files, 3)
     rig.worker.close()
+
+
+def test_an_entry_that_cannot_be_made_fails_its_copy(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has begun by then. Brought again it is there."""
+    hand = Hand(cold, monkeypatch)
+    begun: list[int] = []
+
+    def put(adapter: int, *_: object) -> None:
+        begun.append(len(cold.worker._coming._gates))
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cold.worker._tables, "put", put)
+        command = bring(cold, 2, 3)
+    assert begun == [1]
+    hand.let(3)
+    answer = cold.direct.wait_for(command)
+    assert isinstance(answer, CopyDone)
+    assert (answer.ok, "no entry" in answer.error) == (False, True)
+    assert 2 not in cold.worker._tables
+    hand.let(3)
+    again = bring(cold, 2, 3)
+    cold.open(1, PROMPT, adapter=2)
+    assert cold.run(awaiting(cold, again, 1)).done.spoilt == ()
+    cold.decode(3, 1)
+    check(cold, files, 1)
 
 
 def test_what_is_brought_elsewhere_drops_nothing(cold: Rig, files: Files) -> None:

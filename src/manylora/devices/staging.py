@@ -45,13 +45,14 @@ class _View(NamedTuple):
 class StagingBuffer:
     """A pinned buffer, and the event that tells when what was last copied from it or to it has landed.
 
-    Its views are made once for each type: a step's first use of each call into torch takes microseconds.
+    Its views are made once for each type: each call into torch takes a microsecond, or ten after a pause.
     """
 
     def __init__(self, device: torch.device, by_kernel: bool) -> None:
         self._device = device
         self._by_kernel = by_kernel
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._num_bytes = 0
         self._views: dict[torch.dtype, _View] = {}
         self._landed = torch.cuda.Event() if device.type == "cuda" else None
         self._held = self._view(torch.uint8)
@@ -66,8 +67,8 @@ class StagingBuffer:
         """Be [length] of this type from now on, holding anything. Waits for the last copy."""
         self.settle()
         num_bytes = length * dtype.itemsize
-        if len(self._memory) < num_bytes or not len(self._memory):
-            size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+        if num_bytes > self._num_bytes or not self._num_bytes:
+            self._num_bytes = size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._landed is not None)
             self._views = {}
         self._held, self._length = self._views.get(dtype) or self._view(dtype), length
@@ -75,7 +76,7 @@ class StagingBuffer:
 
     def _view(self, dtype: torch.dtype) -> _View:
         mapped = self._memory
-        if self._by_kernel and self._landed is not None and len(mapped):
+        if self._by_kernel and self._landed is not None and self._num_bytes:
             mapped = borrowed(mapped, self._device)
         memory = self._memory.view(dtype)
         found = self._views[dtype] = _View(memory, mapped.view(dtype), np.asarray(memory.numpy()))
@@ -97,18 +98,18 @@ class StagingBuffer:
         """
         target = target.view(-1)
         if self._by_kernel:
-            copy_by_kernel(target, self._held.mapped[: len(target)])
+            copy_by_kernel(target, self._held.mapped[: target.numel()])
         else:
-            target.copy_(self._held.memory[: len(target)], non_blocking=True)
+            target.copy_(self._held.memory[: target.numel()], non_blocking=True)
         self._note_copy()
 
     def take(self, source: torch.Tensor) -> None:
         """The same the other way round: the numbers are here after ``settle``."""
         source = source.view(-1)
         if self._by_kernel:
-            copy_by_kernel(self._held.mapped[: len(source)], source)
+            copy_by_kernel(self._held.mapped[: source.numel()], source)
         else:
-            self._held.memory[: len(source)].copy_(source, non_blocking=True)
+            self._held.memory[: source.numel()].copy_(source, non_blocking=True)
         self._note_copy()
 
     def settle(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -21,6 +22,8 @@ from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, LayerGroups, layer_groups
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
+
+_log = logging.getLogger(__name__)
 
 
 class Coming:
@@ -96,12 +99,20 @@ class Coming:
         try:
             if command.follows_read:
                 filling = self._filling_of(command)
-            self._copier.start(command, self._landing(command), tell, gate, filling)
+            self._copier.start(command, self._landing(command, gate), tell, gate, filling)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
             tell(CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
+            return
+        if gate is not None and command.adapter is not None:
+            # Now that the copy is on its way: for a large adapter it takes longer than the step.
+            try:
+                self._enter_ahead(self._landed(command, command.adapter), command.copy)
+            except (AdapterError, RuntimeError, ValueError):
+                _log.exception("adapter %d has no entry", command.adapter)
+                gate.fail()
 
     def _of_b(self, command: SwapPages) -> np.ndarray | None:
         """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
@@ -123,20 +134,26 @@ class Coming:
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
 
-    def _landing(self, command: SwapPages) -> Callable[[], None]:
-        """What to do on the copier's thread once the pages have landed."""
+    def _landed(self, command: SwapPages, adapter: AdapterId) -> Landed:
+        """What the copy brings to the device. Raises AdapterError, ValueError."""
+        pages = [destination for _, destination in command.pairs]
+        return Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
+
+    def _landing(self, command: SwapPages, gate: CopyGate | None) -> Callable[[], None]:
+        """What to do on the copier's thread once the pages have landed. Raises AdapterError, and ValueError for a
+        wrong command."""
         adapter = command.adapter
         if adapter is None or not command.to_device:
             return lambda: None
-        pages = [destination for _, destination in command.pairs]
-        landed = Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
-        if command.groups:
-            self._enter_ahead(landed, command.copy)
+        self._layout_of(adapter)
+        landed = None if gate is not None else self._landed(command, adapter)
 
         def note() -> None:
             self._layout_of(adapter)  # it is known still
-            if not command.groups:
+            if landed is not None:
                 self.landed.append(landed)
+            elif gate is not None and gate.has_failed:
+                raise RuntimeError("the adapter has no entry")
 
         return note
 

@@ -129,9 +129,9 @@ class InputBuilder:
         adapters = self._sequences.adapters[composition.slots]
         order = np.lexsort((composition.counts > 1, adapters))
         slots, counts = composition.slots[order], composition.counts[order]
-        ends = np.cumsum(counts)
+        ends = counts.cumsum()
         first = ends - counts
-        row = np.repeat(np.arange(len(order)), counts)
+        row = np.arange(len(order)).repeat(counts)
         drawing = np.flatnonzero(composition.num_samples[order])
         lora, lora_adapters = self._segments(adapters[order], first, ends)
         draws_once = composition.num_samples[composition.drawing] == 1
@@ -158,7 +158,7 @@ class InputBuilder:
     ) -> tuple[LoraSegments | None, tuple[AdapterId, ...]]:
         """The runs of equal ``adapters`` among sorted rows, with these, but for those that the weights are right
         for: the merged adapter's, where one is, else the base model's."""
-        edges = np.flatnonzero(np.diff(adapters, prepend=adapters[0] - 1))
+        edges = np.flatnonzero(np.concatenate(([True], adapters[1:] != adapters[:-1])))
         start = first[edges]
         length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)
         others = adapters[edges] != self._tables.merged

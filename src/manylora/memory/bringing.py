@@ -88,7 +88,7 @@ class Bringer:
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
             and gate.num_ahead == 0
             and len(gate.groups) <= len(self._words.groups)
-            and max((source for source, _ in pairs), default=0) < self._host.pages_pinned
+            and max(pairs, default=(0, 0))[0] < self._host.pages_pinned
         )
 
     def bring(self, lane: CopyLane, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> None:

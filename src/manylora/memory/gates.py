@@ -91,7 +91,8 @@ class CopyGate:
         self.order = order
         self._changed = threading.Condition()
         self._passes: list[Callable[[], None]] = []  # of the groups that are open
-        self._has_failed = False
+        self.has_failed = False
+        """What has not landed will not come."""
         self._answer: bool | None = None
 
     def pages(self, number: int) -> np.ndarray | slice:
@@ -110,14 +111,14 @@ class CopyGate:
     def fail(self) -> None:
         """What has not landed will not come; nothing waits for it any more."""
         with self._changed:
-            self._has_failed = True
+            self.has_failed = True
             self._changed.notify_all()
 
     def answer(self, ok: bool) -> None:
         """The copy has been answered, and what has to know of it was told."""
         with self._changed:
             self._answer = ok
-            self._has_failed = self._has_failed or not ok
+            self.has_failed = self.has_failed or not ok
             self._changed.notify_all()
 
     @property
@@ -135,7 +136,7 @@ class CopyGate:
         (``time.monotonic``) or will not. On the step loop's thread."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._passes) > number or self._has_failed, max(0.0, until - time.monotonic())
+                lambda: len(self._passes) > number or self.has_failed, max(0.0, until - time.monotonic())
             )
             landing = self._passes[number] if len(self._passes) > number else None
         if landing is None:

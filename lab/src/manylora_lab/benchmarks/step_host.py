@@ -2,7 +2,9 @@
 
 Llama-2-7B shape on the CPU, with the Triton operations' tables and a decoder that computes nothing, so that all
 that is left is the host's own work; a GPU's copies and launches are not in it (``h200_steps`` has issue_ms
-with them). Microseconds of processor time, of the quickest tenth. From the repository's root:
+with them). Microseconds of processor time, of the quickest tenth: back to back, and of prompts a second time after
+something else has had the processor's caches, as after a pause. The adapter of a ``cold`` prompt is in host
+memory, and its copy, by layer groups, is commanded with the step. From the repository's root:
 
     python -m manylora_lab.benchmarks.step_host [--profile "decode 128 distinct"]
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import dataclasses
 import pstats
 import statistics
 import tempfile
@@ -19,35 +22,54 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
+from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
+from manylora.adapters.tensorfile import FileStamp
 from manylora.devices.cpu import CpuDevice
 from manylora.devices.device import Tensors
 from manylora.executor.graphs import GraphLimits
 from manylora.executor.worker import Worker
 from manylora.kernels.ops import StepBatch
-from manylora.kernels.shapes import adapter_geometry
+from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory.arena import Arena
+from manylora.memory.bringing import Bringer
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder
 from manylora.pricing.shapes import SHAPES
-from manylora.protocol import RunStep
+from manylora.protocol import Await, EvictAdapter, RunStep, SwapPages
 from manylora_lab.bench.dummies import write_model
 from manylora_lab.benchmarks.engine_rig import POSITIONS
 from manylora_lab.benchmarks.step_rig import PAGE_TOKENS, StepRig, StepTiming
 
-ROWS, CONTEXT, RANK, STEPS = 128, 300, 16, 200
+ROWS, CONTEXT, RANK, STEPS, PAUSES = 128, 300, 16, 200, 60
+COLD, GROUPS = (1001, 1002), 8
+"""Adapters of cold prompts; groups of layers in which they land."""
+_OTHERS = np.zeros(2**23)
 NUM_PAGES = ROWS * -(-(CONTEXT + 1 + STEPS) // PAGE_TOKENS)
+
+
+class NoKernels(TritonOps):
+    """Copies in layer groups are over when they are launched, and no gate is ever shut."""
+
+    def pass_gate(
+        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        return
+
+    def bring_groups(self, *tensors: torch.Tensor) -> None:
+        return
 
 
 class NoDecoder:
     """Gives the same logits for whatever is asked."""
 
     def __init__(self) -> None:
-        self.ops = TritonOps()
+        self.ops = NoKernels()
         self._logits = torch.zeros((ROWS, 8))
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
@@ -70,30 +92,99 @@ def worker_in(folder: Path) -> Worker:
     page = config.page_shape(PAGE_TOKENS, torch.bfloat16.itemsize)
     geometry, device = adapter_geometry(page, config.layer_groups), ReplayingDevice()
     arena = Arena(64, page, torch.bfloat16, device)
-    host = HostPool(0, page, torch.bfloat16, device)
+    host = HostPool(16, page, torch.bfloat16, device)
     registry = Registry(geometry, "", folder / "registry.sqlite")
-    worker = Worker(cast(Decoder, NoDecoder()), arena, host, geometry, device, registry)
-    worker.use_graphs(GraphLimits(ROWS, POSITIONS, POSITIONS, RANK), 63)
+    decoder = NoDecoder()
+    worker = Worker(cast(Decoder, decoder), arena, host, geometry, device, registry)
+    worker.use_graphs(GraphLimits(ROWS, POSITIONS, POSITIONS, RANK, num_groups=GROUPS), 63)
+    words = worker._copier._words
+    assert words is not None
+    worker._copier.tell_landed(words, Bringer(decoder.ops, words, arena, host, device))
     for adapter in range(1, ROWS + 1):
         assert worker.pretend_adapter(adapter, RANK)
+    for adapter in COLD:
+        worker.inspections.learn(adapter, spec_of(geometry))
     return worker
 
 
-def cases(rig: StepRig) -> Iterator[tuple[str, Iterator[RunStep]]]:
+def spec_of(geometry: AdapterGeometry) -> AdapterSpec:
+    """Of an adapter that has no files."""
+    stamp, layers = FileStamp(0, 0), geometry.page.layers
+    ranks, scales = (RANK,) * layers, (1.0,) * layers
+    count = len(geometry.projections)
+    return AdapterSpec(
+        "", None, stamp, stamp, "BF16", RANK, False, (), (ranks,) * count, (scales,) * count, "", "", "",
+    )  # fmt: skip
+
+
+class HostRig(StepRig):
+    """``StepRig`` by processor time, with cold prompts."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker, NUM_PAGES, time.thread_time)
+        self._worker = worker
+        self._swap: SwapPages | None = None
+
+    def cold(self, length: int, steps: int) -> Iterator[RunStep]:
+        """Steps of one prompt each, with two adapters in turn that come from the host."""
+        count = self._worker.inspections.layout(COLD[0]).num_pages
+        for copy, step in enumerate(self.fresh([(0, length)], True, steps)):
+            (start,), adapter = step.starts, COLD[copy % 2]
+            pages = range(copy % 2 * count, (1 + copy % 2) * count)
+            self._swap = SwapPages(copy, True, tuple(enumerate(pages)), adapter, GROUPS)
+            yield dataclasses.replace(
+                step,
+                starts=(dataclasses.replace(start, adapter=adapter),),
+                awaits=(Await(copy, (start.sequence,)),),
+            )
+        self._swap = None
+
+    def issue(self, step: RunStep) -> None:
+        """With the copy that it awaits."""
+        if self._swap is not None and self._swap.adapter is not None:
+            self._worker.obey(EvictAdapter(self._swap.adapter))
+            self._worker.obey(self._swap)
+        super().issue(step)
+
+
+def cases(rig: HostRig) -> Iterator[tuple[str, Iterator[RunStep]]]:
     """Steps by name."""
     for name, adapted in (("base", False), ("distinct", True)):
         for num_rows in (1, 32, 128):
             starts = rig.sequences([(CONTEXT, 1)] * num_rows, adapted, room=STEPS)
             yield f"decode {num_rows} {name}", rig.decoding(starts, STEPS)
         yield f"decode 128, then 127 {name}", rig.decoding(starts, STEPS, one_less=True)
-        for length in (64, 600):
-            yield f"prompt of {length} {name}", rig.fresh([(0, length)], adapted, STEPS)
+        yield from ((f"{case} {name}", steps) for case, steps in prompts(rig, adapted, STEPS))
+    yield "prompt of 64 cold", rig.cold(64, STEPS)
+
+
+def prompts(rig: HostRig, adapted: bool, steps: int) -> Iterator[tuple[str, Iterator[RunStep]]]:
+    for length in (64, 600):
+        yield f"prompt of {length}", rig.fresh([(0, length)], adapted, steps)
+
+
+def after_pauses(rig: HostRig) -> Iterator[tuple[str, Iterator[RunStep]]]:
+    """The same of prompts, fewer."""
+    for name, adapted in (("base", False), ("distinct", True)):
+        for case, steps in prompts(rig, adapted, PAUSES):
+            yield f"{case} {name}, after a pause", steps
+    yield "prompt of 64 cold, after a pause", rig.cold(64, PAUSES)
+
+
+def pause() -> None:
+    """Something else has the processor's caches."""
+    np.add(_OTHERS, 1.0, out=_OTHERS)
 
 
 def quick_us(found: Sequence[StepTiming], name: str) -> float:
     """Below the median: what shares the machine makes steps slower, and never quicker."""
     seconds: list[float] = [getattr(one, name) for one in found[5:]]
     return 1e6 * statistics.quantiles(seconds, n=10)[0]
+
+
+def show(name: str, found: Sequence[StepTiming]) -> None:
+    issue, take = quick_us(found, "issue_s"), quick_us(found, "take_s")
+    print(f"{name:36} issue {issue:5.0f} us   take {take:5.0f} us", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,16 +197,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         worker = worker_in(Path(scratch))
-        rig = StepRig(worker, NUM_PAGES, time.thread_time)
+        rig = HostRig(worker)
         if args.profile:
             profiler = cProfile.Profile()
             profiler.runcall(rig.run, dict(cases(rig))[args.profile], 2)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
         else:
             for name, steps in cases(rig):
-                found = rig.run(steps, 2)
-                issue, take = quick_us(found, "issue_s"), quick_us(found, "take_s")
-                print(f"{name:30} issue {issue:5.0f} us   take {take:5.0f} us", flush=True)
+                show(name, rig.run(steps, 2))
+            for name, steps in after_pauses(rig):
+                show(name, rig.run(steps, 1, pause))
         worker.close()
 
 

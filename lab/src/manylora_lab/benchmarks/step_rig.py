@@ -120,6 +120,10 @@ class StepRig:
             for start in starts:
                 self.direct.end_sequence(start.sequence)
 
+    def issue(self, step: RunStep) -> None:
+        """What is timed as issuing it."""
+        self.direct.issue_step(step)
+
     def run(
         self, steps: Iterable[RunStep], depth: int = 1, between: Callable[[], None] = lambda: None
     ) -> list[StepTiming]:
@@ -138,7 +142,7 @@ class StepRig:
         for step in steps:
             between()
             began_s, before = time.perf_counter(), self._clock()
-            self.direct.issue_step(step)
+            self.issue(step)
             flying.append((step, began_s, self._clock() - before))
             if len(flying) == depth:
                 take()

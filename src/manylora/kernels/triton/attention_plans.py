@@ -128,7 +128,7 @@ class TritonFixedAttention:
 
         Raises ValueError for more rows, tokens or context than there is room for.
         """
-        length = np.diff(rows.query_start).astype(np.int64)
+        length = (rows.query_start[1:] - rows.query_start[:-1]).astype(np.int64)
         self._check(rows, length)
         table, first_page = _ragged(rows, length, self._page)
         # Decoding steps are many and short: nothing is asked of them about tiles.
@@ -174,7 +174,7 @@ def _ragged(rows: AttentionRows, length: Ints, page: PageShape) -> tuple[Table, 
     """The rows' pages one after the other, and where each row's begin."""
     count = np.where(length > 0, -(-rows.kv_len.astype(np.int64) // page.page_tokens), 0)
     used = np.arange(rows.page_table.shape[1]) < count[:, None]
-    return rows.page_table[used].astype(np.int32, copy=False), np.cumsum(count) - count
+    return rows.page_table[used].astype(np.int32, copy=False), count.cumsum() - count
 
 
 def _tiles(rows: AttentionRows, length: Ints, first_page: Ints, tile: int) -> Table:
@@ -191,7 +191,7 @@ def _tiles(rows: AttentionRows, length: Ints, first_page: Ints, tile: int) -> Ta
 
 def _single_tiles(rows: AttentionRows, length: Ints, first_page: Ints) -> Table:
     """The same of the rows with one query, in their order."""
-    (owner,) = np.nonzero(length == 1)
+    (owner,) = (length == 1).nonzero()
     tiles = np.empty((len(owner), 4), dtype=np.int32)
     tiles[:, 0] = first_page[owner]
     tiles[:, 1] = rows.query_start[owner]

@@ -98,7 +98,7 @@ def work_arrays(
     padded[:count, :num_projections] = segments.records
     records = padded.take(segment, axis=0).take(columns, axis=1).swapaxes(0, 1)
     rank = records[..., 2]
-    per_projection = -(-rank // ROWS)
+    per_projection = (rank + (ROWS - 1)) // ROWS
     # Blocks of rank rows, tile by tile and projection by projection.
     units = per_projection * length[:, None]
     last_unit = units.reshape(len(columns), -1).cumsum(axis=1)
@@ -151,8 +151,8 @@ def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[I
 def _parts(length: Ints, most: int) -> tuple[Ints, Ints]:
     """(which run, first place in it) of every part of at most ``most`` that runs of these lengths are cut into."""
     count = -(-length // most)
-    run = np.repeat(np.arange(len(count)), count)
-    return run, (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)) * most
+    run = np.arange(len(count)).repeat(count)
+    return run, (np.arange(len(run)) - (count.cumsum() - count)[run]) * most
 
 
 def _tiles(runs: tuple[Ints, Ints, Ints], tile_tokens: int) -> tuple[Ints, Ints, Ints]:
@@ -183,19 +183,19 @@ def _entries(
     num_groups, num_pieces, num_projections = per_projection.shape
     # By block, and by the pair of a piece and a projection that it is of: all groups one after the other.
     count = per_projection.reshape(-1)
-    pair = np.repeat(np.arange(len(count)), count)
+    pair = np.arange(len(count)).repeat(count)
     number = np.arange(len(pair)) - (count.cumsum() - count)[pair]
     piece = pair // num_projections
     per_piece = per_projection.sum(axis=2).reshape(-1)
     within = np.arange(len(pair)) - (per_piece.cumsum() - per_piece)[piece]
     of_piece = -(-per_piece // blocks)
     entry = (of_piece.cumsum() - of_piece)[piece] + within // blocks
-    owner = np.repeat(np.arange(len(of_piece)), of_piece) % max(num_pieces, 1)
+    owner = np.arange(len(of_piece)).repeat(of_piece) % max(num_pieces, 1)
     entries = np.zeros((len(owner), WORDS), dtype=np.int32)
     entries[:, 0], entries[:, 1] = start[owner], length[owner]
     words, place = entries.reshape(-1), entry * WORDS + 4 + 3 * (within % blocks)
     words[place] = np.minimum(records[..., 2].reshape(-1)[pair] - number * ROWS, ROWS)
-    row_cells = np.repeat(a_cells, num_pieces * num_projections)[pair]
+    row_cells = a_cells.repeat(num_pieces * num_projections)[pair]
     words[place + 1] = records[..., 0].reshape(-1)[pair] + number * ROWS * row_cells
     words[place + 2] = first_unit.reshape(-1)[pair] + number * tile_length[piece % max(num_pieces, 1)]
     ends = of_piece.reshape(num_groups, num_pieces).sum(axis=1).cumsum().tolist()
@@ -286,7 +286,7 @@ class WorkBuffer:
         """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
         if segments.has_second_scales and self.sizes.num_scales == 1:
             raise ValueError("a LoRA plan for one scale a projection has no room for a second")
-        stage = upload_buffers(self._packed.device).stage(len(self._packed))
+        stage = upload_buffers(self._packed.device).stage(self._packed.numel())
         view = stage.numbers
         for index, group in enumerate(self.geometry.groups):
             found = arrays[group.name]

@@ -29,8 +29,8 @@ def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
 def tiles_of(length: Ints, most: int) -> tuple[Ints, Ints]:
     """(owner, place inside it) of every tile of runs of these lengths, cut into tiles of at most ``most``."""
     count = -(-length // most)
-    owner = np.repeat(np.arange(len(length)), count)
-    inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    owner = np.arange(len(length)).repeat(count)
+    inside = np.arange(len(owner)) - (count.cumsum() - count)[owner]
     return owner, inside * most
 
 
