@@ -6,9 +6,12 @@ import re
 import typing
 from pathlib import Path
 
+import pytest
+
+from manylora.config import ConfigError
 from manylora.config.routing import ROUTERS, CaraServeParameters, RouterConfig
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES, find_router
+from manylora.policy.routing import ROUTING_POLICIES, find_router, router_help
 from manylora.protocol.routing import ReplicaUp, RouterCommand, RouterEvent
 from manylora.rules import fields_of
 from tests.routing.rig import FACTS, Rig
@@ -28,6 +31,15 @@ def test_every_policy_and_every_parameter_has_its_line() -> None:
             is_number = isinstance(field.default, int | float) and field.default < 2**30
             if is_number and record is not CaraServeParameters:
                 assert f"`{field.name}` {field.default:g}" in listed, f"{name}.{field.name}"
+
+
+def test_help_names_every_parameter() -> None:
+    for name, kind in ROUTING_POLICIES.items():
+        fields = fields_of(kind.parameters)
+        expected = [f"{name}.{field.name}" for field in fields] or ["no"]
+        assert [line.split()[0] for line in router_help(name).splitlines()] == expected
+    with pytest.raises(ConfigError, match=r"router 'nearest' is not known: use round-robin, .*, manylora$"):
+        router_help("nearest")
 
 
 def test_every_event_and_command_is_named() -> None:
