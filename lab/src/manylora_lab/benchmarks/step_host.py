@@ -209,24 +209,26 @@ def beside_threads(rig: HostRig, report: RunReport, turns: int) -> None:
         for puts_off, copies_out in ways if turn % 2 else reversed(ways):
             rig.puts_off(puts_off)
             rig.copies_out = copies_out
-            found = rig.run(rig.cold(64, 2 + PROMPTS), 1, rest)[2:]
-            taken.setdefault((copies_out, puts_off), []).extend(1e6 * one.issue_s for one in found)
+            timed = rig.run(rig.cold(64, 2 + PROMPTS), 1, rest)[2:]
+            taken.setdefault((copies_out, puts_off), []).extend(1e6 * one.issue_s for one in timed)
     for (copies_out, puts_off), each in sorted(taken.items()):
-        tenths = statistics.quantiles(each, n=10)
-        report.note(
-            "threads",
-            {
-                "behind_a_copy": copies_out, "puts_off": puts_off, "issue_us": statistics.median(each),
-                "tenth_us": tenths[0], "nine_tenths_us": tenths[-1], "count": len(each),
-                "over_put_off": statistics.median(each) / statistics.median(taken[copies_out, True]),
-            },
-        )  # fmt: skip
+        found = {"issue_us": tenth(each), "median_us": statistics.median(each)}
+        put_off = taken[copies_out, True]
+        over = {
+            "over_put_off": found["issue_us"] / tenth(put_off),
+            "median_over_put_off": found["median_us"] / statistics.median(put_off),
+        }
+        row = {"behind_a_copy": copies_out, "puts_off": puts_off, **found, **over, "count": len(each)}
+        report.note("threads", row)
+
+
+def tenth(found: Sequence[float]) -> float:
+    """The quickest tenth's end: what shares the machine makes steps slower, and never quicker."""
+    return statistics.quantiles(found, n=10)[0]
 
 
 def quick_us(found: Sequence[StepTiming], name: str) -> float:
-    """Below the median: what shares the machine makes steps slower, and never quicker."""
-    seconds: list[float] = [getattr(one, name) for one in found[5:]]
-    return 1e6 * statistics.quantiles(seconds, n=10)[0]
+    return 1e6 * tenth([getattr(one, name) for one in found[5:]])
 
 
 def show(name: str, found: Sequence[StepTiming]) -> None:
