@@ -170,11 +170,14 @@ class SimulatedTarget:
         rates = self.cold.told(self.costs, copy_limit)
         return dataclasses.replace(config, rates=rates, num_workers=num_workers)
 
+    def check_store(self, store_bytes: int) -> None:
+        """Raises ConfigError where there is to be a store and what reads from one take was not measured."""
+        if store_bytes and (self.cold is None or not any(self.cold.store_read)):
+            raise ConfigError(f"--adapter-store-size: {_NO_CPU}")
+
     def cold_costs(self, config: PolicyConfig, store_bytes: int) -> ColdCosts:
-        """What cold starts take, with a store of so many bytes. Raises ConfigError where it was not measured."""
-        if self.cold is None or (store_bytes and not any(self.cold.store_read)):
-            if store_bytes:
-                raise ConfigError(f"--adapter-store-size: {_NO_CPU}")
+        """What cold starts take, with a store of so many bytes."""
+        if self.cold is None:
             return NOTHING_COLD
         return dataclasses.replace(
             self.cold, num_workers=config.cold_start.num_workers, store_bytes=store_bytes
@@ -410,7 +413,9 @@ def _this_machine(device: str) -> str:
 def config_of(
     settings: SimulateSettings, policy: str, target: SimulatedTarget, mode: str = "unmerged"
 ) -> PolicyConfig:
-    """The config that ``executor.build`` gives on such a device, but for what depends on free memory there."""
+    """The config that ``executor.build`` gives on such a device, but for what depends on free memory there. Raises
+    ConfigError."""
+    target.check_store(settings.store_bytes)
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
         "cache_policy": "manylora" if policy in FORESIGHTS else policy, "model": "simulated", "merge": mode,

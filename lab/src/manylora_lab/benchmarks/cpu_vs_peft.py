@@ -5,7 +5,7 @@ base and eight adapters, float32, two threads. The systems take turns, so that n
 alike; compare the ratios. Also draws where a manylora step's time goes. Run from the repository's root:
 
     python -m manylora_lab.benchmarks.cpu_vs_peft --out docs/results/cpu_vs_peft.json \\
-        --picture docs/results/cpu_step.png
+        --picture docs/results/cpu_vs_peft.png
 """
 
 from __future__ import annotations
