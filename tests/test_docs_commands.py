@@ -41,9 +41,11 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield page.name, re.sub(r"\[([^]|]+)[^]]*\]", r"\1", line)
 
 
-def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Each with its help."""
     for action in parser._actions:
-        yield from action.option_strings
+        for option in action.option_strings:
+            yield option, action.help or ""
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 yield from options(below)
@@ -73,7 +75,7 @@ def test_every_benchmark_is_on_its_page() -> None:
 
 def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> None:
     """Of ``manylora``, of a benchmark, or of a tool of the repository."""
-    known = set(options(parser))
+    known = {option for option, _ in options(parser)}
     for folder in ("lab/src", "tools", "demo"):
         for path in (ROOT / folder).rglob("*.py"):
             known.update(re.findall(r"[\"'](--[a-z][a-z0-9-]*)[\"']", path.read_text(encoding="utf-8")))
@@ -84,3 +86,21 @@ def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> Non
         if page.name != "flags.md" and (missing := named - known - FOREIGN):
             unknown[page.name] = sorted(missing)
     assert unknown == {}
+
+
+def test_a_default_in_brackets_is_the_flag_s(parser: argparse.ArgumentParser) -> None:
+    """As in "`--lease` seconds (5)" and "`--cold-start-stall SHARE` (default 0.02; ...)"."""
+    defaults: dict[str, set[str]] = {}
+    for option, text in options(parser):
+        if found := re.search(r"\(default: ([^)]+)\)", text):
+            defaults.setdefault(option, set()).add(found[1].removesuffix(".0"))
+    named = re.compile(
+        r"`(--[a-z-]+)(?: [^`]*)?`(?: [a-z]+)*,? \((?:default )?([0-9]+(?:\.[0-9]+)?[A-Za-z]*)[;)]"
+    )
+    said = [
+        (page.name, option, value)
+        for page in PAGES
+        for option, value in named.findall(re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")))
+    ]
+    assert len(said) > 5
+    assert [each for each in said if each[2] not in defaults.get(each[1], set())] == []

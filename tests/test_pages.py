@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from manylora.cli import _parser
+from manylora.config import HttpSettings
+from manylora.engine import service
 from manylora.extensions import find_commands
+from manylora.flags import CLUSTER_FLAGS, FLAGS
 from manylora.policy.caches import CACHES
 from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol import commands, events
-from manylora.server import errors, naming, schemas
+from manylora.server import bodies, chat, completions, connection, errors, naming, sampling, schemas
+from manylora.server.connection import ConnectionLimits
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -25,6 +29,8 @@ PAGES = [
     ROOT / "demo" / "README.md",
     *sorted(DOCS.glob("*.md")),
 ]
+NO_FILES = re.compile("^(data/processed_traces|data/language|supervised)/|^router/policy$|NAME")
+"""Files within archives of workloads, which docs/workloads.md names, a key of a report, and names that vary."""
 WITHOUT_COUNTERPART = "These have no counterpart"
 OTHERS_FLAGS = {
     f"--{what}-metric"
@@ -117,6 +123,46 @@ def test_http_names_every_field_and_every_status() -> None:
     assert all(kind in listed[status] for status, kind in errors._TYPES.items())
 
 
+def test_http_says_the_limits_that_hold() -> None:
+    limits = ConnectionLimits()
+    said = {cells[0]: cells[1] for cells in rows(section("http.md", "## Limits"))}
+    for row, numbers in {
+        "requests waiting for admission": [HttpSettings().max_waiting],
+        "connections": [limits.max_connections],
+        "request line and headers; trailers": [limits.head_bytes // 1024],
+        "a request's headers": [limits.head_s],
+        "a request's body": [limits.body_s],
+        "lists and objects, strings, values in a body": [
+            bodies.MAX_CONTAINERS, bodies.MAX_STRINGS, bodies.MAX_VALUES
+        ],
+        "prompts in a body; prompts times `n`": [completions.MAX_PROMPTS, completions.MAX_CHOICES],
+        "messages": [chat.MAX_MESSAGES],
+        "`stop`": [sampling.MAX_STOP_STRINGS, sampling.MAX_STOP_CHARS],
+        "`stop_token_ids`; `logit_bias`": [sampling.MAX_STOP_TOKEN_IDS, sampling.MAX_BIASED_TOKENS],
+        "biases, stop ids and characters of stop strings, times prompts": [sampling.MAX_PARAMETERS],
+        "requests sent ahead on one connection": [connection.MAX_AHEAD],
+        "adapters waiting to be loaded": [service.MAX_LOADS],
+    }.items():  # fmt: skip
+        assert [
+            float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d|\d", said[row])
+        ] == numbers, row
+
+
+def test_numbers_behind_flags_are_their_defaults() -> None:
+    """As in "`--priority-floor` (0)", "`--max-waiting`, 10,000" or "`--cold-start-stall SHARE` (default 0.02"."""
+    defaults = {flag.option: flag.default for flag in (*FLAGS, *CLUSTER_FLAGS)}
+    found = []
+    for page in PAGES:
+        for option, number in re.findall(
+            r"`(--[\w-]+)(?: [A-Z]+)?`(?: \((?:default )?|, )(\d[\d.,]*\d|\d)(?! ?[KMG]iB)", prose(page)
+        ):
+            default = defaults[option]
+            if default is not None:
+                found.append(option)
+                assert float(number.replace(",", "")) == default, f"{page.name}: {option}"
+    assert {"--priority-floor", "--step-timeout", "--max-attempts"} <= set(found)
+
+
 def test_pages_name_flags_that_there_are() -> None:
     """Ours, or another engine's in place of them; docs/flags.md names some that are refused."""
     ours = {*options(_parser(find_commands())), *OTHERS_FLAGS}
@@ -132,6 +178,30 @@ def test_pages_name_flags_that_there_are() -> None:
         if flag not in ours
     }
     assert unknown == set()
+
+
+ROOTS = [
+    ROOT,
+    ROOT / "docs",
+    *(ROOT / "src" / folder for folder in (".", "manylora", "manylora/policy", "manylora/executor")),
+    ROOT / "lab" / "src" / "manylora_lab",
+]
+"""What names of files and modules may begin from."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
+    """As `tests/parity`, `policy/tree.py`, `executor/ranked_*` or, of a module, `policy/tree.Node`."""
+    missing = set()
+    for code in coded(prose(page)):
+        if not re.fullmatch(r"[a-z_]\w*(/[\w.*-]+)+/?", code) or NO_FILES.search(code):
+            continue
+        stem, _, name = code.partition(".")
+        places = [root / path for root in ROOTS for path in (code, f"{code}.py", f"{stem}.py")]
+        found = [path for place in places for path in place.parent.glob(place.name)]
+        if not any(not name or path.suffix == f".{name}" or name in path.read_text() for path in found):
+            missing.add(code)
+    assert missing == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

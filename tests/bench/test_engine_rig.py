@@ -228,6 +228,16 @@ def test_the_hosts_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert "function calls" in capsys.readouterr().out
 
 
+def test_issuing_beside_threads(tmp_path: Path) -> None:
+    out = tmp_path / "threads.json"
+    step_host.main(["--threads", "--turns", "1", "--out", str(out)])
+    rows = record(out)["threads"]
+    assert [(row["behind_a_copy"], row["puts_off"]) for row in rows] == [
+        (False, False), (False, True), (True, False), (True, True),
+    ]  # fmt: skip
+    assert all(row["issue_us"] > 0 for row in rows)
+
+
 def test_ranks_are_the_traces_own() -> None:
     for rate in ("2", "5", "10", "20"):
         assert turns_of(rate, REAL) == read_turns(TRACES / f"chat_{rate}rps.jsonl.gz")

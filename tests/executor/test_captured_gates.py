@@ -25,6 +25,7 @@ from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing, gates
 from manylora.memory.gates import NUM_ORDERS, CopyGate, LandedWords, layer_groups
+from manylora.protocol import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -330,6 +331,26 @@ def test_two_steps_await_one_copy(cold: Rig, files: Files, monkeypatch: pytest.M
     for step in (first, second):
         done = cold.direct.wait_step(step).done
         assert (done.ok, done.spoilt) == (True, ())
+
+
+@pytest.mark.parametrize("ends_with", ["a step", "a wait", "a flush"])
+def test_copies_from_the_device_begin_when_a_step_has_been_launched(cold: Rig, ends_with: str) -> None:
+    """Or when nothing is to be launched."""
+    (page,), (host,) = cold.take(1), cold.take_host(1)
+    cold.worker._arena.page(page).fill_(3.0)
+    cold.open(1, PROMPT)
+    put_off = cold.worker._copier._lanes[False].put_off
+    cold.worker.obey(SwapPages(77, False, ((page, host),)))
+    assert len(put_off) == 1
+    assert not cold.worker._host.page(host).any()
+    if ends_with == "a step":
+        cold.issue(cold.row(1))
+    elif ends_with == "a wait":
+        cold.worker.wait_step()
+    else:
+        cold.worker.flush()
+    assert not cold.worker._copier._lanes[False].put_off
+    wait_until(lambda: bool((cold.worker._host.page(host) == 3.0).all()), "the copy")
 
 
 def test_without_words_a_captured_step_waits_for_the_whole_copy(

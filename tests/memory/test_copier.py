@@ -274,9 +274,13 @@ def test_copies_from_the_device_begin_with_a_flush(
     assert bench.answers.empty()
 
 
-def test_a_copy_to_the_device_lets_those_before_it_begin(putting_off: Bench) -> None:
-    copies = {putting_off.start(False, (1, 2)), putting_off.start(True, (3, 4))}
-    assert {putting_off.answer().copy for _ in copies} == copies
+def test_a_copy_to_the_device_is_not_put_off(putting_off: Bench) -> None:
+    """Nor does it wait for what is."""
+    out, into = putting_off.start(False, (1, 2)), putting_off.start(True, (3, 4))
+    assert putting_off.answer().copy == into
+    assert not putting_off.out.entered.is_set()
+    putting_off.copier.flush()
+    assert putting_off.answer().copy == out
 
 
 def test_closing_answers_what_was_put_off(putting_off: Bench) -> None:

@@ -382,8 +382,8 @@ class EnginePorts:
 
     def flush(self) -> None:
         """See Ports."""
-        self._executor.flush()
         self._send()
+        self._executor.flush()  # after what clients wait for
         if self._trace is not None:
             self._trace.flush()
 

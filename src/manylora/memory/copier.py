@@ -46,6 +46,8 @@ class _Lane:
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
         self.last: Future[None] | None = None
         """Of what the issuing thread was given."""
+        self.put_off: list[tuple[ThreadPoolExecutor, Callable[[], object]]] = []
+        """What its threads are to be given later, in order."""
         for pool in (self.issuing, self.answering):
             pool.submit(_begin)
 
@@ -86,7 +88,14 @@ class _Lane:
                 self.copies.landing()
                 pace.moved(len(at[part]) * num_bytes)
 
+    def flush(self) -> None:
+        """Give its threads what was put off."""
+        put_off, self.put_off = self.put_off, []
+        for pool, work in put_off:
+            pool.submit(work)
+
     def close(self) -> None:
+        self.flush()
         if self.pace is not None:
             self.pace.stop()
         self.issuing.shutdown(wait=True)
@@ -131,7 +140,6 @@ class Copier:
         self._following = _Lane("copy-read", behind, pace)
         self._settled = device.issued()
         self._puts_off = puts_off
-        self._put_off: list[tuple[ThreadPoolExecutor, Callable[[], object]]] = []  # in order
         self._closing = False
         self._words: LandedWords | None = None
         self._bringer: Bringer | None = None
@@ -176,9 +184,9 @@ class Copier:
                 with lane.copies.here():
                     self._issue(*given)
             elif self._puts_off and not command.to_device and not self._closing:
-                self._put_off.append((lane.issuing, functools.partial(self._issue, *given)))
+                lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
             else:
-                self.flush()  # answers come in order
+                lane.flush()  # answers come in order
                 lane.last = lane.issuing.submit(self._issue, *given)
         except RuntimeError:
             self._count(command, landed=False)
@@ -195,14 +203,12 @@ class Copier:
 
     def flush(self) -> None:
         """Begin what was put off: a step has been launched, or none is to be launched now."""
-        put_off, self._put_off = self._put_off, []
-        for pool, work in put_off:
-            pool.submit(work)
+        for lane in self._lanes.values():
+            lane.flush()
 
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
-        self.flush()
         for lane in (*self._lanes.values(), self._following):
             lane.close()
         self._bringer = None  # which holds views of the pools
@@ -242,7 +248,7 @@ class Copier:
             self._answer, command, error, wait, landed, done, gate, filling, paced_since
         )
         if self._puts_off and bringer is not None:
-            self._put_off.append((lane.answering, answer))
+            lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
 

@@ -7,6 +7,11 @@ something else has had the processor's caches, as after a pause. The adapter of 
 memory, and its copy, by layer groups, is commanded with the step. From the repository's root:
 
     python -m manylora_lab.benchmarks.step_host [--profile "decode 128 distinct"]
+    python -m manylora_lab.benchmarks.step_host --threads --out threads.json
+
+``--threads``: what else this process works on meanwhile. Microseconds by the clock to issue a cold prompt after a
+pause, alone and behind a copy from the device, where the threads of copies begin with the command, and where what
+no step waits for is put off until the step is launched; in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
+import itertools
 import pstats
 import statistics
 import tempfile
@@ -43,12 +49,16 @@ from manylora.models.decoder import Decoder
 from manylora.pricing.shapes import SHAPES
 from manylora.protocol import Await, EvictAdapter, RunStep, SwapPages
 from manylora_lab.bench.dummies import write_model
+from manylora_lab.bench.provenance import add_flags
 from manylora_lab.benchmarks.engine_rig import POSITIONS
+from manylora_lab.benchmarks.run_report import RunReport
 from manylora_lab.benchmarks.step_rig import PAGE_TOKENS, StepRig, StepTiming
 
 ROWS, CONTEXT, RANK, STEPS, PAUSES = 128, 300, 16, 200, 60
 COLD, GROUPS = (1001, 1002), 8
 """Adapters of cold prompts; groups of layers in which they land."""
+LEAVING = tuple(zip(range(40, 44), range(11, 15)))
+PROMPTS, TURNS, PAUSE_S = 12, 12, 0.03
 _OTHERS = np.zeros(2**23)
 NUM_PAGES = ROWS * -(-(CONTEXT + 1 + STEPS) // PAGE_TOKENS)
 
@@ -124,6 +134,13 @@ class HostRig(StepRig):
         super().__init__(worker, NUM_PAGES, time.thread_time)
         self._worker = worker
         self._swap: SwapPages | None = None
+        self._outs = itertools.count(2**32)
+        self.copies_out = False
+        """Whether four pages leave before an adapter comes."""
+
+    def puts_off(self, puts_off: bool) -> None:
+        """Whether what no step waits for is put off."""
+        self._worker._copier._puts_off = puts_off
 
     def cold(self, length: int, steps: int) -> Iterator[RunStep]:
         """Steps of one prompt each, with two adapters in turn that come from the host."""
@@ -143,6 +160,8 @@ class HostRig(StepRig):
         """With the copy that it awaits."""
         if self._swap is not None and self._swap.adapter is not None:
             self._worker.obey(EvictAdapter(self._swap.adapter))
+            if self.copies_out:
+                self._worker.obey(SwapPages(next(self._outs), False, LEAVING))
             self._worker.obey(self._swap)
         super().issue(step)
 
@@ -176,10 +195,40 @@ def pause() -> None:
     np.add(_OTHERS, 1.0, out=_OTHERS)
 
 
+def beside_threads(rig: HostRig, report: RunReport, turns: int) -> None:
+    """Issuing cold prompts while threads of copies work, and while they wait."""
+
+    def rest() -> None:
+        time.sleep(PAUSE_S)
+        pause()
+
+    rig.clock = time.perf_counter
+    taken: dict[tuple[bool, bool], list[float]] = {}
+    for turn in range(turns):
+        ways = list(itertools.product((False, True), repeat=2))
+        for puts_off, copies_out in ways if turn % 2 else reversed(ways):
+            rig.puts_off(puts_off)
+            rig.copies_out = copies_out
+            timed = rig.run(rig.cold(64, 2 + PROMPTS), 1, rest)[2:]
+            taken.setdefault((copies_out, puts_off), []).extend(1e6 * one.issue_s for one in timed)
+    for (copies_out, puts_off), each in sorted(taken.items()):
+        found = {"issue_us": tenth(each), "median_us": statistics.median(each)}
+        put_off = taken[copies_out, True]
+        over = {
+            "over_put_off": found["issue_us"] / tenth(put_off),
+            "median_over_put_off": found["median_us"] / statistics.median(put_off),
+        }
+        row = {"behind_a_copy": copies_out, "puts_off": puts_off, **found, **over, "count": len(each)}
+        report.note("threads", row)
+
+
+def tenth(found: Sequence[float]) -> float:
+    """The quickest tenth's end: what shares the machine makes steps slower, and never quicker."""
+    return statistics.quantiles(found, n=10)[0]
+
+
 def quick_us(found: Sequence[StepTiming], name: str) -> float:
-    """Below the median: what shares the machine makes steps slower, and never quicker."""
-    seconds: list[float] = [getattr(one, name) for one in found[5:]]
-    return 1e6 * statistics.quantiles(seconds, n=10)[0]
+    return 1e6 * tenth([getattr(one, name) for one in found[5:]])
 
 
 def show(name: str, found: Sequence[StepTiming]) -> None:
@@ -193,7 +242,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", help="one case, under the profiler")
+    parser.add_argument("--threads", action="store_true", help="beside threads of copies; needs --out")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--out", help="a JSON file")
+    add_flags(parser)
     args = parser.parse_args(argv)
+    if args.threads and args.out is None:
+        parser.error("--threads needs --out")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         worker = worker_in(Path(scratch))
@@ -202,6 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             profiler = cProfile.Profile()
             profiler.runcall(rig.run, dict(cases(rig))[args.profile], 2)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
+        elif args.threads:
+            report = RunReport(args, "none: prompts have fixed tokens", "cpu")
+            beside_threads(rig, report, args.turns)
         else:
             for name, steps in cases(rig):
                 show(name, rig.run(steps, 2))

@@ -43,7 +43,7 @@ class StepRig:
     ) -> None:
         self.direct = DirectExecutor(executor)
         self._free = list(range(num_pages))
-        self._clock = clock
+        self.clock = clock
         self._numbers = itertools.count(1)
         self.merged: AdapterId = BASE
         """What steps are told is merged."""
@@ -133,17 +133,17 @@ class StepRig:
 
         def take() -> None:
             step, began_s, issue_s = flying.pop(0)
-            before = self._clock()
+            before = self.clock()
             done = self.direct.wait_step(step).done
-            take_s, ended_s = self._clock() - before, time.perf_counter()
+            take_s, ended_s = self.clock() - before, time.perf_counter()
             assert done.ok, done.error
             found.append(StepTiming(issue_s, take_s, ended_s - began_s, ended_s))
 
         for step in steps:
             between()
-            began_s, before = time.perf_counter(), self._clock()
+            began_s, before = time.perf_counter(), self.clock()
             self.issue(step)
-            flying.append((step, began_s, self._clock() - before))
+            flying.append((step, began_s, self.clock() - before))
             if len(flying) == depth:
                 take()
         while flying:
