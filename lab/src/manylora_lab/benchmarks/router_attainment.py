@@ -2,7 +2,7 @@
 
 From the repository's root:
 
-    python -m manylora_lab.benchmarks.router_attainment --records docs/results/router_proof_seed2.json \
+    python -m manylora_lab.benchmarks.router_attainment --records docs/results/router_proof_ages.json \
         --conversation AzureLLMInferenceTrace_conv.csv.gz --servegen SERVEGEN --out router_attainment.json
 
 Each such cell of the records is run again under both routers, which gives the same attainment. A request's
