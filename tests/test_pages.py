@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from pathlib import Path
@@ -101,6 +102,13 @@ def test_http_names_every_field_and_every_status() -> None:
     listed = {int(cells[0]): coded(cells[1]) for cells in rows(limits) if cells[0].isdecimal()}
     assert {status for status, kinds in listed.items() if status != 500} == errors._TYPES.keys()
     assert all(kind in listed[status] for status, kind in errors._TYPES.items())
+
+
+def test_http_names_every_route() -> None:
+    """tests/surface.json holds those that the server has; /cluster is a cluster's own."""
+    routes = json.loads((ROOT / "tests" / "surface.json").read_text())["routes"]
+    named = coded(section("http.md", "## Routes"))
+    assert {path.replace("{name}", "NAME") for path in routes} | {"/cluster"} <= named
 
 
 def test_http_says_the_limits_that_hold() -> None:
