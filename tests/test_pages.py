@@ -174,19 +174,3 @@ def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
         if not any(not name or path.suffix == f".{name}" or name in path.read_text() for path in found):
             missing.add(code)
     assert missing == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
-    dead = []
-    for target, heading in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", prose(page)):
-        place = page.parent / target if target else page
-        found = {slug(title) for title in re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)}
-        if heading not in found:
-            dead.append(f"{target}#{heading}")
-    assert dead == []
-
-
-def slug(title: str) -> str:
-    """A heading's anchor, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
