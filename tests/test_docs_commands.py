@@ -14,16 +14,22 @@ from manylora.cli import _parser
 from manylora.extensions import find_commands
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "demo" / "README.md",
+    ROOT / "lab" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 """Pages of results have commands of their records' commits, which tests/test_records.py looks up there."""
 
 FOREIGN = {
     "--address", "--cuda-graph-trace", "--disable-usage-stats", "--enable-prompt-tokens-details", "--generate",
     "--gpu-memory-utilization", "--head", "--include-dashboard", "--kv-cache-usage-percentage-metric",
     "--max-worker-port", "--min-worker-port", "--node-ip-address", "--node-manager-port", "--object-manager-port",
-    "--total-queued-requests-metric", "--total-running-requests-metric",
+    "--strict", "--total-queued-requests-metric", "--total-running-requests-metric",
 }  # fmt: skip
-"""Flags of Ray, vLLM, llm-d and nsys. docs/flags.md has more of them: tests/test_aliases.py reads that page."""
+"""Flags of Ray, vLLM, llm-d, nsys and mypy. docs/flags.md has more: tests/test_aliases.py reads that page."""
 
 
 def code_lines(page: Path) -> Iterator[str]:
@@ -89,18 +95,19 @@ def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> Non
 
 
 def test_a_default_in_brackets_is_the_flag_s(parser: argparse.ArgumentParser) -> None:
-    """As in "`--lease` seconds (5)" and "`--cold-start-stall SHARE` (default 0.02; ...)"."""
+    """As in "`--lease` seconds (5)", "`--cold-start-stall SHARE` (default 0.02;", "`--max-waiting`, 10,000"."""
     defaults: dict[str, set[str]] = {}
     for option, text in options(parser):
         if found := re.search(r"\(default: ([^)]+)\)", text):
             defaults.setdefault(option, set()).add(found[1].removesuffix(".0"))
     named = re.compile(
-        r"`(--[a-z-]+)(?: [^`]*)?`(?: [a-z]+)*,? \((?:default )?([0-9]+(?:\.[0-9]+)?[A-Za-z]*)[;)]"
+        r"`(--[a-z-]+)(?: [^`]*)?`(?:(?: [a-z]+)*,? \((?:default )?|, )"
+        r"([0-9][0-9,]*(?:\.[0-9]+)?[A-Za-z]*)(?=[;)]| \|)"
     )
     said = [
-        (page.name, option, value)
+        (page.name, option, value.replace(",", ""))
         for page in PAGES
         for option, value in named.findall(re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")))
     ]
-    assert len(said) > 5
+    assert {"--lease", "--cold-start-stall", "--max-waiting"} <= {option for _, option, _ in said}
     assert [each for each in said if each[2] not in defaults.get(each[1], set())] == []

@@ -1,19 +1,16 @@
-"""What pages list, beside the code that it was taken from: flags, fields, events, policies, files."""
+"""What pages list, beside the code that it was taken from: fields, limits, events, policies, parts, files."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import re
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from manylora.cli import _parser
 from manylora.config import HttpSettings
 from manylora.engine import service
-from manylora.extensions import find_commands
 from manylora.flags import CLUSTER_FLAGS, FLAGS
 from manylora.policy.caches import CACHES
 from manylora.policy.routing import ROUTING_POLICIES
@@ -31,14 +28,6 @@ PAGES = [
 ]
 NO_FILES = re.compile("^(data/processed_traces|data/language|supervised)/|^router/policy$|NAME")
 """Files within archives of workloads, which docs/workloads.md names, a key of a report, and names that vary."""
-WITHOUT_COUNTERPART = "These have no counterpart"
-OTHERS_FLAGS = {
-    f"--{what}-metric"
-    for what in ("total-queued-requests", "total-running-requests", "kv-cache-usage-percentage")
-}
-"""Of llm-d's endpoint picker."""
-BY_HAND = ("benchmarks.md", "performance.md")
-"""Pages of modules that are run by hand, with flags of their own."""
 
 
 def prose(page: Path) -> str:
@@ -64,14 +53,6 @@ def coded(text: str) -> set[str]:
 
 def names(union: object) -> set[str]:
     return {kind.__name__ for kind in typing.get_args(union)}
-
-
-def options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    for action in parser._actions:
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from options(command)
 
 
 def test_architecture_lists_events_and_commands() -> None:
@@ -123,6 +104,13 @@ def test_http_names_every_field_and_every_status() -> None:
     assert all(kind in listed[status] for status, kind in errors._TYPES.items())
 
 
+def test_http_names_every_route() -> None:
+    """tests/surface.json holds those that the server has; /cluster is a cluster's own."""
+    routes = json.loads((ROOT / "tests" / "surface.json").read_text())["routes"]
+    named = coded(section("http.md", "## Routes"))
+    assert {path.replace("{name}", "NAME") for path in routes} | {"/cluster"} <= named
+
+
 def test_http_says_the_limits_that_hold() -> None:
     limits = ConnectionLimits()
     said = {cells[0]: cells[1] for cells in rows(section("http.md", "## Limits"))}
@@ -148,36 +136,20 @@ def test_http_says_the_limits_that_hold() -> None:
         ] == numbers, row
 
 
-def test_numbers_behind_flags_are_their_defaults() -> None:
-    """As in "`--priority-floor` (0)", "`--max-waiting`, 10,000" or "`--cold-start-stall SHARE` (default 0.02"."""
-    defaults = {flag.option: flag.default for flag in (*FLAGS, *CLUSTER_FLAGS)}
-    found = []
-    for page in PAGES:
-        for option, number in re.findall(
-            r"`(--[\w-]+)(?: [A-Z]+)?`(?: \((?:default )?|, )(\d[\d.,]*\d|\d)(?! ?[KMG]iB)", prose(page)
-        ):
-            default = defaults[option]
-            if default is not None:
-                found.append(option)
-                assert float(number.replace(",", "")) == default, f"{page.name}: {option}"
-    assert {"--priority-floor", "--step-timeout", "--max-attempts"} <= set(found)
-
-
-def test_pages_name_flags_that_there_are() -> None:
-    """Ours, or another engine's in place of them; docs/flags.md names some that are refused."""
-    ours = {*options(_parser(find_commands())), *OTHERS_FLAGS}
-    refused = rows((DOCS / "flags.md").read_text().partition(WITHOUT_COUNTERPART)[2])
-    ours |= {code for cells in refused for code in coded(cells[0])}
-    unknown = {
-        f"{page.relative_to(ROOT)}: {flag}"
+def test_values_of_flags_are_among_their_choices() -> None:
+    """As in `--merge dlora`; ``tests/test_docs_commands.py`` asks whether the flags are there."""
+    choices = {flag.option: set(flag.choices) for flag in (*FLAGS, *CLUSTER_FLAGS) if flag.choices}
+    choices |= {"--router": set(ROUTING_POLICIES), "--cache-policy": set(CACHES)}
+    choices["--device"].add("sim")  # reproduce's
+    named = [
+        (page.name, option, value)
         for page in PAGES
-        if page.name not in BY_HAND
         for code in coded(prose(page))
-        if code.startswith("--")
-        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
-        if flag not in ours
-    }
-    assert unknown == set()
+        for option, value in re.findall(r"(?<![\w-])(--[a-z][\w-]*) ([a-z][\w-]*)", code)
+        if option in choices
+    ]
+    assert len(named) > 30
+    assert [each for each in named if each[2] not in choices[each[1]]] == []
 
 
 ROOTS = [
@@ -202,19 +174,3 @@ def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
         if not any(not name or path.suffix == f".{name}" or name in path.read_text() for path in found):
             missing.add(code)
     assert missing == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_headings(page: Path) -> None:
-    dead = []
-    for target, heading in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", prose(page)):
-        place = page.parent / target if target else page
-        found = {slug(title) for title in re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)}
-        if heading not in found:
-            dead.append(f"{target}#{heading}")
-    assert dead == []
-
-
-def slug(title: str) -> str:
-    """A heading's anchor, as GitHub makes it."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

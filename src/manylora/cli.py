@@ -225,7 +225,7 @@ def _add_adapters(commands: Any) -> None:
         ("list", "one line for every adapter in the folders of PATH", "a folder of adapter folders"),
         ("check", about_check, "an adapter's folder"),
     ):
-        about = f"{help_text.capitalize()}. Weights are held as on a CPU."
+        about = f"{help_text[0].upper()}{help_text[1:]}. Weights are held as on a CPU."
         action = actions.add_parser(name, help=help_text, description=about)
         action.add_argument("path", metavar="PATH", help=path_help)
         action.add_argument("--model", required=True, metavar="MODEL", help="the base: a folder, or a hub id")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.process import Cluster, ask_all, long_bodies, mixed_bodies, send
 from tests.cluster.rounding import assert_equal
-from tests.e2e.process import MODEL, Server, events, free_port, lines_of, run_cli, wait_until
+from tests.e2e.process import BASE, MODEL, Server, events, free_port, lines_of, run_cli, wait_until
 
 MIXED = mixed_bodies(20)
 LONG = long_bodies(8, 300)
@@ -60,6 +60,20 @@ def test_it_serves_what_the_cluster_serves(cluster: Cluster, joined: Server) -> 
     frontends = cluster.status()["frontends"]
     assert [each["state"] for each in frontends] == ["running", "running"]
     assert joined.process.pid in {each["pid"] for each in frontends}
+
+
+def test_salted_prompts_are_reused_whichever_front_end_they_come_through(
+    cluster: Cluster, joined: Server
+) -> None:
+    """None of them comes through the second one twice."""
+
+    def cached_tokens(server: Server, number: int) -> int:
+        body = {"model": BASE, "prompt": f"{number} " * 40, "cache_salt": "tenant", "max_tokens": 1}
+        usage = server.http.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert not any(cached_tokens(cluster, number) for number in range(8))
+    assert any(cached_tokens(joined, number) for number in range(8))
 
 
 def test_the_router_dies_under_its_streams(cluster: Cluster, joined: Server) -> None:

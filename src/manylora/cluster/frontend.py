@@ -17,6 +17,7 @@ from manylora.cluster.credentials import credentials_of
 from manylora.cluster.exposition import ClusterPage, cluster_route
 from manylora.cluster.link import Hello
 from manylora.config import ConfigError, EngineSettings, HttpSettings
+from manylora.engine.scopes import CacheScopes
 from manylora.engine.wire import Failed
 from manylora.main import connection_limits, load_tokenizer, run_loop, server_settings
 from manylora.text.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         starter.say(messages.ChildReady())
 
     sock = socket.socket(fileno=launch.descriptor)
-    return run_loop(serve_clients(client, tokenizer, launch.engine, launch.http, sock, is_ready))
+    scopes = CacheScopes(launch.secret)
+    return run_loop(serve_clients(client, tokenizer, launch.engine, launch.http, sock, scopes, is_ready))
 
 
 async def serve_clients(
@@ -64,6 +66,7 @@ async def serve_clients(
     engine: EngineSettings,
     http: HttpSettings,
     sock: socket.socket,
+    scopes: CacheScopes,
     ready: Callable[[Callable[[], None]], None],
     signals: Sequence[signal.Signals] = (),
 ) -> int:
@@ -77,7 +80,9 @@ async def serve_clients(
     settings = server_settings(engine, http, connection_limits(http, client.info))
     page = ClusterPage(client, engine.model.name, client.info)
     routes = cluster_route(client, http.api_keys)
-    app = create_app(client, tokenizer, settings, metrics=page.metrics, page=page.render, routes=routes)
+    app = create_app(
+        client, tokenizer, settings, metrics=page.metrics, page=page.render, routes=routes, scopes=scopes
+    )
     sock.listen()
     loop = asyncio.get_running_loop()
 

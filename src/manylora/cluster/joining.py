@@ -28,6 +28,7 @@ from manylora.cluster.frontend import serve_clients
 from manylora.cluster.link import Hello, LinkError, LinkRefused, dial
 from manylora.config import ConfigError, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
+from manylora.engine.scopes import CacheScopes
 from manylora.main import bind, check_model, configure_logging, load_tokenizer, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
@@ -75,7 +76,10 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
             shown = f"[{host}]" if ":" in host else host
             log.info("serving %s on http://%s:%d", engine.model.name, shown, port)
 
-        return run_loop(serve_clients(client, tokenizer, engine, http, sock, is_ready, stop_signals()))
+        scopes = CacheScopes(secret)
+        return run_loop(
+            serve_clients(client, tokenizer, engine, http, sock, scopes, is_ready, stop_signals())
+        )
     finally:
         sock.close()
 

@@ -8,13 +8,18 @@ import secrets
 from manylora.types import InvalidRequest
 
 _DIGEST_BYTES = 16
+_PURPOSE = b"cache scopes"
 
 
 class CacheScopes:
-    """Makes scopes with a secret of its own, so that a journal's scopes cannot be guessed from keys and salts."""
+    """Makes scopes with a secret, so that a journal's scopes cannot be guessed from keys and salts.
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+    ``secret``: what processes that are to make the same scopes have in common; None: one of its own.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        secret = secrets.token_bytes(32) if secret is None else secret
+        self._secret = hashlib.blake2b(secret, person=_PURPOSE, digest_size=32).digest()
 
     def scope(self, owner: bytes | None, salt: str | None) -> str:
         """The scope of an owner's requests with a salt; "" where there is neither, which all such requests share.

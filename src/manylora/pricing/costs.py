@@ -1,8 +1,8 @@
 """What a simulated device takes for what it is told: seconds by the numbers that a step, copy or read has.
 
-``StepCosts`` is what the simulator asks. Three answer it: ``DeviceCosts`` by assumed rates (here),
-``AnalyticalCosts`` by a hardware's data sheet (in the laboratory), ``pricing.fit.FittedCosts`` by a profile that
-``manylora profile`` measured.
+``StepCosts`` is what the simulator asks. It is answered by ``DeviceCosts`` from assumed rates (here), by
+``pricing.fit.FittedCosts`` from a profile that ``manylora profile`` measured, and in the laboratory by
+``AnalyticalCosts`` from a hardware's data sheet and by others that derive from it.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ def create_app(
     metrics: Metrics | None = None,
     page: Callable[[], Awaitable[bytes]] | None = None,
     routes: APIRouter | None = None,
+    scopes: CacheScopes | None = None,
 ) -> FastAPI:
     """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work.
 
     ``metrics``, ``page``: what is counted and what /metrics shows, where that is not one engine's; ``routes``:
-    others beside those of a server.
+    others beside those of a server; ``scopes``: those of all servers of one cluster.
     """
     lifecycle = Lifecycle()
     if metrics is None:
@@ -48,7 +49,7 @@ def create_app(
     errors.install(app)
 
     served = models.Models(client, settings)
-    service = Service(client, tokenizer, lifecycle, metrics, CacheScopes())
+    service = Service(client, tokenizer, lifecycle, metrics, scopes or CacheScopes())
     app.include_router(completions.routes(service, served))
     app.include_router(chat.routes(service, served))
     app.include_router(models.routes(served))

@@ -3,9 +3,9 @@
 One worker of Llama-2-7B's shape with dummy weights serves an engine for each mode. Parts: ``ranks`` (by rank and
 mode: adapter in the pool, in host memory, in the adapter store, only in its files; one request at a time, 64
 prompt tokens, one token out), ``reads`` (adapters that were never read, with copies that follow reads and
-without, in turns), ``brought`` (adapters in host memory, brought by a kernel and by the copy engine, in turns;
-beside them two that are on the device, one after the other), ``decode`` (32 decoding rows beside a request with a
-cold adapter of rank 64 every 100 ms),
+without, in turns), ``brought`` (adapters in host memory, brought by a kernel and by the copy engine, with threads
+of copies that begin at once and later, in turns; beside them two that are on the device, one after the other),
+``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every 100 ms),
 ``gates`` (what gates cost steps that await nothing: captured with and without, in turns), ``rates`` (copies to the
 device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
 repository's root:
@@ -54,7 +54,8 @@ DECODING = 32
 COLD_RANK, COLD_EVERY_S = 64, 0.1
 READ_TURNS = 7
 BRING_TURNS = 6
-BROUGHT_BY = {"copy engine": False, "kernel": True}
+BROUGHT_BY = {"copy engine": (False, True), "kernel": (True, True), "kernel, threads at once": (True, False)}
+"""Whether a kernel brings adapters, and whether what no step waits for is put off until steps are launched."""
 GATE_TURNS, GATE_REQUESTS = 16, 12
 RATE_BYTES, RATE_ROUNDS = 320 * 2**20, 6
 
@@ -223,7 +224,7 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
     """Milliseconds to the first token of adapters in host memory, with what brings them in turns, and of adapters
     on the device: the one of the request before, and another."""
     for rank in report.args.ranks:
-        if not report.has(10.0, f"bringing at rank {rank}"):
+        if not report.has(15.0, f"bringing at rank {rank}"):
             continue
         names = list(adapters_of(rig, rank))
         taken: dict[tuple[str, str], list[float]] = {}
@@ -237,11 +238,12 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
             await asyncio.sleep(PAUSE_S)
             return 1e3 * (answer.first_s - began_s)
 
+        was = bringing.BY_KERNEL, rig.worker._copier._puts_off
         for name in names:  # into the host pool
             await ask(name)
         for turn in range(TOY_ROUNDS if rig.is_toy else BRING_TURNS):
             for way in BROUGHT_BY if turn % 2 else reversed(BROUGHT_BY):
-                bringing.BY_KERNEL = BROUGHT_BY[way]
+                bringing.BY_KERNEL, rig.worker._copier._puts_off = BROUGHT_BY[way]
                 for name in names[:-2]:
                     taken.setdefault((way, "host"), []).append(await ask(name))
                 for name in names[-2:]:
@@ -250,7 +252,7 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
                     taken.setdefault((way, "warm, another"), []).append(await ask(name))
                 for _ in range(2):
                     taken.setdefault((way, "warm, the same"), []).append(await ask(names[-1]))
-        bringing.BY_KERNEL = True
+        bringing.BY_KERNEL, rig.worker._copier._puts_off = was
         counters = await target.counters()
         await target.close()
         for (way, kind), each in sorted(taken.items()):
