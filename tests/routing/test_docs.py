@@ -35,7 +35,8 @@ def test_every_policy_and_every_parameter_has_its_line() -> None:
 
 def test_help_names_every_parameter() -> None:
     for name, kind in ROUTING_POLICIES.items():
-        fields = fields_of(kind.parameters)
+        record: type = kind.parameters
+        fields = fields_of(record)
         expected = [f"{name}.{field.name}" for field in fields] or ["no"]
         assert [line.split()[0] for line in router_help(name).splitlines()] == expected
     with pytest.raises(ConfigError, match=r"router 'nearest' is not known: use round-robin, .*, manylora$"):
