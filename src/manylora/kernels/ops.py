@@ -7,6 +7,7 @@ whatever an implementation wants, once a step; every layer then reuses the plans
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -215,6 +216,35 @@ def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pool if pool.dtype == dtype else pool.view(dtype)
 
 
+class Side(Protocol):
+    """Where something may run beside what a device is told next."""
+
+    def fork(self) -> None:
+        """What is issued in ``use`` from now on waits for all that was issued before, and for nothing later."""
+
+    def use(self) -> contextlib.AbstractContextManager[object]:
+        """What is issued meanwhile may run beside all that is issued between ``fork`` and ``join``."""
+
+    def join(self) -> None:
+        """What is issued from now on waits for all that was issued in ``use``."""
+
+
+class InLine:
+    """``Side`` where there is none: everything runs in the order in which it is issued."""
+
+    def fork(self) -> None:
+        return
+
+    def use(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def join(self) -> None:
+        return
+
+
+IN_LINE = InLine()
+
+
 class Ops(Protocol):
     """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
 
@@ -274,6 +304,9 @@ class Ops(Protocol):
     ) -> None:
         """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
         columns of a contiguous tensor."""
+
+    def lora_side(self, plan: Any) -> Side:
+        """Where the base's product may run, beside ``lora_shrink`` of this plan and what ranks do with it."""
 
     def lora_summands(
         self,
@@ -344,6 +377,9 @@ class Ops(Protocol):
 
 class ComposedLora:
     """Linears with adapters by the operations that they stand for, for implementations of Ops."""
+
+    def lora_side(self, plan: Any) -> Side:
+        return IN_LINE
 
     def lora_summands(
         self: Ops,

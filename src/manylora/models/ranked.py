@@ -28,25 +28,40 @@ class RankedLinear(LoraLinear):
     peers: Peers
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        """As LoraLinear; the summands are one. Of a row linear the whole sum, on every rank."""
+        """As LoraLinear. Of a row linear the whole sum, on every rank, in one."""
+        if self.share.kind == "column" and not self.is_sharded:
+            return self._summands(x, step)
         y = self._adapted(x, step)
         if self.share.kind == "row":
             self.peers.add_up(y, "base")
         return Summands(y)
 
     def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return step.ops.silu_mul(self._adapted(x, step))
+        ops, plan = step.ops, step.batch.lora
+        if plan is not None and self.is_sharded:
+            return ops.silu_mul(self._adapted(x, step))
+        lies = step.pool, self.layer, self.share.adapted
+        return ops.lora_gated(x, self.weight, self.bias, *lies, plan)
+
+    def _summands(self, x: torch.Tensor, step: Step) -> Summands:
+        """Where adapters need no exchange."""
+        lies = step.pool, self.layer, self.share.adapted
+        return step.ops.lora_summands(x, self.weight, self.bias, *lies, step.batch.lora)
 
     def _adapted(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         ops, plan, share = step.ops, step.batch.lora, self.share
         if plan is None or not self.is_sharded:
-            lies = step.pool, self.layer, share.adapted
-            return ops.lora_summands(x, self.weight, self.bias, *lies, plan).whole
+            return self._summands(x, step).whole
+        # The product is what runs beside: exchanges keep to one stream, in the one order of all ranks.
+        side = ops.lora_side(plan)
+        side.fork()
         shrunk = ops.lora_shrink(_columns(x, share.read), step.pool, self.layer, share.adapted, plan)
+        with side.use():
+            y = ops.linear(x, self.weight, self.bias)
         # None where no adapter of the batch is on these projections, which all ranks see alike.
         if shrunk.values.numel():
             self.peers.add_up(shrunk.values, "lora")
-        y = ops.linear(x, self.weight, self.bias)
+        side.join()
         ops.lora_expand(_columns(y, share.added), shrunk, step.pool, self.layer, share.adapted, plan)
         return y
 

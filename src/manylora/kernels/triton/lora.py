@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import LoraSegments, Shrunk, Summands
+from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import (
@@ -175,6 +175,10 @@ class AdaptedLinears:
         """Computes ``Ops.lora``."""
         partial = self.kernels.shrink(x, pool, layer, group, plan)
         self.kernels.expand(y, partial, pool, layer, group, plan)
+
+    def side(self, plan: LoraPlan) -> Side:
+        """Computes ``Ops.lora_side``: the device prefers what ranks wait for to the product."""
+        return IN_LINE if plan.beside is None else self._behind
 
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan

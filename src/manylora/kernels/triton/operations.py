@@ -20,6 +20,7 @@ from manylora.kernels.ops import (
     MergePlan,
     Rotary,
     Shrunk,
+    Side,
     Summands,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
@@ -169,6 +170,9 @@ class TritonOps:
         plan: LoraPlan,
     ) -> None:
         self._adapted(x.device).add(y, x, pool, layer, group, plan)
+
+    def lora_side(self, plan: LoraPlan) -> Side:
+        return self._adapted(plan.cells.device).side(plan)
 
     def lora_shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
