@@ -28,8 +28,9 @@ def record(folder: Path, *args: str) -> dict[str, Any]:
     return found
 
 
-def test_exchanges_and_an_engine_of_two_ranks(tmp_path: Path) -> None:
-    found = record(tmp_path, "--shapes", "llama-3-8b", "--kinds", "sharded")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_exchanges_and_an_engine_of_several_ranks(ranks: int, tmp_path: Path) -> None:
+    found = record(tmp_path, "--shapes", "llama-3-8b", "--kinds", "sharded", "--ranks", str(ranks))
     assert found["left_out"] == []
     assert "failed" not in found
     assert [(row["operation"], row["bytes"]) for row in found["exchanges"]] == [
@@ -37,7 +38,7 @@ def test_exchanges_and_an_engine_of_two_ranks(tmp_path: Path) -> None:
     ]
     assert all(row["eager_us"] > 0 and row["eager_bus_gb_per_s"] > 0 for row in found["exchanges"])
     (start,) = found["starts"]
-    assert len(start["ranks_hold"]) == 2
+    assert len(start["ranks_hold"]) == ranks
     assert [(row["mix"], row["adapter_rank"]) for row in found["steps"]] == [
         ("base", 0), ("identical", 16), ("distinct", 16), ("distinct", 64),
     ]  # fmt: skip
@@ -92,15 +93,24 @@ def test_what_has_no_time_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_part_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--parts", "steps,copies"), "copies is none of exchanges"),
+        (("--ranks", "1"), "--ranks: 2 or more"),
+    ],
+)
+def test_what_it_refuses(
+    given: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        record(tmp_path, "--parts", "steps,copies")
+        record(tmp_path, *given)
     assert caught.value.code == 2
-    assert "copies is none of exchanges" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_the_order_is_by_importance() -> None:
-    names = [cell.name for cell in cells_of(ORDER, list(KINDS))]
+    names = [cell.name for cell in cells_of(ORDER, list(KINDS), 2)]
     assert names[:7] == [
         "llama-3-8b x1", "llama-3-8b x2 sharded", "llama-2-13b x1", "llama-2-13b x2 sharded",
         "codellama-34b x1", "codellama-34b x2 sharded", "llama-2-70b x2 sharded",

@@ -1,14 +1,15 @@
 """What several ranks' exchanges take by size, and how the GPUs of a host are linked. No engine is here.
 
-Two processes, one a GPU, exchange through ``GroupPeers`` as ranks do (a toy: two on the CPU, through gloo). Each
+One process a GPU; they exchange through ``GroupPeers`` as ranks do (a toy: on the CPU, through gloo). Each
 operation is timed as launched one after the other and, on GPUs, as captured in a CUDA graph: the group's sum and
-gather themselves, and ``add_up``, which is what the engine asks for. Of both ranks the longer time counts. Run by
+gather themselves, and ``add_up``, which is what the engine asks for. Of all ranks the longest time counts. Run by
 ``h200_ranks``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -25,7 +26,6 @@ from manylora.devices.group_peers import GroupPeers
 from manylora.executor.ranks.start import ENVIRONMENT
 from manylora_lab.benchmarks.run_report import Row, copy_bandwidth, peer_copy_bandwidth, replace
 
-COUNT = 2
 SIZES = tuple(2**power for power in range(13, 27))
 """Bytes of a rank's tensor: 8 KiB to 64 MiB."""
 TOY_SIZES = (2**13, 2**16)
@@ -38,7 +38,7 @@ RANKS_S = 90.0
 # ---------------------------------------------------------------- a rank
 
 
-def rank_main(file: int, rank: int, out: Path, is_toy: bool) -> None:
+def rank_main(file: int, rank: int, count: int, out: Path, is_toy: bool) -> None:
     """One of the processes: its times go into ``out``."""
     device = torch.device("cpu") if is_toy else torch.device("cuda", rank)
     if not is_toy:
@@ -47,18 +47,18 @@ def rank_main(file: int, rank: int, out: Path, is_toy: bool) -> None:
     if not is_toy and rank == 0:
         found["peer_copy_bytes_per_s"] = peer_copy_bandwidth()
     out.write_text(json.dumps(found))
-    peers = GroupPeers(file, rank, COUNT, device)
+    peers = GroupPeers(file, rank, count, device)
     found["exchanges"] = [
-        row for size in (TOY_SIZES if is_toy else SIZES) for row in times(peers, size, device)
+        row for size in (TOY_SIZES if is_toy else SIZES) for row in times(peers, size, device, count)
     ]
     replace(out, json.dumps(found).encode())
     os._exit(0)  # NCCL's own end waits for graphs and for the other rank
 
 
-def times(peers: GroupPeers, size: int, device: torch.device) -> list[Row]:
+def times(peers: GroupPeers, size: int, device: torch.device, count: int) -> list[Row]:
     """Microseconds of each operation on tensors of so many bytes."""
     tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-    planes = torch.zeros(COUNT * size // 2, dtype=torch.bfloat16, device=device)
+    planes = torch.zeros(count * size // 2, dtype=torch.bfloat16, device=device)
     operations: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: torch.distributed.all_reduce(tensor),
         "all_gather": lambda: torch.distributed.all_gather_into_tensor(planes, tensor),
@@ -115,14 +115,14 @@ def graph_times(operation: Callable[[], object]) -> Row:
     }
 
 
-# ---------------------------------------------------------------- both of them
+# ---------------------------------------------------------------- all of them
 
 
-def measure(is_toy: bool) -> Row:
-    """The link, and the longer time of two ranks; what failed as ``exchanges_error``."""
-    found: Row = {} if is_toy else topology()
+def measure(is_toy: bool, count: int) -> Row:
+    """The link, and the longest time of so many ranks; what failed as ``exchanges_error``."""
+    found: Row = {} if is_toy else topology(count)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as meeting:
-        outs = [Path(scratch) / str(rank) for rank in range(COUNT)]
+        outs = [Path(scratch) / str(rank) for rank in range(count)]
         codes = ended(meeting.fileno(), outs, is_toy)
         told = [json.loads(out.read_text()) for out in outs if out.exists()]
     if any(codes):
@@ -131,7 +131,7 @@ def measure(is_toy: bool) -> Row:
         found["bandwidth_bytes_per_s"] = min(one["bandwidth_bytes_per_s"] for one in told)
         found |= {name: value for name, value in told[0].items() if name == "peer_copy_bytes_per_s"}
     every = [one.get("exchanges", []) for one in told]
-    found["exchanges"] = [longer(rows) for rows in zip(*every, strict=False)] if len(told) == COUNT else []
+    found["exchanges"] = [longest(rows) for rows in zip(*every, strict=False)] if len(told) == count else []
     return found
 
 
@@ -140,7 +140,7 @@ def ended(meeting: int, outs: Sequence[Path], is_toy: bool) -> list[int | None]:
     kind = ["toy"] if is_toy else []
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", __name__, str(meeting), str(rank), str(out), *kind],
+            [sys.executable, "-m", __name__, str(meeting), str(rank), str(len(outs)), str(out), *kind],
             pass_fds=(meeting,),
             env={**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
         )
@@ -157,23 +157,24 @@ def ended(meeting: int, outs: Sequence[Path], is_toy: bool) -> list[int | None]:
     return codes
 
 
-def longer(rows: Sequence[Row]) -> Row:
-    """Of one operation, with the bandwidth of the wire that its bytes make: for a sum as a ring moves them."""
-    row = dict(rows[0])
-    wire = (2 if row["operation"] != "all_gather" else COUNT) * (COUNT - 1) / COUNT * row["bytes"]
+def longest(rows: Sequence[Row]) -> Row:
+    """Of one operation on every rank, with the bandwidth of the wire that its bytes make: a sum's as a ring moves
+    them."""
+    row, count = dict(rows[0]), len(rows)
+    wire = (2 if row["operation"] != "all_gather" else count) * (count - 1) / count * row["bytes"]
     for name in ("eager", "graph"):
         if all(f"{name}_us" in one for one in rows):
-            longest = max(one[f"{name}_us"] for one in rows)
-            row[f"{name}_us"] = round(longest, 2)
-            row[f"{name}_bus_gb_per_s"] = round(wire / longest / 1e3, 3)
+            microseconds = max(one[f"{name}_us"] for one in rows)
+            row[f"{name}_us"] = round(microseconds, 2)
+            row[f"{name}_bus_gb_per_s"] = round(wire / microseconds / 1e3, 3)
     return row
 
 
-def topology() -> Row:
-    """What the system says of the link, and whether each GPU reaches the other's memory."""
-    pairs = [(0, 1), (1, 0)]
+def topology(count: int) -> Row:
+    """What the system says of the link, and whether each GPU reaches the others' memory."""
+    pairs = list(itertools.permutations(range(count), 2))
     return {
-        "gpus": [torch.cuda.get_device_name(number) for number in range(COUNT)],
+        "gpus": [torch.cuda.get_device_name(number) for number in range(count)],
         "can_access_peer": [torch.cuda.can_device_access_peer(*pair) for pair in pairs],
         "topology": said_by("nvidia-smi", "topo", "-m"),
         "nvlink": said_by("nvidia-smi", "nvlink", "-s"),
@@ -191,4 +192,5 @@ def said_by(*command: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] == ["toy"])
+    file, rank, count = map(int, sys.argv[1:4])
+    rank_main(file, rank, count, Path(sys.argv[4]), sys.argv[5:] == ["toy"])

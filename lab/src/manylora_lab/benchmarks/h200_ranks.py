@@ -1,9 +1,10 @@
-"""What a second GPU gives and takes: exchanges between ranks, decoding steps, and many requests at once.
+"""What further GPUs give and take: exchanges between ranks, decoding steps, and many requests at once.
 
 Dummy weights in bfloat16, contexts of 256 tokens, 64 adapters of rank 16 on all projections. ``exchanges``: how
 the GPUs are linked, and what sums take by size, launched and in a CUDA graph. Then, for each shape, an engine of
-one rank and of two. ``steps``: decoding of the base, of one adapter for all rows, and of 64, beside a floor (a
-rank's bytes at the measured bandwidth, and its exchanges at their measured times); ``offline``: requests at once.
+one rank and of two, or of ``--ranks``. ``steps``: decoding of the base, of one adapter for all rows, and of 64,
+beside a floor (a rank's bytes at the measured bandwidth, and its exchanges at their measured times); ``offline``:
+requests at once.
 
 Each engine is a process of its own, which is ended when it is late. What failed is in the record as a text, and
 the rest goes on; where captures with ranks fail, without them. What engines said is in ``OUT.log``.
@@ -41,11 +42,10 @@ PARTS = ("exchanges", "steps", "offline")
 ORDER = ("llama-3-8b", "llama-2-13b", "codellama-34b", "llama-2-70b")
 FIRST = ORDER[0]
 KINDS = {
-    "one": (1, "", "on"), "sharded": (2, "sharded", "on"), "replicated": (2, "replicated", "on"),
-    "one-eager": (1, "", "off"), "sharded-eager": (2, "sharded", "off"),
-    "replicated-eager": (2, "replicated", "off"),
+    "one": ("", "on"), "sharded": ("sharded", "on"), "replicated": ("replicated", "on"),
+    "one-eager": ("", "off"), "sharded-eager": ("sharded", "off"), "replicated-eager": ("replicated", "off"),
 }  # fmt: skip
-"""Ranks, how adapters are cut, and ``--cuda-graphs``."""
+"""How adapters are cut, nothing where there is one rank, and ``--cuda-graphs``."""
 ROUNDS = (("one", "sharded"), ("replicated",), ("sharded-eager", "one-eager", "replicated-eager"))
 ONE_GPU_BYTES = 100e9
 """The most weights that one rank is asked to hold."""
@@ -56,16 +56,17 @@ SAID = (" captured ", " compiled ", "WARNING", "ERROR")
 TAIL = 12
 
 
-def cells_of(shapes: Sequence[str], kinds: Sequence[str]) -> Iterator[RankedCell]:
-    """The most important first."""
+def cells_of(shapes: Sequence[str], kinds: Sequence[str], ranks: int) -> Iterator[RankedCell]:
+    """The most important first. ``ranks``: of those with several."""
     for chosen in ROUNDS:
         for shape in shapes:
             for kind in chosen:
-                count, sharding, graphs = KINDS[kind]
+                sharding, graphs = KINDS[kind]
+                count = ranks if sharding else 1
                 fits = SHAPES[shape].weight_bytes / count < ONE_GPU_BYTES
                 if kind in kinds and fits and (graphs == "on" or shape == FIRST):
-                    ranks = (16, 64) if graphs == "on" and shape == FIRST else (16,)
-                    yield RankedCell(shape, count, sharding, graphs, ranks)
+                    of_adapters = (16, 64) if graphs == "on" and shape == FIRST else (16,)
+                    yield RankedCell(shape, count, sharding, graphs, of_adapters)
 
 
 class RanksRun:
@@ -80,7 +81,7 @@ class RanksRun:
         """The link, and exchanges by size."""
         if not self.report.has(EXCHANGES_S, "exchanges"):
             return
-        found = exchange_runs.measure(self._is_toy)
+        found = exchange_runs.measure(self._is_toy, self.report.args.ranks)
         rows = found.pop("exchanges")
         self.report.values |= found
         for row in rows:
@@ -202,18 +203,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--shapes", nargs="*", default=list(ORDER), choices=ORDER)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of engines with several")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: {min(unknown)} is none of {', '.join(PARTS)}")
+    if args.ranks < 2:
+        parser.error("--ranks: 2 or more; engines of one rank are measured beside them")
     report = RunReport(args, "of dummy weights, random adapters and prompts, fixed")
     report.save()
     run = RanksRun(report, parts, args.steps)
     if "exchanges" in parts:
         run.exchanges()
     if {"steps", "offline"} & set(parts):
-        run.cells(list(cells_of(args.shapes, args.kinds)))
+        run.cells(list(cells_of(args.shapes, args.kinds, args.ranks)))
     report.save()
     print(json.dumps({name: len(value) for name, value in report.values.items() if isinstance(value, list)}))
 
