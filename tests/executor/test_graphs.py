@@ -346,6 +346,14 @@ def test_captures_end_where_they_hold_too_much(
     rig.worker.close()
 
 
+def test_captures_of_several_ranks_may_hold_more_by_the_model_s_layers() -> None:
+    """A pool that a device's memory gives leaves as much."""
+    assert graphs.graph_bytes(32, 1) == graphs.graph_bytes(80, 1) == graphs.MAX_BYTES
+    assert graphs.graph_bytes(2, 2) == graphs.MAX_BYTES
+    assert graphs.graph_bytes(32, 2) == graphs.graph_bytes(32, 4) == 1536 * 2**20
+    assert graphs.graph_bytes(80, 2) == 3840 * 2**20
+
+
 def test_prompts_are_padded_up_to_a_size(files: Files, tmp_path: Path) -> None:
     rig = made(files, tmp_path, max_num_seqs=6, max_batch_tokens=40)
     for page in rig.free:

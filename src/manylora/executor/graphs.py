@@ -43,7 +43,11 @@ MIXED_TOKENS = (
 """Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""
 
 MAX_BYTES = 2**30
-"""No more is captured once captures hold so much of the device's memory."""
+"""No more is captured once captures hold so much of the device's memory; of several ranks: ``graph_bytes``."""
+
+_RANKED_LAYER_BYTES = 48 * 2**20
+"""With several ranks, for each layer: a capture holds about twice as much where products run beside exchanges
+(11 MiB for 32 layers, of 108 captures)."""
 
 Progress = Callable[[int, int], None]
 
@@ -76,7 +80,7 @@ class Bucket:
 class GraphLimits:
     """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``has_second_scales``: they
     may hold rows of others beside a merged adapter. ``num_groups``: of layers, in which what they await lands; 0:
-    they await nothing."""
+    they await nothing. ``max_bytes``: what captures may hold."""
 
     max_num_seqs: int
     max_batch_tokens: int
@@ -84,9 +88,12 @@ class GraphLimits:
     max_adapter_rank: int | None = None
     has_second_scales: bool = False
     num_groups: int = 0
+    max_bytes: int = MAX_BYTES
 
     @classmethod
-    def of(cls, limits: PolicyConfig, max_adapter_rank: int | None) -> GraphLimits:
+    def of(
+        cls, limits: PolicyConfig, max_adapter_rank: int | None, max_bytes: int = MAX_BYTES
+    ) -> GraphLimits:
         """Of the steps that a policy with these limits composes."""
         return cls(
             limits.max_num_seqs,
@@ -95,6 +102,7 @@ class GraphLimits:
             max_adapter_rank,
             limits.merge.is_mixed,
             limits.cold_start.num_groups,
+            max_bytes,
         )
 
 
@@ -121,6 +129,11 @@ def bucket_sizes(most: int) -> list[int]:
     """Rows that steps are padded to, ascending, up to ``most``: finer where a row more costs more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [*[size for size in sizes if size < most], most]
+
+
+def graph_bytes(num_layers: int, num_ranks: int) -> int:
+    """What captures of a model of so many layers may hold of each device's memory."""
+    return MAX_BYTES if num_ranks == 1 else max(MAX_BYTES, _RANKED_LAYER_BYTES * num_layers)
 
 
 def first_line(error: BaseException) -> str:
@@ -345,8 +358,8 @@ class StepGraphs:
 
     def _with_room(self, bucket: Bucket) -> Prepared:
         """Raises RuntimeError where there is no room for another capture."""
-        if self._device.captured_bytes() >= MAX_BYTES:
-            raise RuntimeError(f"captures hold {MAX_BYTES >> 20} MiB")
+        if self._device.captured_bytes() >= self._limits.max_bytes:
+            raise RuntimeError(f"captures hold {self._limits.max_bytes >> 20} MiB")
         return self._prepared(bucket, self._forward)
 
     def _replaying(self, prepared: Prepared, replay: Callable[[], Tensors]) -> Captured:

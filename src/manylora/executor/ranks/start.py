@@ -29,7 +29,7 @@ from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
 from manylora.executor.build import CopyOfWeights, check_mixed, with_gates
-from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
+from manylora.executor.graphs import graph_bytes
 from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.ranks import ring, status
@@ -162,7 +162,7 @@ def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
     is_padded, activations = pads_steps(plan.settings, plan.kind), 0
     if plan.kind == "cuda":
         activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
-        activations += GRAPH_BYTES if is_padded else 0
+        activations += graph_bytes(config.num_layers, plan.num_ranks) if is_padded else 0
     return Begin(
         settings=plan.settings,
         device=plan.kind,
