@@ -34,7 +34,7 @@ from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.select import open_device
 from manylora.executor.build import CopyOfWeights, copy_of_weights
-from manylora.executor.graphs import Bucket, GraphLimits, graph_bytes
+from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.rehearsing import in_turn
@@ -164,17 +164,17 @@ class _Rank:
             _leave()
         threading.Thread(target=self._end_with_driver, daemon=True).start()
         self._worker = worker = self._made(begin, loaded, pools)
-        self._prepare(begin, worker, pools.limits, graph_bytes(loaded.config.num_layers, begin.count))
+        self._prepare(begin, worker, pools.limits)
         worker.connect(self._tell)
         channel.send(RankReady())
 
-    def _prepare(self, begin: Begin, worker: Worker, limits: PolicyConfig, most_captured: int) -> None:
+    def _prepare(self, begin: Begin, worker: Worker, limits: PolicyConfig) -> None:
         """Compile, capture and warm up, as one rank does."""
         max_rank = begin.settings.adapters.max_adapter_rank
         with compiling_ahead(self._device.torch_device) as ahead:
             rehearse = in_turn(ahead, self._peers)
             if begin.pads_steps:
-                graphs = GraphLimits.of(limits, max_rank, most_captured), limits.num_pages
+                graphs = GraphLimits.of(limits, max_rank, begin.graph_bytes), limits.num_pages
                 worker.use_graphs(*graphs, rehearse=rehearse, peers=self._peers)
             if begin.device == "cuda":
                 warm_up(worker, limits, max_rank, rehearse)

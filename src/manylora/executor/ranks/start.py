@@ -160,9 +160,10 @@ def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
     # Of the whole model, as are the kernels that are chosen by it.
     is_small = plan.kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     is_padded, activations = pads_steps(plan.settings, plan.kind), 0
+    captured = graph_bytes(config.num_layers, plan.num_ranks)
     if plan.kind == "cuda":
         activations = activation_bytes(config, dtype, limits.max_num_seqs, limits.max_batch_tokens)
-        activations += graph_bytes(config.num_layers, plan.num_ranks) if is_padded else 0
+        activations += captured if is_padded else 0
     return Begin(
         settings=plan.settings,
         device=plan.kind,
@@ -173,6 +174,7 @@ def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
         pads_steps=is_padded,
         max_positions=limits.max_model_len,
         activation_bytes=activations,
+        graph_bytes=captured,
         num_threads=max(1, torch.get_num_threads() // plan.num_ranks),
         log_level=logging.getLogger("manylora").getEffectiveLevel(),
         ring_file=-1,

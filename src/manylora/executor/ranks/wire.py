@@ -23,7 +23,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Begin(msgspec.Struct, tag=True):
-    """The first message to a rank: what to build. Descriptors are those of the rank's process."""
+    """The first message to a rank: what to build. ``graph_bytes``: what captures may hold of its device. Descriptors
+    are those of the rank's process."""
 
     settings: EngineSettings
     device: Literal["cpu", "cuda"]
@@ -34,6 +35,7 @@ class Begin(msgspec.Struct, tag=True):
     pads_steps: bool
     max_positions: int
     activation_bytes: int
+    graph_bytes: int
     num_threads: int
     log_level: int
     ring_file: int
