@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     )
                     paths = dict(zip(ranks, map(str, written), strict=True))
                 asyncio.run(fill_store(rig, paths))
+                rig.wait_pinned()  # for half a minute requests would run beside it, of the first seed alone
                 for seed in args.seeds:
                     if not report.has(1.6 * args.seconds + 8.0, f"{policy}, seed {seed}"):
                         continue

@@ -23,8 +23,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Begin(msgspec.Struct, tag=True):
-    """The first message to a rank: what to build. ``graph_bytes``: what captures may hold of its device. Descriptors
-    are those of the rank's process."""
+    """The first message to a rank: what to build. ``graph_bytes``: what its captures may hold.
+    Descriptors are those of the rank's process."""
 
     settings: EngineSettings
     device: Literal["cpu", "cuda"]
