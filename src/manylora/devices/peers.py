@@ -97,8 +97,8 @@ class Peers(Protocol):
     traffic: dict[Purpose, Traffic]
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """In place: the sum of the ranks' tensors, of one shape and dtype, added in the order of the ranks
-        and, for 16-bit floats, in float32. Contiguous in the last dimension."""
+        """In place: the sum of the ranks' tensors, of one shape and dtype, the same bits on every rank; small
+        tensors of 16-bit floats are added in float32. Contiguous in the last dimension."""
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
         """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
