@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from markdown_it import MarkdownIt
 from tools import figures
 from tools.expressions import Figure
 from tools.figures import ROOT, main
-from tools.origins import Origin
-from tools.records import FigureError, Records
+from tools.origins import Origin, origin_of, origins_of
+from tools.records import FigureError, Found, Records
 from tools.tables import PAGES, TABLES
 
 RECORD: dict[str, Any] = {
@@ -48,6 +50,7 @@ def site(tmp_path: Path) -> Path:
     (results / "nan.json").write_text('{"a": NaN}')
     (results / "infinite.json").write_text('{"a": -Infinity, "b": 1}')
     (results / "large.json").write_text('{"a": 1e999}')
+    (results / "deep.json").write_text("[" * 100_000)
     (results / "broken.json").write_text('{"a": ')
     return tmp_path
 
@@ -195,9 +198,10 @@ SETTINGS = {
     "128 rows, 128 distinct adapters, all of rank 8, 16, 32 or 64": "what was asked",
     "chat at 5 to 20 requests/s": "the rates offered",
     "a prompt of 64 tokens, adapter of rank 64": "what was asked",
-    "of rank 16 ": "what was asked",
+    "| of rank 16 ": "what was asked",
     "a decoding step of 128 rows": "what was asked",
     "a decoding step of 32 rows of the base; of one adapter of rank 16": "what was asked",
+    "at 128 rows over 64 adapters of rank 64": "what was asked",
     "at most 5 % worse": "the bound that was set before",
     "better by 15 %": "the bound that was set before",
     "p99": "a percentile's name",
@@ -305,6 +309,41 @@ def test_a_table_is_written_by_its_function(site: Path, monkeypatch: pytest.Monk
     assert main(["--check"], site) == 0
 
 
+def test_a_table_of_what_is_no_number_is_told(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[tuple[Callable[[Any], str], str]] = [
+        (lambda record: f"{1 / record['zero']}", "has not what the table needs: ZeroDivisionError"),
+        (lambda record: f"{statistics.fmean([])}", "has not what the table needs: StatisticsError"),
+        (lambda record: f"| {record['plain'] * 1e308:.1f} |", "the table of one.json would have inf"),
+    ]
+    page = site / "README.md"
+    page.write_text("x\n<!--table t: one.json; runs-->\n<!--/table-->\n")
+    for function, reason in made:
+        monkeypatch.setitem(TABLES, "runs", function)
+        assert main([], site) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("README.md:2: ")
+        assert reason in error
+
+
+def test_a_change_and_its_other_side_are_one_figure() -> None:
+    """A record keeps four digits of a change, which round to less than the change itself does."""
+    columns = {"invalid_share": 0.0, "adapter_reads": 1.0, "case": "load", "best_simple": "lru-ahead"}
+    lines = TABLES["seeds"](
+        {
+            "rows": [
+                {**columns, "policy": policy, "share": share, "ttft_mean_ms": ms, "ttft_ms_by_seed": [ms] * 3}
+                | {"change": change, "change_low": change, "change_high": change}
+                for share in (0.4, 0.0)
+                for policy, ms, change in (("manylora", 99.5497, -0.0045), ("lru-ahead", 100.0, 0.0))
+            ]
+        }
+    ).splitlines()
+    assert lines[4].split(" | ")[2].startswith("-0.5 (")
+    assert lines[4].split(" | ")[2] == lines[5].split(" | ")[3]
+
+
 def test_the_table_of_a_router_s_speed() -> None:
     times = {"p50": 40.4, "p99": 58.6, "p999": 190.0}
     row = {
@@ -375,7 +414,9 @@ def test_nothing_else_changes(
         (fig("a", "one.json:list/3; .1f"), "has no list/3"),
         (fig("a", "nan.json:a; .1f"), "nan.json is no JSON: it has NaN"),
         (fig("a", "infinite.json:b; .1f"), "infinite.json is no JSON: it has -Infinity"),
-        (fig("a", "large.json:a; .1f"), "large.json: a is inf"),
+        (fig("a", "large.json:a; .1f"), "large.json is no JSON: it has 1e999"),
+        (fig("a", "deep.json:a; .1f"), "deep.json is no JSON: maximum recursion depth"),
+        ("x\n<!--table a: large.json; kernels-lora-->\n<!--/table-->", "large.json is no JSON: it has 1e999"),
         ("x\n<!--table a: nan.json; kernels-lora-->\n<!--/table-->", "nan.json is no JSON: it has NaN"),
         (fig("a", "one.json:null; .1f"), "no number but null"),
         (fig("a", "one.json:flag; .1f"), "no number but true"),
@@ -489,6 +530,29 @@ def test_a_part_of_a_record_may_have_its_own_origin(site: Path, capsys: pytest.C
     assert "first    (commit 1)" in capsys.readouterr().out
     assert main(["--list", "churn"], site) == 0
     assert "second    (commit 2)" in capsys.readouterr().out
+
+
+def test_a_part_s_name_that_begins_another_s_is_not_it() -> None:
+    provenance = [{"part": "runs/1", "command": "first", "commit": "1"}]
+    record = {"provenance": provenance, "runs": [0.0] * 11}
+    assert origin_of(record, Found(0.0, (record, record["runs"]), ("runs", "1"))).command == "first"
+    assert origin_of(record, Found(0.0, (record, record["runs"]), ("runs", "10"))).command is None
+
+
+def test_a_table_of_a_record_in_parts_has_the_commands_of_all() -> None:
+    parts = [{"part": f"runs/{place}", "command": f"run {place}", "commit": f"{place}"} for place in range(2)]
+    record = {"provenance": parts, "runs": [1.0, 2.0]}
+    assert origins_of(record) == [Origin("run 0", "0"), Origin("run 1", "1")]
+    assert origins_of({**record, "command": "both", "commit": "3"}) == [Origin("both", "3")]
+    assert origins_of([1.0]) == [Origin(None, None)]
+
+
+def test_every_figure_can_be_made_again() -> None:
+    site = figures.Site(ROOT)
+    site.restore()
+    assert site.filled
+    for _, marker, _ in site.filled:
+        assert all(origin.shell() for _, origin in site.origins(marker)), marker.name
 
 
 def test_a_figure_of_two_records_names_both(site: Path) -> None:

@@ -35,6 +35,7 @@ the first is written: on any error nothing is, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,12 +43,13 @@ from typing import Any, NamedTuple
 
 from tools.expressions import Figure
 from tools.markers import Marker, Problem, scan
-from tools.origins import Origin, origin_of
-from tools.records import FigureError, Found, Records
+from tools.origins import Origin, origin_of, origins_of
+from tools.records import FigureError, Records
 from tools.tables import PAGES, TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path("docs/results")
+_NO_NUMBER = re.compile(r"(?<![\w.])(?:nan|inf)(?![\w.])")
 
 
 class Filled(NamedTuple):
@@ -126,24 +128,28 @@ class Site:
         return f"\n{self._made(record, TABLES[function]).rstrip()}\n"
 
     def _made(self, record: str, function: Callable[[Any], str]) -> str:
+        content = self.records[record]
         try:
-            return function(self.records[record])
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            text = function(content)
+        except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
             raise FigureError(
                 f"{record} has not what the table needs: {type(error).__name__} {error}"
             ) from None
+        if found := _NO_NUMBER.search(text):
+            raise FigureError(f"the table of {record} would have {found[0]}")
+        return text
 
     def origins(self, marker: Marker) -> list[tuple[str, Origin]]:
         """The records that a marker cites, and what made them; of several values of one path, the first."""
         if marker.kind == "table":
             record = marker.rest.partition(";")[0].strip()
-            cited = [(record, Found(self.records[record], (), ()))]
+            cited = [(record, origin) for origin in origins_of(self.records[record])]
         else:
-            operands = Figure.parse(marker.rest).operands
-            cited = [(one.record, self.records.find(one.record, one.path)[0]) for one in operands]
-        return list(
-            dict.fromkeys((record, origin_of(self.records[record], found)) for record, found in cited)
-        )
+            cited = [
+                (one.record, origin_of(self.records[one.record], self.records.find(one.record, one.path)[0]))
+                for one in Figure.parse(marker.rest).operands
+            ]
+        return list(dict.fromkeys(cited))
 
     def _error(self, page: str, line: int, reason: str) -> None:
         self.errors.append(f"{page}:{line}: {reason}")

@@ -48,21 +48,33 @@ def origin_of(record: Any, found: Found) -> Origin:
     return Origin(told.get("command"), told.get("commit"))
 
 
+def origins_of(record: Any) -> list[Origin]:
+    """Of a whole record: what it tells of itself; where that is too little, what it tells of each of its parts."""
+    own = origin_of(record, Found(record, (), ()))
+    if None not in own or not isinstance(record, dict):
+        return [own]
+    return [Origin(one.get("command"), one.get("commit")) for one in _entries(record)] or [own]
+
+
 def _sources(record: Any, found: Found) -> Iterator[dict[str, Any]]:
     """From the nearest to the value to the record itself."""
     around = [*found.above, found.value] if found.above else [record]
     yield from (one for one in reversed(around[1:]) if isinstance(one, dict))
     if isinstance(record, dict):
-        given = record.get("provenance", [])
-        parts = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
-        inside = [one for one in parts if _holds(one.get("part"), found.place)]
+        inside = [one for one in _entries(record) if _holds(one.get("part"), found.place)]
         yield from sorted(inside, key=lambda one: -len(str(one.get("part", ""))))
         yield record
+
+
+def _entries(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record's provenance."""
+    given = record.get("provenance", [])
+    return [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
 
 
 def _holds(part: Any, place: tuple[str, ...]) -> bool:
     """``part``: a path in the record's provenance, whatever joins its steps; none is the whole record."""
     if not isinstance(part, str) or not part:
         return True
-    steps = part.replace("/", ".").split(".")
-    return ".".join(place).startswith(".".join(steps))
+    steps = part.replace("/", ".")
+    return f"{'.'.join(place)}.".startswith(f"{steps}.")

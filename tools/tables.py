@@ -236,7 +236,9 @@ def seeds(record: Record) -> str:
                 (
                     f"`{policy}`",
                     *(f"{by[policy, share]['ttft_mean_ms']:,.1f}" for share in shares),
-                    _change(whole["change"], (whole["change_low"], whole["change_high"])),
+                    _against(
+                        by, policy, simple, shares
+                    ),  # the record's own has four digits, and rounds twice
                     "" if policy == "manylora" else _against(by, "manylora", policy, shares),
                     "-" if invalid is None else f"{100 * invalid:.1f}",
                     f"{whole['adapter_reads']:,.0f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -189,8 +190,10 @@ def attention_truth(case: AttentionCase) -> Bounded:
     ).rounded(case.q.dtype)
 
 
-def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bounded:
-    """What the case's adapters add for the group, as stored."""
+def lora_truth(
+    case: LoraCase, x: torch.Tensor, group: ProjectionGroup, parts: Sequence[slice] = (slice(None),)
+) -> Bounded:
+    """What the case's adapters add for the group, as stored; ``parts`` of the inputs are shrunk one by one."""
     added = Bounded.given(torch.zeros(len(x), group.offsets[-1], dtype=x.dtype, device=x.device))
     segments = case.segments
     for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
@@ -201,7 +204,7 @@ def lora_truth(case: LoraCase, x: torch.Tensor, group: ProjectionGroup) -> Bound
                 continue
             tokens, columns = slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1])
             scales = segments.row_scales(segment, index, case.layer)
-            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scales))
+            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scales, parts))
     return added
 
 

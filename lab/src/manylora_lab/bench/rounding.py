@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -110,13 +111,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return Bounded(total.exact, total.error + accumulator(x.dtype) * total.largest)
 
 
-def lora(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scales: np.ndarray | float) -> Bounded:
+def lora(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: np.ndarray | float,
+    parts: Sequence[slice] = (slice(None),),
+) -> Bounded:
     """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out],
-    ``scales`` [rank], or one for all rows.
+    ``scales`` [rank], or one for all rows. ``parts``: inputs that are shrunk each by themselves and added up.
 
-    What shrinking gives and that times the scale may each have been stored before expanding."""
+    What shrinking gives, the sum of its parts and that times the scale may each have been stored before
+    expanding."""
     dtype = x.dtype
-    shrunk = product(Bounded.given(x), a.T, dtype).rounded(dtype)
+    first, *others = (product(Bounded.given(x[:, one]), a[:, one].T, dtype).rounded(dtype) for one in parts)
+    shrunk = first
+    for other in others:
+        shrunk = shrunk.plus(other).rounded(dtype)
     scale = torch.as_tensor(scales, dtype=torch.float64, device=x.device)
     scaled = Bounded(shrunk.exact * scale, shrunk.error * scale.abs()).rounded(dtype)
     return product(scaled, b, dtype).rounded(dtype)
