@@ -90,6 +90,28 @@ def test_the_headline_is_against_the_best_simple_policy_and_the_gap_to_unlimited
     assert found["share of that gap which manylora closes"] == pytest.approx(0.25)
 
 
+def test_memory_is_short_by_the_rates_that_the_best_other_policy_sustains() -> None:
+    """At the highest rate unlimited memory is far ahead, and there the other policy is past its peak."""
+    ttft = {"manylora": 95.0, "lru-ahead": 100.0, REFERENCE: 90.0}
+    load = dataclasses.replace(LOADS[1], policies=tuple(ttft))
+    results = results_of(load, ttft)
+    for seed in load.seeds:
+        results[load.name, SHARES[-1], seed, "lru-ahead"]["ttft_mean_ms"] = 9000.0
+        results[load.name, SHARES[-1], seed, "manylora"]["ttft_mean_ms"] = 8000.0
+    found = {figure.metric.partition(": ")[2]: figure.ours for figure in headline(rows_of(load, results))}
+    assert found[f"{REFERENCE} against the best other policy"] < -0.7  # type: ignore[operator]
+    assert found[f"{REFERENCE} against the best other policy, at rates that it sustains"] == pytest.approx(
+        -0.1
+    )
+    assert found["memory is short"] == 0.0
+    assert found["share of that gap which manylora closes"] == pytest.approx(0.5)
+    for key, result in results.items():
+        results[key] = {**result, "ttft_mean_ms": 9000.0}
+    none = {figure.metric.partition(": ")[2] for figure in headline(rows_of(load, results))}
+    assert "memory is short" not in none
+    assert f"{REFERENCE} against the best other policy" in none
+
+
 def test_every_policy_stands_where_adapters_and_kv_compete() -> None:
     first = LOADS[0]
     assert {*first.policies} == {*CACHE_POLICIES, *LIMITS}

@@ -1,9 +1,9 @@
 """Cache policies on several seeds, and where adapters and KV really compete (§6.3, §6.6 to §6.8): paired, with
 intervals.
 
-Owns the loads, their rates and the intervals. ``manylora`` was changed by none of them, but by ``chatbot 7B-100``
-with seed 0. The sizes of whole adapters were chosen by runs of seed 0, for their share of invalid KV, and what is
-served before the settled load counts, too; seeds 1 to 4 were not looked at before.
+Owns the loads, their rates and the intervals. ``manylora`` was changed by none of them, but by those of 7B-100
+with seeds 0 and 1. The sizes of whole adapters were chosen by runs of seed 0, for their share of invalid KV, and
+what is served before the settled load counts, too; seeds 2 to 4 were not looked at before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ JUDGING_SEEDS = (2, 3, 4)
 """Where runs of seeds 0 and 1 were looked at before."""
 _DRAWS = 2000
 _SHORT = 0.2
-"""Memory is short where unlimited memory is at least so much below the best other policy."""
+"""Memory is short where unlimited memory is at least so much below the best other policy, at rates that this one
+sustains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +79,11 @@ LOADS = (
         SETTLED,
         seeds=JUDGING_SEEDS,
     ),
+    Load("translation 7B-100", dataclasses.replace(_CHAT, scenario="translation", rate=77.6), FEW),
+    Load("agent 7B-100", dataclasses.replace(_CHAT, scenario="agent", rate=65.56), FEW),
 )
-"""Peaks: that of ``fastlibra-pages`` in FastLibra's table; of whole adapters 0.85, where ``lru-ahead`` waits less
-than 500 ms in the mean with seed 0, which it does not at 0.9; over a longer time 0.65, with 232 ms."""
+"""Peaks: of 7B-100 those of ``fastlibra-pages`` in FastLibra's table; of whole adapters 0.85, where ``lru-ahead``
+waits less than 500 ms in the mean with seed 0, which it does not at 0.9; over a longer time 0.65, with 232 ms."""
 
 
 def cells_of(setup: Setup, loads: Sequence[Load]) -> dict[tuple[str, float, int, str], Cell]:
@@ -207,11 +210,12 @@ def interval(
 
 def headline(rows: list[Row]) -> list[Headline]:
     """For each load: ``manylora`` against the best simple policy and the best other, and how much of what
-    unlimited memory would gain it has."""
+    unlimited memory would gain it has at rates that the best other sustains."""
     figures: list[Headline] = []
     for case in dict.fromkeys(row["case"] for row in rows):
-        whole = {row["policy"]: row for row in rows if row["case"] == case and row["share"] == 0.0}
-        ours, cached = whole["manylora"], whole.get(REFERENCE)
+        mine = [row for row in rows if row["case"] == case]
+        whole = {row["policy"]: row for row in mine if row["share"] == 0.0}
+        ours = whole["manylora"]
         others = [policy for policy in whole if policy not in ("manylora", *LIMITS, *ABLATIONS)]
         rival = min(others, key=lambda policy: float(whole[policy]["change"]))
         against = change(1 + ours["change"], 1 + whole[rival]["change"])
@@ -225,10 +229,18 @@ def headline(rows: list[Row]) -> list[Headline]:
             if policy in whole:
                 gap = change(1 + whole[policy]["change"], 1 + whole[rival]["change"])
                 figures.append(Headline(f"{case}: {policy} against the best other policy", gap))
-        if cached is not None:
-            figures.append(Headline(f"{case}: memory is short", float(_gap(whole, rival) >= _SHORT)))
-            closed = _closed(whole, rival, REFERENCE)
-            figures.append(Headline(f"{case}: share of that gap which manylora closes", closed))
+        sustained = _where_sustained(mine, rival)
+        if REFERENCE in sustained:
+            gap = (1 + sustained[REFERENCE]["change"]) / (1 + sustained[rival]["change"]) - 1
+            closed = _closed(sustained, rival, REFERENCE)
+            figures += [
+                Headline(
+                    f"{case}: {REFERENCE} against the best other policy, at rates that it sustains",
+                    round(gap, 4),
+                ),
+                Headline(f"{case}: memory is short", float(-gap >= _SHORT)),
+                Headline(f"{case}: share of that gap which manylora closes", closed),
+            ]
         if BELADY_SEEN in whole:
             closed = _closed(whole, ours["best_simple"], BELADY_SEEN)
             figures.append(
@@ -242,9 +254,14 @@ def headline(rows: list[Row]) -> list[Headline]:
     return figures
 
 
-def _gap(whole: Mapping[str, Row], rival: str) -> float:
-    found = 1 - (1 + whole[REFERENCE]["change"]) / (1 + whole[rival]["change"])
-    return float(found)
+def _where_sustained(rows: Sequence[Row], policy: str) -> dict[str, Row]:
+    """Each policy's change over the shares that this one sustains with every seed; empty where there is none."""
+    shares = {row["share"] for row in rows if row["policy"] == policy and row["sustained"] == 1.0} - {0.0}
+    logs = collections.defaultdict[str, list[float]](list)
+    for row in rows:
+        if row["share"] in shares:
+            logs[row["policy"]].append(math.log(1 + row["change"]))
+    return {name: {"change": math.exp(statistics.fmean(values)) - 1} for name, values in logs.items()}
 
 
 def _closed(whole: Mapping[str, Row], rival: str, limit: str) -> float | None:
