@@ -191,7 +191,9 @@ def _rig(args: Any, device_pool: str, host_pool: str, **options: Any) -> EngineR
     sizes = {
         "device_pool": device_pool, "host_pool": host_pool, "max_model_len": 1024, "max_num_seqs": REAL.at_once,
     }  # fmt: skip
-    return EngineRig.of(args.shape, args.toy, sizes, **options)
+    rig = EngineRig.of(args.shape, args.toy, sizes, **options)
+    rig.wait_pinned()
+    return rig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
