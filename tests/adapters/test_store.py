@@ -547,6 +547,35 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(
     assert kept.files == []
 
 
+def test_a_disk_that_others_have_filled_is_said_once(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+    kept = Kept(tmp_path)
+    real = os.fstatvfs
+
+    def full(file: int) -> os.statvfs_result:
+        values = list(real(file))
+        values[4] = 0
+        return os.statvfs_result(values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", full)
+        for name in "abc":
+            kept.write(shipped / name)
+    assert kept.files == []
+    assert len(warnings()) == 1
+    assert "do not fit into an adapter store of 0" in warnings()[0]
+    kept.write(shipped / "a")
+    assert kept.found(shipped / "a") is not None
+    monkeypatch.setattr(os, "fstatvfs", full)
+    for name in "bc":
+        kept.write(shipped / name)
+    assert len(warnings()) == 2, "it had room meanwhile"
+
+
 class Enough(Exception):
     """A check breaks off."""
 

@@ -39,6 +39,18 @@ def sizes(path: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in path.iterdir() if file.name != "lock"}
 
 
+def leave_free(monkeypatch: pytest.MonkeyPatch, path: Path, num_bytes: int) -> None:
+    """The disk has so many bytes for this store and nothing else."""
+    real = os.fstatvfs
+
+    def small(file: int) -> os.statvfs_result:
+        values = list(real(file))
+        values[1], values[4] = 1, num_bytes - sum(sizes(path).values())
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "fstatvfs", small)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "store"
@@ -106,6 +118,8 @@ def test_what_cannot_serve_is_refused_in_one_line(
             return real(what, *arguments, **named)
 
         monkeypatch.setattr(os, call, failing)
+        if wrong == "full":
+            leave_free(monkeypatch, path, 0)
     with pytest.raises(ConfigError) as refused:
         StoreFolder(path, PLENTY)
     assert "--adapter-store" in str(refused.value)
@@ -118,16 +132,8 @@ def test_what_cannot_serve_is_refused_in_one_line(
 
 def test_no_more_than_half_of_the_free_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the store holds counts as free: it would be."""
-    real = os.fstatvfs
-
-    def small(file: int) -> os.statvfs_result:
-        held = sum(sizes(path).values())
-        values = list(real(file))
-        values[1], values[4] = 1, 1000 - held
-        return os.statvfs_result(values)
-
     folder = StoreFolder(path, PLENTY)
-    monkeypatch.setattr(os, "fstatvfs", small)
+    leave_free(monkeypatch, path, 1000)
     for number in range(10):
         put(folder, f"{number}", 100)
         assert sum(sizes(path).values()) <= 500

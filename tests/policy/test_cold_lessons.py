@@ -51,6 +51,27 @@ def test_what_workers_take_is_learnt(num_tokens: int, times: float, beside: floa
     assert lessons.beside == pytest.approx(beside, abs=0.01)
 
 
+@given(st.integers(1, 512), st.floats(2, 50), st.floats(0, 1), st.floats(0.001, 0.1))
+@settings(deadline=None)
+def test_hand_overs_that_were_measured_beside_other_work_are_learnt(
+    num_tokens: int, times: float, beside: float, own_s: float
+) -> None:
+    """The rates say ``times`` what hand-overs take, which is no less than a step's own time."""
+    lessons, size = ColdLessons(RATES), 10**6
+    busy_s = RATES.busy_s(num_tokens, size, 2)
+    assert lessons.besides_s(num_tokens) == RATES.besides_s(num_tokens)
+    took_s = RATES.besides_s(num_tokens) / times
+    stall_s = max(0.0, took_s + busy_s - beside * own_s)
+    for _ in range(60):
+        lessons.served(num_tokens, busy_s, busy_s, own_s, stall_s)
+    learnt_s = lessons.besides_s(num_tokens)
+    most_s = max(stall_s + own_s - busy_s, RATES.besides_s(num_tokens) / 100)
+    assert took_s - 1e-9 <= learnt_s <= min(most_s, RATES.besides_s(num_tokens)) * (1 + 1e-6)
+    for _ in range(60):
+        lessons.served(num_tokens, busy_s, busy_s, own_s, RATES.besides_s(num_tokens) + busy_s)
+    assert lessons.besides_s(num_tokens) == pytest.approx(RATES.besides_s(num_tokens)), "and unlearnt"
+
+
 @given(seconds, seconds, st.floats(0.001, 1))
 def test_a_boundary_is_the_first_one_after(begin_s: float, ready_s: float, step_s: float) -> None:
     at_s = boundary_s(begin_s, ready_s, step_s)

@@ -110,6 +110,21 @@ def test_spoilt_rows_are_computed_again_by_waiting(kind: str) -> None:
     assert rig.device.num_awaiting_steps == num_awaiting, "this time it waits"
 
 
+@pytest.mark.parametrize("stall_s", [0.0, 0.5, 2.0])
+def test_what_an_awaited_copy_took_while_its_step_went_on_is_hidden(stall_s: float) -> None:
+    rig = cold_rig()
+    rig.copy_page_s = 0.25
+    step = ask_cold(rig, "a")
+    took_s = rig.copy_page_s * len(rig.device.copies[step.awaits[0].copy][0].pairs)
+    assert 0.5 < took_s < 2.0
+    rig.land_copy()
+    done = rig.device.finish_step(True)
+    done.stall_s = stall_s
+    rig.feed(done)
+    seen = counters(rig)
+    assert (seen.cold_start_stall_s, seen.cold_start_hidden_s) == (stall_s, max(0.0, took_s - stall_s))
+
+
 def finish_until_awaiting(rig: Rig) -> None:
     for _ in range(10):
         if rig.device.steps and rig.device.steps[0].command.awaits:
@@ -215,6 +230,19 @@ def test_how_much_of_the_cpus_time_a_step_hides_is_learnt(cpu_s: float, hidden: 
     assert cold._lessons.beside == pytest.approx(hidden), "the first one seen takes the assumption's place"
     finish(rig)
     rig.check_answers()
+
+
+def test_a_copy_beside_which_the_cpu_serves_is_hidden() -> None:
+    rig = served_rig()
+    rig.copy_page_s = 0.25
+    (step,) = rig.of(RunStep)
+    took_s = rig.copy_page_s * len(rig.device.copies[step.cpu[0].copy][0].pairs)
+    rig.land_copy()
+    done = rig.device.finish_step(True)
+    done.stall_s, done.cpu_s = 0.125, 0.0625
+    rig.feed(done)
+    seen = counters(rig)
+    assert (seen.cold_start_hidden_s, seen.cpu_lora_s) == (took_s, 0.0625)
 
 
 def test_nothing_is_learnt_of_a_served_step_that_fails() -> None:

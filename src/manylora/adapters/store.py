@@ -73,7 +73,7 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._hits = self._misses = 0
         self._named: set[str] = set()  # files that the log has named
-        self._cannot_write = False
+        self._cannot_write = self._had_no_room = False
 
     def counts(self) -> StoreCounts:
         return StoreCounts(self._hits, self._misses, self._folder.held_bytes)
@@ -221,12 +221,15 @@ class AdapterStore:
         """Pack the adapter once more, into a file, unless there is one. Takes as long as reading it on one thread.
 
         ``check`` is called now and then, and may raise to break off. Nothing else is raised: what is not kept is
-        read from its own files again. Where the folder cannot be written, the log says so once.
+        read from its own files again. Where the folder cannot be written, or has no room, the log says so once.
         """
         try:
             self._write(spec, check)
         except (AdapterError, NoRoom) as error:
-            _log.info("the adapter in %s is not kept in the store: %s", spec.path, error)
+            is_new = isinstance(error, NoRoom) and not self._had_no_room
+            self._had_no_room |= is_new
+            level = logging.WARNING if is_new else logging.INFO
+            _log.log(level, "the adapter in %s is not kept in the store: %s", spec.path, error)
         except OSError as error:
             if not self._cannot_write:
                 reason = error.strerror or error
@@ -257,7 +260,7 @@ class AdapterStore:
             if source_stamps(spec) != stamps:
                 raise FilesChanged("its files were replaced while they were read")
             writer.finish()
-        self._cannot_write = False
+        self._cannot_write = self._had_no_room = False
 
     def _is_there(self, spec: AdapterSpec, layout: AdapterLayout) -> bool:
         """Whether a file says that it is this adapter's, such as one of another server on the same store."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -37,8 +38,9 @@ def measure_workers(
         return CpuRates()
     seconds: dict[int, tuple[float, float]] = {}
     try:
+        # The least: at a start much else goes on, and one hand-over stands for those of all products.
         for tokens in TOKENS:
-            seconds[tokens] = timed.seconds(workers, tokens)
+            seconds[tokens] = timed.seconds(workers, tokens, of=min)
     except WorkersFailed:
         return CpuRates()
     busy = {tokens: pair[0] for tokens, pair in seconds.items()}
@@ -90,9 +92,15 @@ class TimedProduct:
         page, cell = np.divmod(np.arange(first, dtype=np.int64), geometry.cells_per_page)
         self.offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
 
-    def seconds(self, workers: Workers, tokens: int, num_busy: int = 1) -> tuple[float, float]:
+    def seconds(
+        self,
+        workers: Workers,
+        tokens: int,
+        num_busy: int = 1,
+        of: Callable[[list[float]], float] = statistics.median,
+    ) -> tuple[float, float]:
         """Of one job that so many workers share: of the busiest one, and until its results are on the device;
-        medians. Raises WorkersFailed."""
+        each ``of`` some tries. Raises WorkersFailed."""
         busy, whole = [], []
         product = self.product
         workers.slice_tokens = -(-tokens // num_busy)
@@ -113,4 +121,4 @@ class TimedProduct:
             busy.append(step.busy_s())
             step.end()
         # The first one warms caches.
-        return statistics.median(busy[1:]), statistics.median(whole[1:])
+        return of(busy[1:]), of(whole[1:])

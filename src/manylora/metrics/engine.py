@@ -44,7 +44,7 @@ _COUNTERS = (
     (
         "manylora:cold_start_stall_seconds",
         "cold_start_stall_s",
-        "Time that steps stood still for copies, for --cold-start block and layerwise.",
+        "Time that steps stood still for copies and for the CPU, under every --cold-start but wait.",
     ),
     (
         "manylora:cold_start_hidden_seconds",

@@ -328,7 +328,7 @@ class ColdStarts:
 
     def _share(self, groups: int, num_tokens: int, busy_s: float, shrinks_only: bool = False) -> CpuShare:
         """``num_tokens``: of all cold rows of the step; all layers keep the workers busy for ``busy_s``."""
-        seconds = self._config.rates.besides_s(num_tokens, shrinks_only) + busy_s
+        seconds = self._lessons.besides_s(num_tokens, shrinks_only) + busy_s
         return CpuShare(groups, seconds, self._lessons.beside, shrinks_only)
 
     def _shrunk_s(self, busy_s: float) -> float:
