@@ -20,6 +20,7 @@ from manylora.policy.router import Router
 from manylora.pricing.costs import StepWork
 from manylora.pricing.profile import Profile, load_profile, save_profile
 from manylora.pricing.ranks import RankedStep, RankLine, RankLines, fit_rank_lines
+from manylora.protocol.routing import ReplicaUp
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
 
@@ -129,6 +130,27 @@ def test_caraserve_has_its_lines_from_the_profile(tmp_path: Path, capsys: pytest
     assert "needs --slo-tpot" in capsys.readouterr().err
     assert simulate(*args, "--slo-tpot", 1, "--router-set", "caraserve.decode_base_s=1") == 2
     assert "comes from --profile" in capsys.readouterr().err
+
+
+def test_caraserve_has_each_replica_s_lines_from_its_own_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for slope_s in (3e-6, 5e-6):
+        line = RankLine(slope_s, 0.005, 0.9, 20)
+        paths.append(tmp_path / f"{slope_s}.json")
+        lines = RankLines(line, line, RankLine(2e-5, 0.004, 0.99, 9))
+        save_profile(dataclasses.replace(small_profile(), ranks=lines), paths[-1])
+    args = ("--device-pool", "4GiB", "--replicas", 3, "--router", "caraserve", "--slo-tpot", "1.5x")
+    names = ",".join(map(str, paths))
+    assert simulate("--profile", names, *args, "--journals", tmp_path / "journals") == 0
+    _, entries = ROUTER.read_answered(tmp_path / "journals" / "router")
+    ups = [event for _, event, _ in entries if isinstance(event, ReplicaUp)]
+    assert [up.facts.rank_costs and up.facts.rank_costs.decode_slope_s for up in ups] == [3e-6, 5e-6, 3e-6]
+    save_profile(small_profile(), paths[1])
+    capsys.readouterr()
+    assert simulate("--profile", names, *args) == 2
+    assert "needs a --profile with its steps by rank" in capsys.readouterr().err
 
 
 def test_lines_over_ranks_are_found_again() -> None:

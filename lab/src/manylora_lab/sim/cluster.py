@@ -29,6 +29,7 @@ from manylora.protocol.routing import (
     Place,
     Planned,
     Progress,
+    RankCosts,
     Refuse,
     ReplicaUp,
     RouterCommand,
@@ -73,7 +74,8 @@ Solver = Callable[[Solve], Solved]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
     """What one replica is. ``adapter_pages``: what each adapter of the stream takes there. ``machine``,
-    ``device``: what decides and what takes time, where these are not the engine's policy and its device."""
+    ``device``: what decides and what takes time, where these are not the engine's policy and its device.
+    ``rank_costs``: what the router is told of these."""
 
     config: PolicyConfig
     costs: StepCosts
@@ -85,6 +87,7 @@ class Member:
     merging: MergeCosts | None = None
     copy_limit: int | None = None
     cold: ColdCosts = NOTHING_COLD
+    rank_costs: RankCosts | None = None
 
     def make_device(self) -> VirtualDevice:
         """A new one."""
@@ -238,6 +241,7 @@ class VirtualCluster:
             for place, member in enumerate(self.members):
                 rank_pages = sum(member.adapter_pages) / max(sum(self.stream.ranks), 1)
                 facts = facts_of(member.config, member.costs, member.numerics, member.kernel, rank_pages)
+                facts = dataclasses.replace(facts, rank_costs=member.rank_costs)
                 self._tell(ReplicaUp(place, 1, facts))
             self._put(HEARTBEAT_S, _CLOCK, None)
         for loop in self.loops:
