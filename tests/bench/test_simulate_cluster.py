@@ -210,6 +210,8 @@ def test_help_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
         (("--replicas", 2, "--slo-tpot", "soon"), "--slo-tpot must be seconds"),
         (("--replicas", 2, "--slo-tpot", "0x"), "--slo-tpot must be seconds"),
         (("--replicas", 2, "--report-delay", -1), "--report-delay must be"),
+        (("--replicas", 2, "--report-delay", "nan"), "--report-delay must be"),
+        (("--replicas", 2, "--report-delay", 10), "--report-delay must be between 0 and 4 seconds, since"),
         (("--replicas", 2, "--limits"), "leave out --replicas"),
         (("--replicas", 2, "--router", "all", "--journals", "j"), "needs a --profile"),
         (("--replicas", 2, "--router", "punica,random", "--journals", "j"), "of one router"),

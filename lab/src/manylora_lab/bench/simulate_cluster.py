@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,14 @@ from manylora_lab.bench.simulate import (
     with_times,
 )
 from manylora_lab.sim.belady import FORESIGHTS
-from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
+from manylora_lab.sim.cluster import (
+    EAGER_ADAPTERS,
+    MOST_REPORT_DELAY_S,
+    REPORT_DELAY_S,
+    Journal,
+    Member,
+    VirtualCluster,
+)
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.replay import difference_of
 from manylora_lab.workloads.stream import Stream
@@ -82,8 +88,11 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= MOST_REPLICAS:
             raise ConfigError(f"--replicas must be between 1 and {MOST_REPLICAS}, got {self.replicas}")
-        if not 0 <= self.report_delay_s < math.inf:
-            raise ConfigError(f"--report-delay must be a number of seconds from 0, got {self.report_delay_s}")
+        if not 0 <= self.report_delay_s <= MOST_REPORT_DELAY_S:
+            raise ConfigError(
+                f"--report-delay must be between 0 and {MOST_REPORT_DELAY_S:g} seconds, since a router gives up "
+                f"replicas that it has not heard of for {RouterConfig().lease_s:g}, got {self.report_delay_s:g}"
+            )
         if self.slo_tpot is not None and not is_objective(self.slo_tpot):
             raise ConfigError(f"--slo-tpot must be {OBJECTIVE}, got {self.slo_tpot!r}")
         if self.each.with_limits:

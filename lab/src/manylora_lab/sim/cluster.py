@@ -55,6 +55,8 @@ from manylora_lab.workloads.stream import Stream, StreamRequest
 REPORT_DELAY_S = 0.05
 HEARTBEAT_S = 1.0
 """A replica on which nothing happens reports so often."""
+MOST_REPORT_DELAY_S = RouterConfig().lease_s - HEARTBEAT_S
+"""Were reports older, a router would give up replicas that live before it has heard of them."""
 EAGER_ADAPTERS = 2000
 """Where there are more, a replica learns of an adapter with its first request, and none is warmed."""
 SOLVE_S = 0.2
@@ -146,9 +148,12 @@ class VirtualCluster:
             raise ConfigError("a cluster has at least 1 replica, got 0")
         if router is None and len(members) > 1:
             raise ConfigError("several replicas need a router")
-        for name, value in (("report_delay_s", report_delay_s), ("wire_s", wire_s)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} must be a number from 0, got {value}")
+        if not 0 <= wire_s < math.inf:
+            raise ConfigError(f"wire_s must be a number from 0, got {wire_s}")
+        if not 0 <= report_delay_s <= MOST_REPORT_DELAY_S:
+            raise ConfigError(
+                f"report_delay_s must be a number from 0 to {MOST_REPORT_DELAY_S:g}, got {report_delay_s}"
+            )
         for member in members:
             if len(member.adapter_pages) != len(stream.ranks):
                 raise ConfigError(
