@@ -260,6 +260,17 @@ def test_caraserve_s_group_without_a_replica_is_served_by_any() -> None:
     assert {rig.ask(f"{adapter}", adapter=adapter) for adapter in range(1, 21)} == {1}
 
 
+@pytest.mark.parametrize("policy", sorted(ROUTING_POLICIES))
+def test_a_request_that_just_fits_an_empty_replica_does_not_wait_for_ever(policy: str) -> None:
+    """With the page to grow into, which it never needs, it would take one page more than there are."""
+    rig = Rig(config_of(policy))
+    rig.up(dataclasses.replace(FACTS, num_pages=20))
+    rig.list_adapters(8, num_pages=4)
+    assert rig.ask("a", adapter=1, prompt_tokens=256, max_tokens=1) == 0
+    rig.tell(Ended("a", 1))
+    assert rig.ask("b", prompt_tokens=310, max_tokens=4, samples=2) == 0
+
+
 # ---------------------------------------------------------------- cache-aware
 
 
