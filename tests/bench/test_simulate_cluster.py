@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("remembered_fits")
 
 LOAD = ("--workload", "synthetic:prompt=100,output=10", "--rate", 8, "--adapters", 4, "--duration", 4)
 A10 = ("--hardware", "a10")
+SMALL_PART = ("--policies", "static-lru", "--device-pool", "420MB", "--cache-adapter-share", 0.04)
 NUMBERS = (
     "ttft_mean_ms", "tpot_mean_ms", "time_per_token_mean_ms", "slo_attainment", "output_tokens_per_s",
     "busy_share", "adapter_loads", "moves", "recomputed_tokens",
@@ -213,6 +214,10 @@ def test_help_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
         (("--replicas", 2, "--report-delay", "nan"), "--report-delay must be"),
         (("--replicas", 2, "--report-delay", 10), "--report-delay must be between 0 and 4 seconds, since"),
         (("--replicas", 2, "--limits"), "leave out --replicas"),
+        (
+            ("--replicas", 2, *SMALL_PART, "--ranks", "cycle(64)"),
+            "static-lru has 1 of 25 for adapters: raise --device-pool or --cache-adapter-share",
+        ),
         (("--replicas", 2, "--router", "all", "--journals", "j"), "needs a --profile"),
         (("--replicas", 2, "--router", "punica,random", "--journals", "j"), "of one router"),
         (("--replicas", 2, "--hardware", "a10,b10"), "hardware 'b10' is not known"),

@@ -50,6 +50,7 @@ from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
 from manylora_lab.sim.front_end import FrontEnd, most_output
 from manylora_lab.sim.loop import VirtualDevice
 from manylora_lab.sim.prompts import MOST_TOKENS, client_name, request_of
+from manylora_lab.sim.replay import check_adapters
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 REPORT_DELAY_S = 0.05
@@ -155,10 +156,7 @@ class VirtualCluster:
                 f"report_delay_s must be a number from 0 to {MOST_REPORT_DELAY_S:g}, got {report_delay_s}"
             )
         for member in members:
-            if len(member.adapter_pages) != len(stream.ranks):
-                raise ConfigError(
-                    f"{stream.name} has {len(stream.ranks)} adapters, not {len(member.adapter_pages)}"
-                )
+            check_adapters(stream, member.config, member.adapter_pages)
         first = members[0]
         drops = any(member.config.admission == "early-abort" for member in members)
         self.stream = stream
