@@ -195,7 +195,7 @@ SETTINGS = {
     "128 rows, 128 distinct adapters, all of rank 8, 16, 32 or 64": "what was asked",
     "chat at 5 to 20 requests/s": "the rates offered",
     "a prompt of 64 tokens, adapter of rank 64": "what was asked",
-    "of rank 16 both": "what was asked",
+    "of rank 16 ": "what was asked",
     "a decoding step of 128 rows": "what was asked",
     "a decoding step of 32 rows of the base; of one adapter of rank 16": "what was asked",
     "at most 5 % worse": "the bound that was set before",
