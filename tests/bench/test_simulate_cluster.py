@@ -20,11 +20,13 @@ from manylora.policy.router import Router
 from manylora.pricing.costs import StepWork
 from manylora.pricing.profile import Profile, load_profile, save_profile
 from manylora.pricing.ranks import RankedStep, RankLine, RankLines, fit_rank_lines
+from manylora.protocol.routing import ReplicaUp
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
 
 LOAD = ("--workload", "synthetic:prompt=100,output=10", "--rate", 8, "--adapters", 4, "--duration", 4)
 A10 = ("--hardware", "a10")
+SMALL_PART = ("--policies", "static-lru", "--device-pool", "420MB", "--cache-adapter-share", 0.04)
 NUMBERS = (
     "ttft_mean_ms", "tpot_mean_ms", "time_per_token_mean_ms", "slo_attainment", "output_tokens_per_s",
     "busy_share", "adapter_loads", "moves", "recomputed_tokens",
@@ -131,6 +133,27 @@ def test_caraserve_has_its_lines_from_the_profile(tmp_path: Path, capsys: pytest
     assert "comes from --profile" in capsys.readouterr().err
 
 
+def test_caraserve_has_each_replica_s_lines_from_its_own_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for slope_s in (3e-6, 5e-6):
+        line = RankLine(slope_s, 0.005, 0.9, 20)
+        paths.append(tmp_path / f"{slope_s}.json")
+        lines = RankLines(line, line, RankLine(2e-5, 0.004, 0.99, 9))
+        save_profile(dataclasses.replace(small_profile(), ranks=lines), paths[-1])
+    args = ("--device-pool", "4GiB", "--replicas", 3, "--router", "caraserve", "--slo-tpot", "1.5x")
+    names = ",".join(map(str, paths))
+    assert simulate("--profile", names, *args, "--journals", tmp_path / "journals") == 0
+    _, entries = ROUTER.read_answered(tmp_path / "journals" / "router")
+    ups = [event for _, event, _ in entries if isinstance(event, ReplicaUp)]
+    assert [up.facts.rank_costs and up.facts.rank_costs.decode_slope_s for up in ups] == [3e-6, 5e-6, 3e-6]
+    save_profile(small_profile(), paths[1])
+    capsys.readouterr()
+    assert simulate("--profile", names, *args) == 2
+    assert "needs a --profile with its steps by rank" in capsys.readouterr().err
+
+
 def test_lines_over_ranks_are_found_again() -> None:
     decodes = [
         RankedStep(total, padded, 0.03 + 2e-6 * total) for total in (8, 64, 400) for padded in (500, 900)
@@ -188,7 +211,13 @@ def test_help_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
         (("--replicas", 2, "--slo-tpot", "soon"), "--slo-tpot must be seconds"),
         (("--replicas", 2, "--slo-tpot", "0x"), "--slo-tpot must be seconds"),
         (("--replicas", 2, "--report-delay", -1), "--report-delay must be"),
+        (("--replicas", 2, "--report-delay", "nan"), "--report-delay must be"),
+        (("--replicas", 2, "--report-delay", 10), "--report-delay must be between 0 and 4 seconds, since"),
         (("--replicas", 2, "--limits"), "leave out --replicas"),
+        (
+            ("--replicas", 2, *SMALL_PART, "--ranks", "cycle(64)"),
+            "static-lru has 1 of 25 for adapters: raise --device-pool or --cache-adapter-share",
+        ),
         (("--replicas", 2, "--router", "all", "--journals", "j"), "needs a --profile"),
         (("--replicas", 2, "--router", "punica,random", "--journals", "j"), "of one router"),
         (("--replicas", 2, "--hardware", "a10,b10"), "hardware 'b10' is not known"),

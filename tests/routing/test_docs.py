@@ -39,6 +39,10 @@ def test_help_names_every_parameter() -> None:
         fields = fields_of(record)
         expected = [f"{name}.{field.name}" for field in fields] or ["no"]
         assert [line.split()[0] for line in router_help(name).splitlines()] == expected
+    caraserve = router_help("caraserve").splitlines()
+    assert [line.rpartition("(")[2] for line in caraserve[1:6]] == ["from --profile)"] * 4 + [
+        "from --slo-tpot)"
+    ]
     with pytest.raises(ConfigError, match=r"router 'nearest' is not known: use round-robin, .*, manylora$"):
         router_help("nearest")
 

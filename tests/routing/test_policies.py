@@ -23,6 +23,7 @@ from manylora.protocol.routing import (
     Ended,
     Place,
     Progress,
+    RankCosts,
     ReplicaDown,
     ReplicaUp,
     Solve,
@@ -220,6 +221,22 @@ def test_caraserve_s_cost_by_hand() -> None:
     assert policy.cost_s(fleet, replica, request) == pytest.approx(2 * (0.02 / 50 + added_s + 1000.0))
 
 
+def test_caraserve_counts_with_each_replica_s_own_coefficients() -> None:
+    def chosen(first: RankCosts | None, second: RankCosts | None) -> int | None:
+        rig = Rig(config_of("caraserve"))
+        rig.list_adapters(8)
+        rig.up(*(dataclasses.replace(FACTS, rank_costs=costs) for costs in (first, second)))
+        assert [rig.ask(name, adapter=1) for name in "ab"] == [0, 1], "an empty one costs nothing"
+        return rig.ask("c", adapter=1)
+
+    settings = RankCosts(4e-6, 0.03, 1e-4, 0.01)
+    assert chosen(None, None) == 0
+    assert chosen(None, settings._replace(decode_slope_s=3e-6)) == 1
+    assert chosen(None, settings._replace(prefill_slope_s=9e-5)) == 1
+    assert chosen(settings._replace(decode_base_s=0.05), settings) == 1, "which misses no objective"
+    assert chosen(settings, None) == 0
+
+
 def test_caraserve_waits_for_memory_and_keeps_to_its_groups() -> None:
     rig = rig_of("caraserve", 4, {"groups": 2})
     rig.list_adapters(*[8] * 20)
@@ -230,6 +247,28 @@ def test_caraserve_waits_for_memory_and_keeps_to_its_groups() -> None:
         rig.report(replica, free_pages=3)
     assert rig.ask("a") is None
     assert target_of(rig.report(3, free_pages=30) + rig.report(2, free_pages=30), "a") in (2, 3)
+
+
+def test_caraserve_s_group_without_a_replica_is_served_by_any() -> None:
+    rig = rig_of("caraserve", 2, {"groups": 5})
+    rig.list_adapters(*[8] * 20)
+    for adapter in range(1, 21):
+        assert rig.ask(f"{adapter}", adapter=adapter) is not None
+    rig = Rig(config_of("caraserve", {"groups": 2}))
+    rig.up(dataclasses.replace(FACTS, max_model_len=64), FACTS)
+    rig.list_adapters(*[8] * 20)
+    assert {rig.ask(f"{adapter}", adapter=adapter) for adapter in range(1, 21)} == {1}
+
+
+@pytest.mark.parametrize("policy", sorted(ROUTING_POLICIES))
+def test_a_request_that_just_fits_an_empty_replica_does_not_wait_for_ever(policy: str) -> None:
+    """With the page to grow into, which it never needs, it would take one page more than there are."""
+    rig = Rig(config_of(policy))
+    rig.up(dataclasses.replace(FACTS, num_pages=20))
+    rig.list_adapters(8, num_pages=4)
+    assert rig.ask("a", adapter=1, prompt_tokens=256, max_tokens=1) == 0
+    rig.tell(Ended("a", 1))
+    assert rig.ask("b", prompt_tokens=310, max_tokens=4, samples=2) == 0
 
 
 # ---------------------------------------------------------------- cache-aware

@@ -610,6 +610,7 @@ def test_decisions_are_told_where_they_are_asked_for() -> None:
         ("cache-aware", {"least_share": "nan"}, "least_share must be between 0 and 1"),
         ("no_such_module:Class", {}, "cannot be imported"),
         ("manylora.types:Request", {}, "is no subclass"),
+        ("manylora.policy.routing.policy:RoutingPolicy", {}, "has no method choose"),
     ],
 )
 def test_settings_that_cannot_work(policy: str, settings: dict[str, object], says: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_lab.sim.cluster import EAGER_ADAPTERS, Member, VirtualCluster
+from manylora_lab.sim.cluster import EAGER_ADAPTERS, MOST_REPORT_DELAY_S, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.conformance import replay_difference
 from manylora_lab.sim.replay import Outcome
@@ -231,6 +231,11 @@ def test_equal_results_under_different_hash_seeds() -> None:
     assert len(found.pop().splitlines()) == len(ROUTING_POLICIES)
 
 
+def test_no_replica_is_given_up_for_reports_as_old_as_they_may_be() -> None:
+    cluster = cluster_of("manylora", 2, chat(20, 3, 1.0), report_delay_s=MOST_REPORT_DELAY_S)
+    assert not any(outcome.is_dropped for outcome in cluster.front.outcomes)
+
+
 def test_what_makes_no_cluster() -> None:
     with pytest.raises(ConfigError, match="at least 1 replica, got 0"):
         VirtualCluster(chat(), [], router_of("manylora"))
@@ -238,6 +243,8 @@ def test_what_makes_no_cluster() -> None:
         VirtualCluster(chat(), [member_of()] * 2, None)
     with pytest.raises(ConfigError, match="report_delay_s must be a number from 0"):
         VirtualCluster(chat(), [member_of()], None, report_delay_s=-1.0)
+    with pytest.raises(ConfigError, match="report_delay_s must be a number from 0 to 4, got 5"):
+        VirtualCluster(chat(), [member_of()], None, report_delay_s=5.0)
     with pytest.raises(ConfigError, match="has 5 adapters, not 4"):
         VirtualCluster(chat(), [member_of(adapters=4)], None)
     too_long = stream_of(request(0.0, 0, 0, 0, 500, 5))

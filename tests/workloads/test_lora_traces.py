@@ -66,6 +66,13 @@ def test_toppings_in_the_catalogue(toppings: Path) -> None:
         named(str(toppings), file_format="toppings-maf-lora", num_adapters=3)
 
 
+@pytest.mark.parametrize("rows", ["3,0,0.5\n", "".join(f"3,{number},0.2\n" for number in range(4))])
+def test_toppings_with_too_few_or_too_many_probabilities(toppings: Path, rows: str) -> None:
+    (toppings / "lora_popularity.csv").write_text("num_loras,lora_id,probability\n" + rows)
+    with pytest.raises(ConfigError, match=r"lora_popularity.csv has \d probabilities for 3 adapters"):
+        load_toppings(toppings, (8, 8, 16))
+
+
 def test_genai_has_times_prompts_and_first_adapters(jobs: Path) -> None:
     stream = load_genai(jobs, ReadOptions(adapters=Adapters.in_turn((8, 16))))
     assert [(r.arrival_s, r.adapter, r.new_tokens) for r in stream.requests] == [

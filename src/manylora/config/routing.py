@@ -6,8 +6,8 @@ flags and journals know one form. Times in seconds.
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting, setting_of
 from manylora.config.policy import is_import_name
@@ -89,9 +89,13 @@ class RouterConfig(Section):
 
 
 class RouterParameters:
-    """Parameters of a routing policy, checked when they are made. Raises ConfigError."""
+    """Parameters of a routing policy, checked when they are made. Raises ConfigError.
+
+    ``sources``: those that users do not set, and the command's option that each comes from.
+    """
 
     __slots__ = ()
+    sources: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if broken := broken_rule(self):
@@ -125,6 +129,10 @@ class CaraServeParameters(RouterParameters):
     for each unit of rank (bgmv: requests times the largest rank; mbgmv: the sum of ranks) and ``decode_base_s``,
     a prefill ``prefill_slope_s`` a token and ``prefill_base_s``."""
 
+    sources: ClassVar[Mapping[str, str]] = {
+        "decode_slope_s": "--profile", "decode_base_s": "--profile", "prefill_slope_s": "--profile",
+        "prefill_base_s": "--profile", "slo_s": "--slo-tpot",
+    }  # fmt: skip
     kernel: Literal["bgmv", "mbgmv"] = setting(
         "bgmv", "whether ranks are padded to the largest (bgmv) or not"
     )
@@ -196,12 +204,15 @@ class ManyloraParameters(RouterParameters):
     most_moves: Count = setting(4, "moves at one time")
 
 
-def parameter_lines(router: str, kind: type) -> list[str]:
+def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:
     """The parameters of a routing policy for people, a line each."""
+    record: type = kind
     lines = []
-    for field in fields_of(kind):
+    for field in fields_of(record):
         about = setting_of(field)
         default = "must be given" if field.default is None else f"default: {field.default}"
+        if field.name in kind.sources:
+            default = f"from {kind.sources[field.name]}"
         lines.append(f"{router}.{field.name:<20} {about.help if about else ''} ({default})")
     return lines or ["no parameters"]
 

@@ -40,6 +40,16 @@ class StepPlane(NamedTuple):
     """For each row and unit of the largest rank, of kernels that pad (BGMV)."""
 
 
+class RankCosts(NamedTuple):
+    """Seconds as CaraServe's router counts them: of a decode step for each unit of rank, by the measure of the
+    router's kernel, and besides; of a prefill for each token, and besides."""
+
+    decode_slope_s: float
+    decode_base_s: float
+    prefill_slope_s: float
+    prefill_base_s: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFacts:
     """What stays true of a replica while its epoch lasts. Lengths in tokens, times in seconds.
@@ -47,7 +57,7 @@ class ReplicaFacts:
     ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take; ``token_s``:
     one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``: one page of an
     adapter from its files; ``numerics``: replicas of one such class compute equal tokens. Where the seconds are
-    equal too, replicas are of one kind.
+    equal too, replicas are of one kind. ``rank_costs``: where replicas differ; None: as the router's settings say.
     """
 
     num_pages: int
@@ -62,6 +72,7 @@ class ReplicaFacts:
     adapter_pages: int | None = None
     num_host_pages: int = 0
     numerics: str = ""
+    rank_costs: RankCosts | None = None
 
 
 # ---------------------------------------------------------------- events

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from manylora.config.routing import (
 )
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
-from manylora.pricing.caraserve import caraserve_settings, slo_of
+from manylora.pricing.caraserve import caraserve_settings, rank_costs, slo_of
+from manylora.protocol.routing import RankCosts
 from manylora.solving.process import solver_is_there, solving
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
@@ -41,7 +41,14 @@ from manylora_lab.bench.simulate import (
     with_times,
 )
 from manylora_lab.sim.belady import FORESIGHTS
-from manylora_lab.sim.cluster import EAGER_ADAPTERS, REPORT_DELAY_S, Journal, Member, VirtualCluster
+from manylora_lab.sim.cluster import (
+    EAGER_ADAPTERS,
+    MOST_REPORT_DELAY_S,
+    REPORT_DELAY_S,
+    Journal,
+    Member,
+    VirtualCluster,
+)
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.replay import difference_of
 from manylora_lab.workloads.stream import Stream
@@ -81,8 +88,11 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= MOST_REPLICAS:
             raise ConfigError(f"--replicas must be between 1 and {MOST_REPLICAS}, got {self.replicas}")
-        if not 0 <= self.report_delay_s < math.inf:
-            raise ConfigError(f"--report-delay must be a number of seconds from 0, got {self.report_delay_s}")
+        if not 0 <= self.report_delay_s <= MOST_REPORT_DELAY_S:
+            raise ConfigError(
+                f"--report-delay must be between 0 and {MOST_REPORT_DELAY_S:g} seconds, since a router gives up "
+                f"replicas that it has not heard of for {RouterConfig().lease_s:g}, got {self.report_delay_s:g}"
+            )
         if self.slo_tpot is not None and not is_objective(self.slo_tpot):
             raise ConfigError(f"--slo-tpot must be {OBJECTIVE}, got {self.slo_tpot!r}")
         if self.each.with_limits:
@@ -102,7 +112,7 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
             f"--replicas {settings.replicas} is fewer than the {len(targets)} kinds that are named"
         )
     slo_s = slo_of(settings.slo_tpot, targets[0].costs)
-    routers = _routers(settings, targets[0], slo_s)
+    routers = _routers(settings, targets, slo_s)
     modes = {
         name if mode == "unmerged" else f"{name}+{mode}": (name, mode)
         for name in policies_of(settings.each.policies)
@@ -139,7 +149,11 @@ def run_cluster(settings: ClusterSettings, load: Callable[[], Stream]) -> int:
     for (router, name), label in labels.items():
         members = [
             _member(
-                with_times(configs[name][place % len(targets)], stream, target), stream, target, settings.each
+                with_times(configs[name][place % len(targets)], stream, target),
+                stream,
+                target,
+                settings.each,
+                _rank_costs(routers[router], target) if len(targets) > 1 else None,
             )
             for place in range(settings.replicas)
             for target in [targets[place % len(targets)]]
@@ -212,7 +226,7 @@ def _names(text: str) -> list[str]:
 
 
 def _routers(
-    settings: ClusterSettings, target: SimulatedTarget, slo_s: float | None
+    settings: ClusterSettings, targets: Sequence[SimulatedTarget], slo_s: float | None
 ) -> dict[str, RouterConfig]:
     names = _names(settings.routers)
     given: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
@@ -224,10 +238,18 @@ def _routers(
     found = {}
     for name, pairs in given.items():
         if find_router(name).parameters is CaraServeParameters:
-            pairs = [*pairs, *caraserve_settings(name, pairs, target.profile, slo_s)]
+            each = [caraserve_settings(name, pairs, target.profile, slo_s) for target in targets]
+            pairs = [*pairs, *each[0]]
         read_parameters(name, find_router(name).parameters, pairs)
         found[name] = RouterConfig(name, tuple(pairs))
     return found
+
+
+def _rank_costs(router: RouterConfig, target: SimulatedTarget) -> RankCosts | None:
+    """A device's coefficients, where the router goes by any."""
+    if find_router(router.policy).parameters is not CaraServeParameters:
+        return None
+    return rank_costs(router.policy, router.settings, target.profile)
 
 
 def _notes(
@@ -250,13 +272,17 @@ def _notes(
 
 
 def _member(
-    config: PolicyConfig, stream: Stream, target: SimulatedTarget, settings: SimulateSettings
+    config: PolicyConfig,
+    stream: Stream,
+    target: SimulatedTarget,
+    settings: SimulateSettings,
+    costs_by_rank: RankCosts | None,
 ) -> Member:
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     merging = target.merge_costs(config)
     return Member(
         config, target.costs, pages, target.name, merging=merging, copy_limit=copy_limit(settings),
-        cold=target.cold_costs(config, settings.store_bytes),
+        cold=target.cold_costs(config, settings.store_bytes), rank_costs=costs_by_rank,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from manylora.protocol.routing import (
     Place,
     Planned,
     Progress,
+    RankCosts,
     Refuse,
     ReplicaUp,
     RouterCommand,
@@ -49,11 +50,14 @@ from manylora_lab.sim.device import Kernel, MergeCosts, SimulatedDevice
 from manylora_lab.sim.front_end import FrontEnd, most_output
 from manylora_lab.sim.loop import VirtualDevice
 from manylora_lab.sim.prompts import MOST_TOKENS, client_name, request_of
+from manylora_lab.sim.replay import check_adapters
 from manylora_lab.workloads.stream import Stream, StreamRequest
 
 REPORT_DELAY_S = 0.05
 HEARTBEAT_S = 1.0
 """A replica on which nothing happens reports so often."""
+MOST_REPORT_DELAY_S = RouterConfig().lease_s - HEARTBEAT_S
+"""Were reports older, a router would give up replicas that live before it has heard of them."""
 EAGER_ADAPTERS = 2000
 """Where there are more, a replica learns of an adapter with its first request, and none is warmed."""
 SOLVE_S = 0.2
@@ -73,7 +77,8 @@ Solver = Callable[[Solve], Solved]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
     """What one replica is. ``adapter_pages``: what each adapter of the stream takes there. ``machine``,
-    ``device``: what decides and what takes time, where these are not the engine's policy and its device."""
+    ``device``: what decides and what takes time, where these are not the engine's policy and its device.
+    ``rank_costs``: what the router is told of these."""
 
     config: PolicyConfig
     costs: StepCosts
@@ -85,6 +90,7 @@ class Member:
     merging: MergeCosts | None = None
     copy_limit: int | None = None
     cold: ColdCosts = NOTHING_COLD
+    rank_costs: RankCosts | None = None
 
     def make_device(self) -> VirtualDevice:
         """A new one."""
@@ -143,14 +149,14 @@ class VirtualCluster:
             raise ConfigError("a cluster has at least 1 replica, got 0")
         if router is None and len(members) > 1:
             raise ConfigError("several replicas need a router")
-        for name, value in (("report_delay_s", report_delay_s), ("wire_s", wire_s)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} must be a number from 0, got {value}")
+        if not 0 <= wire_s < math.inf:
+            raise ConfigError(f"wire_s must be a number from 0, got {wire_s}")
+        if not 0 <= report_delay_s <= MOST_REPORT_DELAY_S:
+            raise ConfigError(
+                f"report_delay_s must be a number from 0 to {MOST_REPORT_DELAY_S:g}, got {report_delay_s}"
+            )
         for member in members:
-            if len(member.adapter_pages) != len(stream.ranks):
-                raise ConfigError(
-                    f"{stream.name} has {len(stream.ranks)} adapters, not {len(member.adapter_pages)}"
-                )
+            check_adapters(stream, member.config, member.adapter_pages)
         first = members[0]
         drops = any(member.config.admission == "early-abort" for member in members)
         self.stream = stream
@@ -238,6 +244,7 @@ class VirtualCluster:
             for place, member in enumerate(self.members):
                 rank_pages = sum(member.adapter_pages) / max(sum(self.stream.ranks), 1)
                 facts = facts_of(member.config, member.costs, member.numerics, member.kernel, rank_pages)
+                facts = dataclasses.replace(facts, rank_costs=member.rank_costs)
                 self._tell(ReplicaUp(place, 1, facts))
             self._put(HEARTBEAT_S, _CLOCK, None)
         for loop in self.loops:

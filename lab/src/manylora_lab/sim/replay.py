@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig, QueueConfig
+from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.replica import Replica
 from manylora.pricing.costs import StepCosts
@@ -95,6 +96,19 @@ def difference_of(outcomes: Iterable[Outcome], queue: QueueConfig) -> dict[str, 
     return service_difference(served, queue.shares)
 
 
+def check_adapters(stream: Stream, config: PolicyConfig, adapter_pages: Sequence[int]) -> None:
+    """Raises ConfigError unless the pages of each of the stream's adapters are known, and the part of the pool
+    that the cache policy has for adapters, if any, can hold each."""
+    if len(adapter_pages) != len(stream.ranks):
+        raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
+    limit, most = adapter_pages_limit(config), max(adapter_pages, default=0)
+    if most > limit and limit < config.num_pages:
+        raise ConfigError(
+            f"an adapter takes {most} pages, and {config.cache.policy} has {limit} of {config.num_pages} for "
+            "adapters: raise --device-pool or --cache-adapter-share"
+        )
+
+
 class Replay(VirtualLoop):
     """One run. ``advance`` hands over one event; ``run`` all of them.
 
@@ -117,8 +131,7 @@ class Replay(VirtualLoop):
         cache: CachePolicy | None = None,
         cold: ColdCosts = NOTHING_COLD,
     ) -> None:
-        if len(adapter_pages) != len(stream.ranks):
-            raise ConfigError(f"{stream.name} has {len(stream.ranks)} adapters, not {len(adapter_pages)}")
+        check_adapters(stream, config, adapter_pages)
         # The base model is 0 for the policy, so a stream's adapter 0 is its adapter 1.
         pages = {adapter + 1: num_pages for adapter, num_pages in enumerate(adapter_pages)}
         replica = Replica(config, cache)

@@ -62,6 +62,8 @@ def load_toppings(
     if chosen not in sizes:
         raise ConfigError(f"{arrivals_path} is of {' or '.join(map(str, sizes))} adapters, not {chosen}")
     popularity = sorted(shares[chosen], reverse=True)
+    if len(popularity) != chosen:
+        raise ConfigError(f"{popularity_path} has {len(popularity)} probabilities for {chosen} adapters")
     if not sum(popularity):
         raise ConfigError(f"{popularity_path}: no adapter of the {chosen} is ever asked for")
     draws, lengths = Random(f"{options.seed} adapters"), Random(f"{options.seed} lengths")

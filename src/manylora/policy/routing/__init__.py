@@ -44,6 +44,8 @@ def find_router(name: str) -> type[RoutingPolicy]:
         raise ConfigError(f"router {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
         raise ConfigError(f"router {name!r} is no subclass of manylora's RoutingPolicy")
+    if found.choose is RoutingPolicy.choose:
+        raise ConfigError(f"router {name!r} has no method choose, which says where a request goes")
     return found
 
 

@@ -8,12 +8,15 @@ from manylora.policy.routing.hashing import hash_number
 from manylora.policy.routing.policy import RoutingPolicy
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
+from manylora.protocol.routing import RankCosts
 
 
 class CaraServe(RoutingPolicy):
     """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and to
     a decode step, with a penalty where that step misses the objective, times those that suffer. An empty replica
     costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the router.
+    An adapter of a group of which no replica can hold the request is served by any. Replicas that differ have
+    coefficients of their own.
     """
 
     name = "caraserve"
@@ -22,10 +25,12 @@ class CaraServe(RoutingPolicy):
     def __init__(self, parameters: CaraServeParameters) -> None:
         given = parameters
         self._is_padded = given.kernel == "bgmv"
-        self._decode_slope_s = given.decode_slope_s or 0.0
-        self._decode_base_s = given.decode_base_s or 0.0
-        self._prefill_slope_s = given.prefill_slope_s or 0.0
-        self._prefill_base_s = given.prefill_base_s or 0.0
+        self._costs = RankCosts(
+            given.decode_slope_s or 0.0,
+            given.decode_base_s or 0.0,
+            given.prefill_slope_s or 0.0,
+            given.prefill_base_s or 0.0,
+        )
         self._slo_s = given.slo_s or 0.0
         self._penalty_s = given.penalty_s
         self._groups = given.groups
@@ -34,11 +39,9 @@ class CaraServe(RoutingPolicy):
         """See RoutingPolicy."""
         best, least_s = None, float("inf")
         group = hash_number(request.adapter) % self._groups
-        for name in view.open_ids:
-            replica = view.up[name]
-            if name % self._groups != group or not replica.has_room(request):
-                continue
-            if not view.fits_ever(replica, request):
+        can = [view.up[name] for name in view.open_ids if view.fits_ever(view.up[name], request)]
+        for replica in [each for each in can if each.id % self._groups == group] or can:
+            if not replica.has_room(request):
                 continue
             total_s = self.cost_s(view, replica, request)
             if total_s < least_s:
@@ -50,9 +53,10 @@ class CaraServe(RoutingPolicy):
         before = replica.rows
         decode_s = self.decode_s(before + request.samples, replica, request)
         added_s = decode_s - self.decode_s(before, replica, None)
-        prefill_s = self._prefill_slope_s * request.num_tokens
+        costs = replica.facts.rank_costs or self._costs
+        prefill_s = costs.prefill_slope_s * request.num_tokens
         if not replica.waiting_tokens:
-            prefill_s += self._prefill_base_s
+            prefill_s += costs.prefill_base_s
         cost_s = prefill_s / view.lengths.mean + added_s
         if decode_s > self._slo_s:
             cost_s += self._penalty_s
@@ -65,4 +69,5 @@ class CaraServe(RoutingPolicy):
         if more is not None:
             largest, total = max(largest, more.rank), total + more.rank
         units = rows * largest if self._is_padded else total
-        return self._decode_slope_s * units + self._decode_base_s
+        costs = replica.facts.rank_costs or self._costs
+        return costs.decode_slope_s * units + costs.decode_base_s

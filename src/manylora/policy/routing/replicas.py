@@ -118,8 +118,9 @@ class ReplicaState:
         return pages if self.tier_of(request.adapter) == ON_DEVICE else pages + request.adapter_pages
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Whether the pages that it needs are free or reclaimable now."""
-        return self.pages_for(request) <= self.free_pages
+        """Whether the pages that it needs are free or reclaimable now; all of them are enough for any request that
+        can ever be held here."""
+        return min(self.pages_for(request), self.facts.num_pages) <= self.free_pages
 
     def movable(self) -> list[LiveRequest]:
         """The requests that it is known to have and was not told to let go, newest first: by the moment at which
