@@ -202,14 +202,6 @@ def test_merging_that_cannot_work() -> None:
         assert str(refused.value) == says
 
 
-@pytest.mark.parametrize("name", ["cold_start_stall", "kept_share", "slo_ttft"])
-def test_on_and_off_are_no_numbers(name: str) -> None:
-    """YAML's yes is true, which Python takes for 1."""
-    for value in (True, False):
-        with pytest.raises(ConfigError, match=f"must be a number, got {value}"):
-            build_settings({"model": "m", name: value})
-
-
 @pytest.mark.usefixtures("stopped")
 def test_a_setting_that_is_on_or_off(tmp_path: Path) -> None:
     """A flag without a value; true or false in a file and in Python."""

@@ -166,8 +166,6 @@ def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
                 raise ConfigError(f"{option} must be a whole number, got {value!r}") from None
         case "float":
             try:
-                if isinstance(value, bool):  # a number to Python
-                    raise TypeError
                 return float(value)
             except (TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{option} must be a number, got {value!r}") from None
