@@ -43,7 +43,7 @@ PAUSE_S = 0.06
 RIG_S, CELL_S = 30.0, 40.0
 
 
-class Cell(NamedTuple):
+class ColdCell(NamedTuple):
     """``link``: GB/s, 0: the machine's."""
 
     link: float
@@ -70,7 +70,7 @@ class Found:
         }  # fmt: skip
 
 
-async def run_cell(rig: EngineRig, cell: Cell, modes: Sequence[str], turns: int) -> Found:
+async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: int) -> Found:
     """Every mode in turn, forwards and backwards."""
     found = Found()
     names = rig.adapters(f"rank-{cell.rank}", (cell.rank,), TOY_ADAPTERS if rig.is_toy else NUM_ADAPTERS)
@@ -117,7 +117,7 @@ def run_link(link: float, modes: Sequence[str], report: RunReport) -> None:
     """All cells of it, on a worker of its own."""
     is_toy = report.args.toy
     cells = [
-        Cell(link, rank, prompt)
+        ColdCell(link, rank, prompt)
         for rank in (TOY_RANKS if is_toy else RANKS)
         for prompt in (TOY_PROMPTS if is_toy else PROMPTS)
     ]
