@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from manylora.config import ConfigError
@@ -56,6 +58,16 @@ def test_without_a_number_a_reply_is_as_long_as_the_context_and_the_pool_allow(
 def test_a_policy_of_ones_own_that_is_none(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         find_cache(name)
+
+
+def test_a_module_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache_unread.py").write_text("class Mine(\n")
+    (tmp_path / "cache_raising.py").write_text("raise ValueError('no table')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, why in (("cache_unread", "was never closed"), ("cache_raising", "no table")):
+        with pytest.raises(ConfigError, match=f"cannot be imported: .*{why}") as caught:
+            find_cache(f"{module}:Mine")
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("num_pages", "seconds"), [(0, 1.0), (4, 0.0), (4, -1.0)])

@@ -44,7 +44,7 @@ def find_cache(name: str) -> CachePolicy:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a module raises that is imported
         raise ConfigError(f"cache policy {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, CachePolicy)):
         raise ConfigError(f"cache policy {name!r} is no subclass of manylora's CachePolicy")

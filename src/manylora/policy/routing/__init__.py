@@ -40,7 +40,7 @@ def find_router(name: str) -> type[RoutingPolicy]:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a module raises that is imported
         raise ConfigError(f"router {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
         raise ConfigError(f"router {name!r} is no subclass of manylora's RoutingPolicy")
