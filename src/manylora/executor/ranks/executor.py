@@ -23,7 +23,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.ranked_merging import ELSEWHERE
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
-from manylora.executor.ranks.watch import LOOK_S, Watch
+from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import (
     Channel,
     End,
@@ -426,12 +426,12 @@ class RankedExecutor:
 
     def _watch(self) -> None:
         """See ranks that are stopped, and steps that do not end."""
-        watch = Watch([rank.process.pid for rank in self._ranks])
+        watch = StoppedProcesses([rank.process.pid for rank in self._ranks])
         prepared_s = looked_s = 0.0
         busy_s, number = 0.0, None
         looked_s = time.monotonic()
         while not self._stop_watching.wait(LOOK_S):
-            stopped = watch.stopped()
+            stopped = watch.look()
             if stopped is not None:
                 self._lose(f"rank {self._ranks[stopped].rank} has been stopped")
             now, spent_s = time.monotonic(), max(one.state.preparation_s for one in self._status.read())

@@ -35,7 +35,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
-from manylora.executor.ranks.watch import LOOK_S, Watch
+from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
 from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
@@ -315,7 +315,7 @@ def _hear_all(
     """Every rank's next message of this kind. Raises ConfigError where one cannot go on for its
     settings, and RuntimeError where it cannot for another reason: it has ended, or is stopped."""
     heard: dict[int, Any] = {}
-    watch, looks_s = Watch([rank.process.pid for rank in ranks]), time.monotonic() + LOOK_S
+    watch, looks_s = StoppedProcesses([rank.process.pid for rank in ranks]), time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.channel.sock, selectors.EVENT_READ, rank)
@@ -323,7 +323,7 @@ def _hear_all(
             spoken = selector.select(max(0.0, looks_s - time.monotonic()))
             if time.monotonic() >= looks_s:
                 looks_s = time.monotonic() + LOOK_S
-                stopped = watch.stopped()
+                stopped = watch.look()
                 if stopped is not None:
                     raise RuntimeError(f"rank {stopped} has been stopped")
             for key, _ in spoken:

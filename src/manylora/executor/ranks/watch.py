@@ -24,15 +24,15 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-class Watch:
+class StoppedProcesses:
     """Looks at processes, every ``LOOK_S``, for one that is stopped and stays so."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._stopped = [0] * len(pids)
 
-    def stopped(self) -> int | None:
-        """One look: which of them is lost, by its place."""
+    def look(self) -> int | None:
+        """Which of them is lost, by its place."""
         for place, pid in enumerate(self._pids):
             self._stopped[place] = self._stopped[place] + 1 if is_stopped(pid) else 0
         return next((place for place, looks in enumerate(self._stopped) if looks >= STOPPED_LOOKS), None)
