@@ -3,6 +3,7 @@ trouble."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -169,7 +170,7 @@ import os, signal, threading
 from manylora import LLM, SamplingParams
 from manylora.engine.client import EngineDead, EngineStats
 from tests.e2e.process import wait_until
-from tests.e2e.test_ranks import ranks_of
+from tests.e2e.test_ranks import events_of_this_process, ranks_of
 
 settings = dict(device="cpu", dtype="float32", device_pool="32MiB", tensor_parallel_size=2)
 greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -182,6 +183,7 @@ def make():
     llms.append(LLM({MODEL!r}, {{"german": {GERMAN!r}}}, **settings))
     ask(llms[-1])
 
+events = events_of_this_process()
 threads = [threading.Thread(target=make) for _ in range(2)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -196,8 +198,9 @@ for llm in llms:
         print("dead:", error)
 assert len(alive) == 1
 wait_until(lambda: len(ranks_of(os.getpid())) == 2, "the end of the dead engine's other rank")
-alive[0].close()
+for llm in llms: llm.close()
 assert ranks_of(os.getpid()) == []
+assert events_of_this_process() == events
 make()
 assert len(answers) == 3 and answers[0] == answers[1] == answers[2] and len(answers[0]) == 8
 print("ranks", *ranks_of(os.getpid()))  # of one that is never closed
@@ -331,6 +334,34 @@ def asked(trouble: Callable[[int], None] | None = None, **settings: Any) -> list
 def test_a_rank_that_is_stopped() -> None:
     (line,) = asked(lambda rank: os.kill(rank, signal.SIGSTOP))
     assert "rank 1 has been stopped" in line
+
+
+STOPS = """
+import os, signal, sys
+if "manylora.executor.ranks.process" in sys.orig_argv:
+    import manylora.executor.worker as worker
+    worker.Worker.__init__ = lambda *args, **settings: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def events_of_this_process() -> int:
+    """Descriptors by which one process wakes another."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing
+            found += "eventfd" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_are_stopped_while_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STOPS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = events_of_this_process()
+    with pytest.raises(RuntimeError, match=r"^rank 0 has been stopped$"):
+        LLM(MODEL, device="cpu", device_pool="32MiB", tensor_parallel_size=2)
+    assert not ranks_of(os.getpid())
+    assert events_of_this_process() == before
 
 
 @pytest.mark.timeout(120)

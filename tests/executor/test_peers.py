@@ -85,7 +85,12 @@ def test_three_processes(tmp_path: Path) -> None:
                 totals = [one[kind, "sum", size, dtype] for one in found]
                 assert all(torch.equal(total, totals[0]) for total in totals)
                 most = torch.stack(parts).abs().sum(0)
-                assert ((totals[0].double() - exact).abs() <= 2 * torch.finfo(dtype).eps * most).all()
+                error = (totals[0].double() - exact).abs()
+                assert (error <= 2 * torch.finfo(dtype).eps * most).all()
+                if kind == "shared" or exact.numel() * dtype.itemsize <= GATHERED_BYTES:
+                    # Added up in float32, and rounded once.
+                    once = 0.501 * torch.finfo(dtype).eps * exact.abs()
+                    assert (error <= once + 2 * torch.finfo(torch.float32).eps * most).all()
         for rank, one in enumerate(found):
             wide = own(rank, (4, 12), torch.float32)
             outside = [0, 1, 2, 7, 8, 9, 10, 11]

@@ -21,6 +21,8 @@ from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranked_graphs import RankedGraphs
 from manylora.executor.ranks import start
 from manylora.executor.ranks.process import _Rank
+from manylora.executor.ranks.wire import Begin
+from manylora.flags import build_settings
 from tests.executor.conftest import Files
 from tests.executor.test_graphs import PROMPTS, check, open_all
 from tests.executor.test_ranks_merging import RankedRig
@@ -190,6 +192,35 @@ def test_a_rank_that_can_capture_no_more(
     run_all(rig, files)
     assert check_alike(threaded_ranks) == captured
     rig.worker.close()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_captures_hold_up_to_the_limit_of_several_ranks(
+    is_full: bool,
+    made: Callable[[str], RankedRig],
+    threaded_ranks: list[RankThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model of three layers, where one rank's captures would be full."""
+    monkeypatch.setattr(graphs, "_RANKED_LAYER_BYTES", graphs.MAX_BYTES)
+    held = 3 * graphs.MAX_BYTES - (not is_full)
+    monkeypatch.setattr(CpuDevice, "captured_bytes", lambda _: held)
+    rig = made("sharded")
+    assert len(check_alike(threaded_ranks)) == (0 if is_full else 12)
+    rig.worker.close()
+
+
+def test_pools_leave_room_for_captures(files: Files) -> None:
+    def begin(cuda_graphs: str) -> Begin:
+        values = {"model": str(files.model), "device": "cpu", "tensor_parallel_size": 2}
+        settings, _ = build_settings({**values, "cuda_graphs": cuda_graphs})
+        return start._begin(start._planned(settings)._replace(kind="cuda"), None)
+
+    padded, eager = begin("on"), begin("off")
+    assert padded.pads_steps
+    assert not eager.pads_steps
+    assert padded.graph_bytes == graphs.graph_bytes(3, 2)
+    assert padded.activation_bytes - eager.activation_bytes == padded.graph_bytes
 
 
 def test_a_rank_that_fails_where_others_wait_for_it_ends_the_start(

@@ -23,7 +23,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.ranked_merging import ELSEWHERE
 from manylora.executor.ranks.ring import RingWriter
 from manylora.executor.ranks.status import StatusReader
-from manylora.executor.ranks.watch import LOOK_S, STOPPED_LOOKS, is_stopped
+from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import (
     Channel,
     End,
@@ -259,6 +259,8 @@ class RankedExecutor:
                 thread.join()
         for rank in self._ranks:
             rank.channel.close()
+        with self._writing:
+            self._ring.close()
         for ask in list(self._answers):
             self._answers.pop(ask)
         self._registry.close()
@@ -424,15 +426,14 @@ class RankedExecutor:
 
     def _watch(self) -> None:
         """See ranks that are stopped, and steps that do not end."""
-        stopped = [0] * len(self._ranks)
+        watch = StoppedProcesses([rank.process.pid for rank in self._ranks])
         prepared_s = looked_s = 0.0
         busy_s, number = 0.0, None
         looked_s = time.monotonic()
         while not self._stop_watching.wait(LOOK_S):
-            for place, rank in enumerate(self._ranks):
-                stopped[place] = stopped[place] + 1 if is_stopped(rank.process.pid) else 0
-                if stopped[place] >= STOPPED_LOOKS:
-                    self._lose(f"rank {rank.rank} has been stopped")
+            stopped = watch.look()
+            if stopped is not None:
+                self._lose(f"rank {self._ranks[stopped].rank} has been stopped")
             now, spent_s = time.monotonic(), max(one.state.preparation_s for one in self._status.read())
             # Time in which this process itself did not run says nothing of the ranks.
             passed_s = min(now - looked_s, 2 * LOOK_S) - (spent_s - prepared_s)

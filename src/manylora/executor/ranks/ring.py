@@ -50,11 +50,12 @@ class _Ring:
 
 
 class RingWriter:
-    """The one writer. ``wakes``: an eventfd of each reader."""
+    """The one writer. ``wakes``: an eventfd of each reader, closed with it."""
 
     def __init__(self, file: int, wakes: list[int]) -> None:
         self._ring = _Ring(file, len(wakes))
         self._wakes = wakes
+        self._count = len(wakes)
         self._written = 0
         self._number = 0
 
@@ -79,8 +80,14 @@ class RingWriter:
             for wake in self._wakes:
                 os.eventfd_write(wake, 1)
 
+    def close(self) -> None:
+        """Once there are no readers: what is written then wakes nobody."""
+        wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            os.close(wake)
+
     def _room(self) -> int:
-        read = min(self._ring.counter(1 + reader) for reader in range(len(self._wakes)))
+        read = min(self._ring.counter(1 + reader) for reader in range(self._count))
         return RING_BYTES - (self._written - read)
 
 

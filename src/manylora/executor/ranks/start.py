@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
+from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
 from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
@@ -244,6 +246,7 @@ def _start(
         )
         wakes = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         writer = ring.RingWriter(ring_file, wakes)
+        undo.callback(writer.close)
         reader = status.StatusReader(status_file, count)
         ranks: list[RankProcess] = []
         undo.callback(_end, ranks)
@@ -310,13 +313,20 @@ def _hear_all(
     ranks: list[RankProcess], kind: type[Any], progress: Callable[[int, int], None] | None
 ) -> list[Any]:
     """Every rank's next message of this kind. Raises ConfigError where one cannot go on for its
-    settings, and RuntimeError where it cannot for another reason."""
+    settings, and RuntimeError where it cannot for another reason: it has ended, or is stopped."""
     heard: dict[int, Any] = {}
+    watch, looks_s = StoppedProcesses([rank.process.pid for rank in ranks]), time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.channel.sock, selectors.EVENT_READ, rank)
         while len(heard) < len(ranks):
-            for key, _ in selector.select():
+            spoken = selector.select(max(0.0, looks_s - time.monotonic()))
+            if time.monotonic() >= looks_s:
+                looks_s = time.monotonic() + LOOK_S
+                stopped = watch.look()
+                if stopped is not None:
+                    raise RuntimeError(f"rank {stopped} has been stopped")
+            for key, _ in spoken:
                 rank = key.data
                 messages = rank.channel.arrived()
                 if messages is None:

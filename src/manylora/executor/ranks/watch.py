@@ -6,6 +6,7 @@ prompt and no loaded machine looks like it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 LOOK_S = 0.5
@@ -21,3 +22,17 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] in "Tt"
+
+
+class StoppedProcesses:
+    """Looks at processes, every ``LOOK_S``, for one that is stopped and stays so."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._stopped = [0] * len(pids)
+
+    def look(self) -> int | None:
+        """Which of them is lost, by its place."""
+        for place, pid in enumerate(self._pids):
+            self._stopped[place] = self._stopped[place] + 1 if is_stopped(pid) else 0
+        return next((place for place, looks in enumerate(self._stopped) if looks >= STOPPED_LOOKS), None)
