@@ -81,7 +81,7 @@ class RingWriter:
                 os.eventfd_write(wake, 1)
 
     def close(self) -> None:
-        """Once there are no readers: what is written then wakes nobody."""
+        """Once there are no readers: what is written then wakes no rank."""
         wakes, self._wakes = self._wakes, []
         for wake in wakes:
             os.close(wake)
