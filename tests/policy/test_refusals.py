@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from manylora.config import ConfigError
 from manylora.policy.caches import find_cache
 from manylora.policy.cost import Rates
+from manylora.policy.routing import find_router
 from manylora.protocol import Arrive, Reject
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.rig import Rig
@@ -60,13 +62,16 @@ def test_a_policy_of_ones_own_that_is_none(name: str, words: str) -> None:
         find_cache(name)
 
 
-def test_a_module_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache_unread.py").write_text("class Mine(\n")
-    (tmp_path / "cache_raising.py").write_text("raise ValueError('no table')\n")
+@pytest.mark.parametrize("find", [find_cache, find_router])
+def test_a_module_that_cannot_be_read_is_one_line(
+    find: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_unread.py").write_text("class Mine(\n")
+    (tmp_path / "own_raising.py").write_text("raise ValueError('no table')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for module, why in (("cache_unread", "was never closed"), ("cache_raising", "no table")):
+    for module, why in (("own_unread", "was never closed"), ("own_raising", "no table")):
         with pytest.raises(ConfigError, match=f"cannot be imported: .*{why}") as caught:
-            find_cache(f"{module}:Mine")
+            find(f"{module}:Mine")
         assert "\n" not in str(caught.value)
 
 

@@ -6,9 +6,7 @@ LRU. A policy of your own is a subclass of ``CachePolicy`` anywhere on the impor
 
 from __future__ import annotations
 
-import importlib
-
-from manylora.config import ConfigError, PolicyConfig, is_import_name
+from manylora.config import PolicyConfig, is_import_name
 from manylora.policy.caches.fastlibra import FastLibra
 from manylora.policy.caches.fastlibra_pages import (
     FastLibraPages,
@@ -26,6 +24,7 @@ from manylora.policy.caches.manylora import Manylora
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.caches.s_lora import SLora
 from manylora.policy.caches.static_lru import StaticLru
+from manylora.policy.imported import imported_class
 
 CACHES: dict[str, type[CachePolicy]] = {
     policy.name: policy
@@ -41,14 +40,7 @@ def find_cache(name: str) -> CachePolicy:
     """The policy of that name; raises ConfigError for ``module:Class`` where there is none."""
     if not is_import_name(name):
         return CACHES[name]()  # settings refuse names that are not known
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a module raises that is imported
-        raise ConfigError(f"cache policy {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, CachePolicy)):
-        raise ConfigError(f"cache policy {name!r} is no subclass of manylora's CachePolicy")
-    return found()
+    return imported_class("cache policy", name, CachePolicy)()
 
 
 def adapter_pages_limit(config: PolicyConfig) -> int:

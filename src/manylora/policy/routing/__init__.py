@@ -6,10 +6,9 @@ is a subclass of ``RoutingPolicy`` anywhere on the import path, named as ``modul
 
 from __future__ import annotations
 
-import importlib
-
 from manylora.config import ConfigError, is_import_name
 from manylora.config.routing import ROUTERS, parameter_lines
+from manylora.policy.imported import imported_class
 from manylora.policy.routing.cache_aware import CacheAware
 from manylora.policy.routing.caraserve import CaraServe
 from manylora.policy.routing.dlora import Dlora
@@ -37,13 +36,7 @@ def find_router(name: str) -> type[RoutingPolicy]:
     """The policy of that name; raises ConfigError for ``module:Class`` where there is none."""
     if not is_import_name(name):
         return ROUTING_POLICIES[name]  # settings refuse names that are not known
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a module raises that is imported
-        raise ConfigError(f"router {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
-        raise ConfigError(f"router {name!r} is no subclass of manylora's RoutingPolicy")
+    found = imported_class("router", name, RoutingPolicy)
     if found.choose is RoutingPolicy.choose:
         raise ConfigError(f"router {name!r} has no method choose, which says where a request goes")
     return found
