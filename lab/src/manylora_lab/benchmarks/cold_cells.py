@@ -20,7 +20,6 @@ import collections
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from manylora.config import COLD_START_MODES
 from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.first_runs import first_token
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
 LINKS, TOY_LINKS = (6, 30, 0), (0,)
@@ -79,12 +79,9 @@ async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: 
     room = 2 * -(-2 * cell.prompt // rig.policy.page_tokens) + 8
 
     async def ask(target: EngineTarget, name: str | None) -> float:
-        began_s = time.monotonic()
-        answer = await target.generate(rig.call(cell.prompt, 1, name))
-        if answer.error is not None or answer.first_s is None:
-            raise RuntimeError(answer.error)
+        began_s, first_s = await first_token(target, rig.call(cell.prompt, 1, name))
         await asyncio.sleep(PAUSE_S + adapter_s)
-        return 1e3 * (answer.first_s - began_s)
+        return 1e3 * (first_s - began_s)
 
     for turn in range(turns):
         for mode in modes if turn % 2 else reversed(modes):

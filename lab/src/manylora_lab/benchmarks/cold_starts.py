@@ -39,6 +39,7 @@ from manylora.protocol import SwapPages
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.first_runs import first_token
 from manylora_lab.benchmarks.offline_runs import failed
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
@@ -104,11 +105,8 @@ async def _first_tokens(
 
     async def ask(adapter: str, kind: str) -> None:
         rig.noted.moments.clear()
-        began_s = time.monotonic()
-        answer = await target.generate(rig.call(PROMPT, 1, adapter))
-        if answer.error is not None or answer.first_s is None:
-            raise RuntimeError(answer.error)
-        taken.setdefault(kind, []).append(1e3 * (answer.first_s - began_s))
+        began_s, first_s = await first_token(target, rig.call(PROMPT, 1, adapter))
+        taken.setdefault(kind, []).append(1e3 * (first_s - began_s))
         for what, moment_s in dict(reversed(rig.noted.moments)).items():  # of each the first
             parts.setdefault(kind, {}).setdefault(what, []).append(1e3 * (moment_s - began_s))
         await asyncio.sleep(PAUSE_S)
@@ -193,12 +191,9 @@ async def reads(rig: EngineRig, report: RunReport) -> None:
                 for _ in range(3):
                     await target.generate(rig.call(PROMPT, 1, None))
                 for name in names:
-                    began_s = time.monotonic()
-                    answer = await target.generate(rig.call(PROMPT, 1, name))
-                    if answer.error is not None or answer.first_s is None:
-                        raise RuntimeError(answer.error)
+                    began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
                     if turn or report.args.no_store:  # by the first turn the store has them
-                        taken.setdefault(follows, []).append(1e3 * (answer.first_s - began_s))
+                        taken.setdefault(follows, []).append(1e3 * (first_s - began_s))
                     await asyncio.sleep(PAUSE_S)
                 stalled[follows] += (await target.counters())["cold_start_stall_s"]
                 await target.close()
@@ -231,12 +226,9 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
         target = opened(rig, rank, ColdStartConfig("layerwise"))
 
         async def ask(name: str, target: EngineTarget = target) -> float:
-            began_s = time.monotonic()
-            answer = await target.generate(rig.call(PROMPT, 1, name))
-            if answer.error is not None or answer.first_s is None:
-                raise RuntimeError(answer.error)
+            began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
             await asyncio.sleep(PAUSE_S)
-            return 1e3 * (answer.first_s - began_s)
+            return 1e3 * (first_s - began_s)
 
         was = bringing.BY_KERNEL, rig.worker._copier._puts_off
         for name in names:  # into the host pool
@@ -290,11 +282,8 @@ async def decode(rig: EngineRig, report: RunReport) -> None:
         asked: list[asyncio.Task[None]] = []
 
         async def ask(name: str, target: EngineTarget = target, first_ms: list[float] = first_ms) -> None:
-            began_s = time.monotonic()
-            answer = await target.generate(rig.call(PROMPT, 1, name))
-            if answer.error is not None or answer.first_s is None:
-                raise RuntimeError(answer.error)
-            first_ms.append(1e3 * (answer.first_s - began_s))
+            began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
+            first_ms.append(1e3 * (first_s - began_s))
 
         for name in itertools.cycle(chosen) if chosen else ():
             if any(task.done() for task in running):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from manylora.pricing.shapes import ALL_MODULES
+from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.offline_runs import MIXED_RANKS, MIXED_ROWS, adapters_of, again
 from manylora_lab.benchmarks.run_report import RunReport
@@ -22,6 +23,16 @@ NONE, WARM, HOST, NEVER = "no adapter", "warm adapter", "adapter in host memory"
 FIRST_RUNS = {NONE: (None, None), WARM: (10.6, 5), HOST: (21.2, 7), NEVER: (113.7, 50)}
 """Milliseconds: vLLM's, and what is aimed at."""
 CHURNING = 8
+
+
+async def first_token(target: EngineTarget, call: TargetRequest) -> tuple[float, float]:
+    """When it was asked for and when its first token came, by ``time.monotonic``. Raises RuntimeError where it
+    failed."""
+    began_s = time.monotonic()
+    answer = await target.generate(call)
+    if answer.error is not None or answer.first_s is None:
+        raise RuntimeError(answer.error)
+    return began_s, answer.first_s
 
 
 async def first(rig: EngineRig, report: RunReport) -> None:
@@ -43,13 +54,10 @@ async def _first(rig: EngineRig, report: RunReport, repeat: int) -> None:
     async def ask(adapter: str | None, kind: str) -> None:
         call = rig.call(64, 1, adapter)
         rig.noted.moments.clear()
-        began_s = time.monotonic()
-        answer = await target.generate(call)
-        if answer.error is not None or answer.first_s is None:
-            raise RuntimeError(answer.error)
-        for what, moment_s in (*rig.noted.moments, ("delivered", answer.first_s)):
+        began_s, first_s = await first_token(target, call)
+        for what, moment_s in (*rig.noted.moments, ("delivered", first_s)):
             parts.setdefault(kind, {}).setdefault(what, []).append(1e3 * (moment_s - began_s))
-        taken.setdefault(kind, []).append(1e3 * (answer.first_s - began_s))
+        taken.setdefault(kind, []).append(1e3 * (first_s - began_s))
         await asyncio.sleep(0.02)
 
     for number in range(20):
