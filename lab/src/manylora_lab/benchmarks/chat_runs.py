@@ -167,10 +167,8 @@ class Chat:
 async def chat(rig: EngineRig, report: RunReport) -> None:
     """The chat traces by requests a second."""
     bench = Chat(rig)
-    pinned_s = None
     if report.args.rehearse:
         await bench.rehearse()
-        pinned_s = rig.wait_pinned()
     policy = rig.policy.cache.policy
     for repeat in range(report.repeats):
         for load in loads_from(report.args.rates):
@@ -179,7 +177,7 @@ async def chat(rig: EngineRig, report: RunReport) -> None:
             found = await bench.serve(load.stream(bench.scale))
             row = {
                 "policy": policy, "offered_per_s": load.offered_per_s, "repeat": repeat,
-                "vllm": VLLM_CHAT.get(load.offered_per_s), "pinned_s": pinned_s, "summary": found.summary,
+                "vllm": VLLM_CHAT.get(load.offered_per_s), "summary": found.summary,
                 "counters": found.engine,
             }  # fmt: skip
             report.note("chat", {**row, "steps_by_tokens": rig.noted.by_tokens()})

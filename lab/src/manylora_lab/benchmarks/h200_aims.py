@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for policy in policies:  # a worker each: a policy may have pages of its own size
         with EngineRig.of(args.shape, args.toy, sizes, cache_policy=policy, **more) as rig:
             report.values |= {"build_s": rig.build_s, "policy": dataclasses.asdict(rig.policy)}
-            report.values["pinned_after_s"] = round(rig.wait_pinned(), 2)
+            if any(part in ON_WORKER for part in parts):
+                report.values["pinned_after_s"] = round(rig.wait_pinned(), 2)
             for part in parts:
                 if part in ON_WORKER:
                     asyncio.run(ON_WORKER[part](rig, report))
