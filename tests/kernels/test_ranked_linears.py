@@ -133,6 +133,18 @@ def fixed(ops: NotedOps, case: LoraCase) -> Any:
     return plan.plan
 
 
+def answered(
+    subject: Subject, case: LoraCase, ops: NotedOps, plan: Any, log: Log, is_sharded: bool
+) -> Iterator[tuple[ProjectionGroup, Made, Summands]]:
+    """Each of the case's linears with what it gives; the log has what was issued for that one."""
+    for group in case.geometry.groups:
+        if subject.small and group.name in ("o", "qkv"):
+            continue
+        one = made(case, group, ops, plan, log, is_sharded)
+        log.clear()
+        yield group, one, one.linear(one.x, one.step)
+
+
 @pytest.mark.parametrize("subject", EXACT)
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_sharded(subject: Subject, is_captured: bool) -> None:
@@ -140,12 +152,7 @@ def test_sharded(subject: Subject, is_captured: bool) -> None:
     log = Log()
     ops, case = NotedOps(log), case_of(subject, MIXED, [3, 20])
     plan = fixed(ops, case) if is_captured else ops.plan_lora(case.segments, case.geometry, subject.device)
-    for group in case.geometry.groups:
-        if subject.small and group.name in ("o", "qkv"):
-            continue
-        one = made(case, group, ops, plan, log, is_sharded=True)
-        log.clear()
-        y = one.linear(one.x, one.step)
+    for _, one, y in answered(subject, case, ops, plan, log, is_sharded=True):
         assert y.adapted is None
         exchanged = ["base"] if one.linear.share.kind == "row" else []
         expected = ["fork", "shrink", "beside:", "product", "in line:", "lora", "join", "expand"]
@@ -161,12 +168,7 @@ def test_replicated(subject: Subject) -> None:
     log = Log()
     ops, case = NotedOps(log), case_of(subject, MIXED, [3, 20])
     plan = fixed(ops, case)
-    for group in case.geometry.groups:
-        if subject.small and group.name in ("o", "qkv"):
-            continue
-        one = made(case, group, ops, plan, log, is_sharded=False)
-        log.clear()
-        y = one.linear(one.x, one.step)
+    for group, one, y in answered(subject, case, ops, plan, log, is_sharded=False):
         alone = ops.lora_summands(one.x, one.linear.weight, None, case.pool, case.layer, group, plan)
         if one.linear.share.kind == "row":
             assert y.adapted is None
