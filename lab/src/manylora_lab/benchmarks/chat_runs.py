@@ -141,13 +141,13 @@ class Chat:
         self.limits = rig.limits(self.scale.device_pool, self.scale.max_num_seqs)
 
     def open(
-        self, executor: LentExecutor | None = None, journal: Path | None = None, **more: int
+        self, executor: LentExecutor | None = None, journal: Path | None = None, **more: Any
     ) -> EngineTarget:
         """A new engine."""
         return self.rig.open(self.adapters, executor, journal, **{**self.limits, **more})
 
     async def serve(
-        self, stream: Stream, seed: int = 0, journal: Path | None = None, **more: int
+        self, stream: Stream, seed: int = 0, journal: Path | None = None, **more: Any
     ) -> MeasuredReplay:
         """Serve with a new engine, all adapters having been requested once."""
         target = self.open(None, journal, **more)

@@ -35,7 +35,7 @@ LINKS, TOY_LINKS = (6, 30, 0), (0,)
 RANKS, TOY_RANKS = (32, 128), (8,)
 PROMPTS, TOY_PROMPTS = (32, 200), (24,)
 AUTO, WAIT = "auto", "wait"
-TURNS, TOY_TURNS = 3, 1
+TURNS = 3
 NUM_ADAPTERS, TOY_ADAPTERS, LEFT_OUT = 10, 6, 3
 WARM = 4
 PAUSE_S = 0.06
@@ -71,7 +71,7 @@ class Found:
 
 
 async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: int) -> Found:
-    """Every mode in turn, forwards and backwards."""
+    """Every mode in turn; another one is the first in the next turn."""
     found = Found()
     names = rig.adapters(f"rank-{cell.rank}", (cell.rank,), TOY_ADAPTERS if rig.is_toy else NUM_ADAPTERS)
     pages = rig.shape.adapter_pages(cell.rank, rig.policy.page_tokens, ALL_MODULES) + 1
@@ -84,7 +84,8 @@ async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: 
         return 1e3 * (first_s - began_s)
 
     for turn in range(turns):
-        for mode in modes if turn % 2 else reversed(modes):
+        begin = 2 * turn % len(modes)
+        for mode in (*modes[begin:], *modes[:begin]):
             target = rig.open(
                 names,
                 num_pages=min(2 * pages + room, rig.policy.num_pages),
@@ -134,7 +135,7 @@ def run_link(link: float, modes: Sequence[str], report: RunReport) -> None:
             place: Row = {"link_gb_s": link, "rank": cell.rank, "prompt": cell.prompt}
             if not report.has(CELL_S, str(place)):
                 continue
-            found = asyncio.run(run_cell(rig, cell, modes, TOY_TURNS if is_toy else TURNS))
+            found = asyncio.run(run_cell(rig, cell, modes, 1 if is_toy else report.args.turns))
             for mode in modes:
                 cold, warm = found.cold[mode], found.warm[mode]
                 times = {"ms": statistics.median(cold), "least_ms": min(cold), "most_ms": max(cold)}
@@ -158,10 +159,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=COLD_START_MODES,
         help="wait, auto, others",
     )
+    parser.add_argument("--turns", type=int, default=TURNS, metavar="N", help="of every mode in a cell")
     parser.add_argument("--cpu-lora-workers", default="auto", metavar="N")
     args = parser.parse_args(argv)
     if missing := {WAIT, AUTO} - {*args.modes}:
         parser.error(f"--modes: {', '.join(sorted(missing))} must be there, with which others are compared")
+    if args.turns < 1:
+        parser.error("--turns must be at least 1")
     report = RunReport(args, "of each prompt: its number")
     for link in args.links or (TOY_LINKS if args.toy else LINKS):
         run_link(link, args.modes, report)

@@ -1,0 +1,167 @@
+"""What ``--cold-start auto`` changes where nothing else is set: requests under it and under ``wait``, in turns.
+
+One worker of Llama-2-7B's shape with dummy weights, with CPU workers. Under ``wait`` steps run by captures without
+gates, as they do where it is all that there is; under ``auto`` by others with them. Parts: ``first`` (by rank, the
+time to the first token of 64 prompt tokens, one request at a time: an adapter that this engine has not read, its
+file in the page cache; one in host memory; one on the device) and ``chat`` (a shipped trace). Each turn has an
+engine of each mode; which comes first changes from turn to turn. From the repository's root:
+
+    python -m manylora_lab.benchmarks.cold_default --out default.json
+
+``--toy`` does it at the demo model's size on a CPU, which captures nothing. What does not fit into
+``--time-budget`` seconds is left out and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+
+from manylora.executor.graphs import GraphLimits, StepGraphs
+from manylora.pricing.shapes import ALL_MODULES
+from manylora_lab.bench.targets import EngineTarget
+from manylora_lab.benchmarks.chat_runs import Chat, loads_from
+from manylora_lab.benchmarks.engine_rig import EngineRig
+from manylora_lab.benchmarks.first_runs import first_token
+from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+
+MODES = ("wait", "auto")
+PROMPT, TOY_PROMPT = 64, 24
+NUM_ADAPTERS, HOST_ROUNDS, WARM, LEFT_OUT = 6, 2, 9, 1
+"""Of each engine: adapters, how often each is asked for from host memory, and how often the last one when it is
+on the device; ``LEFT_OUT`` of these do not count, since the request before was of another kind."""
+PAUSE_S = 0.06
+TURN_S, CHAT_S = 6.0, 60.0
+
+
+class Modes:
+    """The worker's captures by mode."""
+
+    def __init__(self, rig: EngineRig) -> None:
+        self._rig = rig
+        self._graphs: dict[str, StepGraphs | None] = dict.fromkeys(MODES, rig.worker._graphs)
+        if rig.worker._graphs is None or rig.is_toy:
+            return
+        limits = GraphLimits.of(rig.policy, None)
+        rig.worker.use_graphs(dataclasses.replace(limits, num_groups=0), rig.policy.num_pages)
+        self._graphs["wait"] = rig.worker._graphs
+
+    def use(self, mode: str) -> Row:
+        """From now on, until another is used; what an engine's policy is to have for it."""
+        self._rig.worker._graphs = self._graphs[mode]
+        return {"cold_start": dataclasses.replace(self._rig.policy.cold_start, mode=mode)}
+
+
+def in_turns(turns: int) -> Iterator[tuple[int, str]]:
+    """Turn and mode; every mode is as often the first one as any other."""
+    for turn in range(turns):
+        for mode in MODES if turn % 2 else reversed(MODES):
+            yield turn, mode
+
+
+async def first(rig: EngineRig, modes: Modes, rank: int, turns: int) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds by kind and mode."""
+    names = list(rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS))
+    pages = rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
+    prompt = TOY_PROMPT if rig.is_toy else PROMPT
+    room = 2 * -(-2 * prompt // rig.policy.page_tokens) + 8
+    taken: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    for turn, mode in in_turns(turns):
+        target = rig.open(
+            rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS),
+            num_pages=min(2 * pages + room, rig.policy.num_pages),
+            max_num_seqs=8,
+            **modes.use(mode),
+        )
+
+        async def ask(name: str | None, target: EngineTarget = target) -> float:
+            began_s, first_s = await first_token(target, rig.call(prompt, 1, name))
+            await asyncio.sleep(PAUSE_S)
+            return 1e3 * (first_s - began_s)
+
+        await ask(None)
+        asked = [("never read", name) for name in names]
+        asked += [("in host memory", name) for name in names * HOST_ROUNDS]
+        for number, (kind, name) in enumerate(asked):
+            taken_ms = await ask(name)
+            if turn and number:  # what is compiled on first use is compiled by then
+                taken[kind, mode].append(taken_ms)
+        for number in range(WARM):
+            taken_ms = await ask(names[-1])
+            if turn and number >= LEFT_OUT:
+                taken["on the device", mode].append(taken_ms)
+        await target.close()
+    return taken
+
+
+def note_first(report: RunReport, rank: int, taken: dict[tuple[str, str], list[float]]) -> None:
+    """A row for each kind and mode, and one of both."""
+    for kind in dict.fromkeys(kind for kind, _ in taken):
+        each = {mode: taken[kind, mode] for mode in MODES}
+        for mode, ms in each.items():
+            times = {"ms": statistics.median(ms), "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
+            report.note("first", {"rank": rank, "kind": kind, "mode": mode, **times, "count": len(ms)})
+        medians = {mode: statistics.median(ms) for mode, ms in each.items()}
+        report.note(
+            "compared", {"rank": rank, "kind": kind, "auto_over_wait": medians["auto"] / medians["wait"]}
+        )
+
+
+async def chat(rig: EngineRig, modes: Modes, report: RunReport, turns: int) -> None:
+    """A row for each turn and mode, and one of the means."""
+    bench = Chat(rig)
+    await bench.rehearse()
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    for load in loads_from(report.args.rates):
+        for turn, mode in in_turns(turns):
+            if not report.has(CHAT_S, f"chat {load.offered_per_s:g}, turn {turn}, {mode}"):
+                continue
+            served = await bench.serve(load.stream(bench.scale), **modes.use(mode))
+            summary = served.summary
+            row = {"offered_per_s": load.offered_per_s, "turn": turn, "mode": mode, "summary": summary}
+            report.note("chat", row)
+            found[mode].append((summary["ttft_ms"]["mean"], summary["tpot_ms"]["mean"]))
+    if all(found.values()):
+        means = {mode: [statistics.fmean(column) for column in zip(*each)] for mode, each in found.items()}
+        over = [auto / wait for auto, wait in zip(means["auto"], means["wait"])]
+        report.note("chat_compared", {"ttft_auto_over_wait": over[0], "tpot_auto_over_wait": over[1]})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = run_parser(__doc__, time_budget=400.0)
+    parser.add_argument("--parts", default="first,chat")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64], metavar="N")
+    parser.add_argument("--turns", type=int, default=9, metavar="N", help="of first; one does not count")
+    parser.add_argument("--chat-turns", type=int, default=2, metavar="N")
+    parser.add_argument("--rates", default="10", help="of chat, as those of h200_aims")
+    args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if unknown := set(parts) - {"first", "chat"}:
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of first, chat")
+    if args.turns < 2 or args.chat_turns < 1:
+        parser.error("--turns must be at least 2, --chat-turns 1")
+    report = RunReport(args, "0 of the chat's tokens; of each prompt its number")
+    sizes = {"host_pool": "48GiB", "device_pool": "24GiB"}
+    with EngineRig.of("llama-2-7b", args.toy, sizes, cold_start="auto") as rig:
+        pinned_s = rig.wait_pinned()
+        workers = rig.policy.cold_start.num_workers
+        report.values |= {
+            "build_s": rig.build_s, "num_workers": workers, "pinned_after_s": round(pinned_s, 2),
+        }  # fmt: skip
+        modes = Modes(rig)
+        for rank in args.ranks if "first" in parts else []:
+            if report.has(TURN_S * args.turns, f"first tokens of rank {rank}"):
+                note_first(report, rank, asyncio.run(first(rig, modes, rank, args.turns)))
+        if "chat" in parts:
+            asyncio.run(chat(rig, modes, report, args.chat_turns))
+    report.save()
+    print("DEFAULT " + json.dumps({name: report.values.get(name) for name in ("compared", "chat_compared")}))
+
+
+if __name__ == "__main__":
+    main()

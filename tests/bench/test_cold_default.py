@@ -1,0 +1,56 @@
+"""The benchmark of what ``auto`` changes as a default, as a toy on the CPU: its record's form."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from manylora_lab.benchmarks import cold_default
+
+ADAPTERS = cold_default.NUM_ADAPTERS
+
+
+def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
+    out = tmp_path / "default.json"
+    more = ["--turns", "2", "--ranks", "8", "--chat-turns", "1"]
+    cold_default.main(["--toy", "--out", str(out), "--commit", "abc", *more])
+    found = json.loads(out.read_text())
+    assert {"command", "commit", "device", "torch", "provenance"} <= set(found)
+    assert found["left_out"] == []
+    counts = {"never read": ADAPTERS - 1, "in host memory": cold_default.HOST_ROUNDS * ADAPTERS}
+    counts["on the device"] = cold_default.WARM - cold_default.LEFT_OUT
+    rows = {(row["kind"], row["mode"]): row for row in found["first"]}
+    assert set(rows) == {(kind, mode) for kind in counts for mode in cold_default.MODES}
+    for (kind, _), row in rows.items():
+        assert row["count"] == counts[kind], "of two turns the second counts"
+        assert 0 < row["ms"] <= row["most_ms"]
+    for row in found["compared"]:
+        of_kind = {mode: rows[row["kind"], mode]["ms"] for mode in cold_default.MODES}
+        assert row["auto_over_wait"] == pytest.approx(of_kind["auto"] / of_kind["wait"], rel=1e-3)
+    ttft = {row["mode"]: row["summary"]["ttft_ms"]["mean"] for row in found["chat"]}
+    assert set(ttft) == set(cold_default.MODES)
+    assert all(row["summary"]["failed"] == 0 for row in found["chat"])
+    (compared,) = found["chat_compared"]
+    assert compared["ttft_auto_over_wait"] == pytest.approx(ttft["auto"] / ttft["wait"], rel=1e-3)
+
+
+def test_each_mode_comes_first_as_often_as_the_other() -> None:
+    order = list(cold_default.in_turns(4))
+    assert [mode for _, mode in order] == ["auto", "wait", "wait", "auto"] * 2
+    places = {
+        mode: [place for place, (_, one) in enumerate(order) if one == mode] for mode in cold_default.MODES
+    }
+    assert statistics.fmean(places["auto"]) == statistics.fmean(places["wait"])
+
+
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--turns", "1"], "--turns must be at least 2"),
+        (["--parts", "x"], "--parts: x is none"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cold_default.main(["--toy", "--out", str(tmp_path / "x.json"), *words])
+        assert caught.value.code == 2
+        assert said in capsys.readouterr().err
