@@ -385,7 +385,43 @@ def router_speed(record: Record) -> str:
     return table(header, lines)
 
 
+COLD_MODES = ("wait", "block", "layerwise", "cpu", "auto")
+
+
+def cold_cells(record: Record) -> str:
+    """Milliseconds to the first token by link, rank, prompt and mode."""
+    cells = [(row, run["modes"]) for run in record["runs"] for row in run["cells"]]
+    lines = []
+    for cell, rows in cells:
+        place = [cell[name] for name in ("link_gb_s", "rank", "prompt")]
+        ms = {
+            row["mode"]: row["ms"]
+            for row in rows
+            if [row[name] for name in ("link_gb_s", "rank", "prompt")] == place
+        }
+        link = f"{place[0]:g}" if place[0] else "as it is"
+        times = (f"{ms[mode]:.1f}" for mode in COLD_MODES)
+        lines.append((link, *map(str, place[1:]), *times, f"{cell['auto_over_best']:.2f}"))
+    modes = (f"`{mode}`" for mode in COLD_MODES)
+    return table(("link, GB/s", "rank", "prompt", *modes, "`auto` over the best other"), lines)
+
+
+def cold_default(record: Record) -> str:
+    """Milliseconds to the first token by rank and where the adapter is."""
+    (run,) = (run for run in record["runs"] if run["name"] == "first")
+    ms = {(row["rank"], row["kind"], row["mode"]): row["ms"] for row in run["first"]}
+    lines = []
+    for row in run["compared"]:
+        wait, auto = (ms[row["rank"], row["kind"], mode] for mode in ("wait", "auto"))
+        lines.append(
+            (str(row["rank"]), row["kind"], f"{wait:.2f}", f"{auto:.2f}", f"{row['auto_over_wait']:.3f}")
+        )
+    return table(("rank", "its adapter", "`wait`", "`auto`", "`auto` over `wait`"), lines)
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
+    "cold-cells": cold_cells,
+    "cold-default": cold_default,
     "seeds": seeds,
     "ablation": ablation,
     "kernels-lora": kernels_lora,
