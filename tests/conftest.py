@@ -5,7 +5,6 @@ for torch's products unless they ask for more: matrices are tiny, and a core bel
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,12 +57,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _kept_loops() -> None:
     """Loops for the CPU are compiled before the first test: else engines have a compiler beside them at first."""
-    if importlib.util.find_spec("numba") is not None:
-        from manylora.kernels import compiled
-        from manylora.kernels.cpu_compiled import CompiledOps
+    from manylora.kernels import compiled
+    from manylora.kernels.cpu_compiled import CompiledOps
 
-        if not compiled.are_kept():
-            CompiledOps()
+    if not compiled.are_kept():
+        CompiledOps()
 
 
 @pytest.fixture(scope="module")

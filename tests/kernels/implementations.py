@@ -41,7 +41,6 @@ class Subject:
 
             return CpuOps()
         if self.kind == "compiled":
-            pytest.importorskip("numba")
             from manylora.kernels.cpu_compiled import CompiledOps
 
             return CompiledOps()

@@ -185,9 +185,8 @@ def test_runs_cover_every_token_once() -> None:
         np.array([2, 5], np.int32), np.array([1, 4], np.int32), np.zeros((2, 1, 4), np.int64),
         np.zeros((2, 1, 2, 1), np.float32), torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
-    start, length, segment = runs_of(segments, 11)
     owner = np.full(11, -9)
-    for first, count, which in zip(start, length, segment):
+    for first, count, which in runs_of(segments, 11).T.tolist():
         assert (owner[first : first + count] == -9).all()
         owner[first : first + count] = which
     assert owner.tolist() == [-1, -1, 0, -1, -1, 1, 1, 1, 1, -1, -1]

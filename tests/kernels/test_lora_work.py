@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
+from manylora.kernels.triton.lora_tables import ROWS, WORDS
 from manylora.kernels.triton.lora_work import (
-    ROWS,
-    GroupArrays,
+    BatchWork,
+    GroupSize,
+    TableSizes,
+    WorkBuffer,
     largest_sizes,
     runs_of,
     sizes_of,
-    work_arrays,
+    work_of,
 )
 
 GROUPS = (
@@ -55,29 +60,100 @@ def batches(draw: st.DrawFn) -> tuple[LoraSegments, int]:
     return segments, max(1, place + draw(st.integers(0, 3)))
 
 
+class Tables(NamedTuple):
+    """A group's, as kernels find them, and the units that they take."""
+
+    counts: list[int]
+    tiles: list[list[int]]
+    entries: list[list[int]]
+    units: int
+
+
+def tables_of(work: BatchWork, sizes: TableSizes, before: BatchWork | None = None) -> dict[str, Tables]:
+    """Of a buffer that has held the work of ``before``."""
+    buffer = WorkBuffer(GEOMETRY, sizes, torch.device("cpu"))
+    if before is not None:
+        buffer.fill(before)
+    buffer.fill(work)
+    scales = work.segments.scales[:, :, : sizes.num_scales]
+    assert buffer.scales[: scales.size].tolist() == scales.reshape(-1).tolist()
+    found = {}
+    for (name, group), units in zip(buffer.groups.items(), work.units.tolist(), strict=True):
+        counts = group.counts.tolist()
+        tiles, entries = (table.view(-1, WORDS).tolist() for table in (group.tiles, group.entries))
+        found[name] = Tables(counts, tiles[: counts[1]], entries[: counts[2]], units)
+    return found
+
+
 @settings(deadline=None)
-@given(batches(), st.sampled_from((4, 16)), st.sampled_from((1, 4)), st.sampled_from((1, 2, 4)))
+@given(batches(), batches(), st.sampled_from((4, 16)), st.sampled_from((1, 4)), st.sampled_from((1, 2, 4)))
 def test_every_block_has_a_place(
-    batch: tuple[LoraSegments, int], entry_tokens: int, entries_a_tile: int, blocks: int
+    batch: tuple[LoraSegments, int],
+    other: tuple[LoraSegments, int],
+    entry_tokens: int,
+    entries_a_tile: int,
+    blocks: int,
 ) -> None:
+    """Whatever a buffer held before, and however much room it has."""
     segments, num_tokens = batch
     tile_tokens = entry_tokens * entries_a_tile
-    runs = runs_of(segments, num_tokens)
-    arrays = work_arrays(segments, GEOMETRY, runs, tile_tokens, entry_tokens, blocks)
+
+    def of(segments: LoraSegments, num_tokens: int) -> BatchWork:
+        return work_of(segments, GEOMETRY, runs_of(segments, num_tokens), tile_tokens, entry_tokens, blocks)
+
+    def most(segments: LoraSegments, num_tokens: int) -> TableSizes:
+        rank = max(1, int(segments.records[:, :, 2].max(initial=0)))
+        count = max(1, len(segments.start))
+        return largest_sizes(GEOMETRY, num_tokens, count, rank, tile_tokens, entry_tokens, num_scales=2)
+
+    work, before = of(segments, num_tokens), of(*other)
+    exact, largest = sizes_of(work, GEOMETRY), most(segments, num_tokens)
+    tables = tables_of(work, exact)
+    assert tables_of(work, largest) == tables
+    assert tables_of(work, united(largest, most(*other)), before) == tables
     first = 0
     for group in GROUPS:
-        found = arrays[group.name]
+        found = tables[group.name]
         check_tiles(found, segments, num_tokens, tile_tokens, first, len(group.projections))
         check_entries(found, GEOMETRY.cells(group.in_features), entry_tokens, blocks, segments, first)
         first += len(group.projections)
-    largest_rank = int(segments.records[:, :, 2].max(initial=0))
-    room = largest_sizes(
-        GEOMETRY, num_tokens, max(1, len(segments.start)), max(1, largest_rank), tile_tokens, entry_tokens
-    )
-    for name, size in sizes_of(arrays, segments).groups.items():
-        assert size.tiles <= room.groups[name].tiles
-        assert size.entries <= room.groups[name].entries
-        assert size.units <= room.groups[name].units
+    for name, size in exact.groups.items():
+        assert size.tiles <= largest.groups[name].tiles
+        assert size.entries <= largest.groups[name].entries
+        assert size.units <= largest.groups[name].units
+
+
+def united(one: TableSizes, other: TableSizes) -> TableSizes:
+    """Room for either."""
+    groups = {
+        name: GroupSize(
+            *(max(pair) for pair in zip(dataclasses.astuple(size), dataclasses.astuple(of_other)))
+        )
+        for (name, size), of_other in zip(one.groups.items(), other.groups.values())
+    }
+    return TableSizes(groups, max(one.segments, other.segments), max(one.num_scales, other.num_scales))
+
+
+@pytest.mark.parametrize("less", ["tiles", "entries", "units", "segments", "num_scales"])
+def test_work_without_room_is_refused_before_anything_is_written(less: str) -> None:
+    """A table that does not fit would overwrite the next one."""
+    records = np.array([[[7, 9, 20, 4]] * NUM_PROJECTIONS] * 2)
+    start, length = np.array([0, 5], np.int32), np.array([4, 1], np.int32)
+    scales = np.ones((2, NUM_PROJECTIONS, 2, 2), np.float32)
+    segments = LoraSegments(start, length, records, scales, torch.zeros(1, dtype=torch.int64))
+    work = work_of(segments, GEOMETRY, runs_of(segments, 6), 16, 16, 1)
+    sizes = sizes_of(work, GEOMETRY)
+    if hasattr(sizes, less):
+        sizes = dataclasses.replace(sizes, **{less: getattr(sizes, less) - 1})
+    else:
+        o = sizes.groups["o"]
+        sizes = dataclasses.replace(
+            sizes, groups={**sizes.groups, "o": dataclasses.replace(o, **{less: getattr(o, less) - 1})}
+        )
+    buffer = WorkBuffer(GEOMETRY, sizes, torch.device("cpu"))
+    with pytest.raises(ValueError, match="room"):
+        buffer.fill(work)
+    assert not any(group.tiles.any() or group.entries.any() for group in buffer.groups.values())
 
 
 def segment_of(segments: LoraSegments, token: int) -> int:
@@ -89,13 +165,13 @@ def segment_of(segments: LoraSegments, token: int) -> int:
 
 
 def check_tiles(
-    found: GroupArrays, segments: LoraSegments, num_tokens: int, tile_tokens: int, first: int, count: int
+    found: Tables, segments: LoraSegments, num_tokens: int, tile_tokens: int, first: int, count: int
 ) -> None:
-    adapted, all_tiles, entries, several = found.counts.tolist()
+    adapted, all_tiles, entries, several = found.counts
     assert (all_tiles, entries) == (len(found.tiles), len(found.entries))
     covered: list[int] = []
     units: list[int] = []
-    for number, tile in enumerate(found.tiles.tolist()):
+    for number, tile in enumerate(found.tiles):
         begin, tokens, scale_row = tile[:3]
         assert 1 <= tokens <= tile_tokens
         (segment,) = {segment_of(segments, token) for token in range(begin, begin + tokens)}
@@ -118,11 +194,11 @@ def check_tiles(
 
 
 def check_entries(
-    found: GroupArrays, a_cells: int, entry_tokens: int, blocks: int, segments: LoraSegments, first: int
+    found: Tables, a_cells: int, entry_tokens: int, blocks: int, segments: LoraSegments, first: int
 ) -> None:
     """Each unit is computed once, from the rank rows that its tile expects there."""
     wanted: dict[int, Any] = {}
-    for tile in found.tiles.tolist():
+    for tile in found.tiles:
         begin, tokens = tile[:2]
         segment = segment_of(segments, begin)
         for p in range(3):
@@ -133,7 +209,7 @@ def check_entries(
                 for token in range(tokens):
                     wanted[unit + number * tokens + token] = (begin + token, rows, a_cell)
     computed = {}
-    for entry in found.entries.tolist():
+    for entry in found.entries:
         begin, tokens = entry[:2]
         assert 1 <= tokens <= entry_tokens
         used = [entry[place : place + 3] for place in range(4, 16, 3) if entry[place]]

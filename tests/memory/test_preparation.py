@@ -91,8 +91,9 @@ def test_triton_reports_what_it_compiles_and_other_hooks_stay(monkeypatch: pytes
 
 
 def test_numba_reports_what_it_compiles() -> None:
-    numba = pytest.importorskip("numba")
-    import manylora.kernels.compiled  # noqa: F401  # registers
+    import numba
+
+    import manylora.kernels.loops  # noqa: F401  # registers
 
     @numba.njit  # type: ignore[untyped-decorator]  # numba has no types
     def double(values: np.ndarray) -> np.ndarray:

@@ -14,31 +14,15 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
-from numba.core import event
 
-from manylora.devices.preparation import PREPARATION
+from manylora.kernels.loops import fast_loop, is_kept
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
-_COMPILE = {"nogil": True, "fastmath": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
-class _Reporter(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Tells the process's meter when Numba compiles: also later, for arguments of new types."""
-
-    def on_start(self, _: event.Event) -> None:
-        PREPARATION.begin()
-
-    def on_end(self, _: event.Event) -> None:
-        PREPARATION.end()
-
-
-event.register("numba:compile", _Reporter())
-
-
-@numba.njit(**_COMPILE)
+@fast_loop
 def exp_in_place(values: np.ndarray, bits: np.ndarray) -> None:
     """values <- exp(values) for values <= 0, relative error below 2e-7. ``bits``: int32 scratch, as long.
 
@@ -62,7 +46,7 @@ def exp_in_place(values: np.ndarray, bits: np.ndarray) -> None:
         values[i] *= powers[i]
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def _attend_head(
     q: np.ndarray, query: int, dim: int, out: np.ndarray, token: int, first_head: int, heads: int,
     pool: np.ndarray, keys: int, page_stride: int, page_tokens: int, token_stride: int, pages: np.ndarray,
@@ -106,7 +90,7 @@ def _attend_head(
                 mine[d] += weight * value[d]
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def attend(
     q: np.ndarray, q_stride: int, heads: int, dim: int, out: np.ndarray, pool: np.ndarray,
     layer_keys: int, page_stride: int, page_tokens: int, kv_heads: int, tokens: np.ndarray,
@@ -132,7 +116,7 @@ def attend(
             )  # fmt: skip
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
     """The end of the run of cells from ``first`` that lie side by side in the pool."""
     end = first + 1
@@ -141,7 +125,7 @@ def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
     return end
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
     rank: int, cell: int, shrunk: np.ndarray, second: int, scales: np.ndarray,
@@ -176,7 +160,7 @@ def _shrink(
             shrunk[t3 - start, j] = s3 * scale if t3 > t2 else shrunk[t2 - start, j]
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def _expand(
     y: np.ndarray, start: int, stop: int, column: int, width: int, pool: np.ndarray, offset: int,
     cells: np.ndarray, first: int, rank: int, cell: int, shrunk: np.ndarray,
@@ -199,7 +183,7 @@ def _expand(
             c = end
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def add_lora(
     y: np.ndarray, x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int,
     starts: np.ndarray, stops: np.ndarray, records: np.ndarray, scales: np.ndarray, columns: np.ndarray,
@@ -223,7 +207,7 @@ def add_lora(
             _expand(y, start, stop, columns[p], width, pool, offset, cells, b_first, rank, cell, shrunk)
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def shrink_lora(
     x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
     stops: np.ndarray, records: np.ndarray, scales: np.ndarray, shrunk: np.ndarray,
@@ -243,7 +227,7 @@ def shrink_lora(
             begin = end
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def expand_lora(
     y: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
     stops: np.ndarray, records: np.ndarray, first_column: int, columns: np.ndarray, shrunk: np.ndarray,
@@ -263,7 +247,7 @@ def expand_lora(
             begin = end
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def store_kv(
     pool: np.ndarray, layer_keys: int, page_stride: int, page_tokens: int, k: np.ndarray, k_stride: int,
     v: np.ndarray, v_stride: int, width: int, slots: np.ndarray,
@@ -277,7 +261,7 @@ def store_kv(
         pool[behind : behind + width] = v[t * v_stride : t * v_stride + width]
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def rotate_in_place(
     x: np.ndarray, x_stride: int, heads: int, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray
 ) -> None:
@@ -294,7 +278,7 @@ def rotate_in_place(
                 high[d] = right * cos[at, d] + left * sin[at, d]
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def add_norm(x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """residual += x; out = residual / rms(residual) * weight. All [T, hidden]."""
     width = x.shape[1]
@@ -309,7 +293,7 @@ def add_norm(x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float
             out[t, i] = weight[i] * (residual[t, i] * factor)
 
 
-@numba.njit(**_COMPILE)
+@fast_loop
 def gate(gate_up: np.ndarray, out: np.ndarray, bits: np.ndarray) -> None:
     """out = silu(gate) * up for gate_up [T, 2 I]; ``bits`` int32 [I] is scratch."""
     width = out.shape[1]
@@ -327,8 +311,4 @@ def gate(gate_up: np.ndarray, out: np.ndarray, bits: np.ndarray) -> None:
 
 def are_kept() -> bool:
     """Whether an earlier run has compiled the loops for this machine, as they are now, and kept them on disk."""
-    try:
-        loops = (attend, add_lora, store_kv, rotate_in_place, add_norm, gate)
-        return all(loop._cache._cache_file._load_index() for loop in loops)
-    except (AttributeError, OSError, ValueError):  # Numba's own affairs
-        return False
+    return all(map(is_kept, (attend, add_lora, store_kv, rotate_in_place, add_norm, gate)))

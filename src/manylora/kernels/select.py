@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -39,7 +38,7 @@ def ops_for(
 ) -> Ops:
     """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
 
-    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each, where Numba is there.
+    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each.
     ``waits``: until they are compiled; else torch serves until a process beside has compiled them.
     ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
     and compiled now; None: choices that hold for any.
@@ -47,7 +46,7 @@ def ops_for(
     if device.type == "cpu":
         from manylora.kernels.cpu import CpuOps
 
-        if compiled and importlib.util.find_spec("numba") is not None:
+        if compiled:
             if waits:
                 from manylora.kernels.cpu_compiled import CompiledOps
 

@@ -21,15 +21,15 @@ from manylora.kernels.triton.lora_rows import (
     gated_sum_kernel,
     shrink_kernel,
 )
+from manylora.kernels.triton.lora_tables import ROWS
 from manylora.kernels.triton.lora_work import (
-    ROWS,
-    GroupArrays,
+    BatchWork,
     Ints,
     WorkBuffer,
     largest_sizes,
     runs_of,
     sizes_of,
-    work_arrays,
+    work_of,
 )
 from manylora.kernels.triton.plans import power_of_two
 
@@ -174,12 +174,12 @@ class LoraKernels:
         config = self.config
         has_long = int(segments.length.max()) > config.long_run
         is_first = self._writes_first(num_tokens, has_long)
-        start, length, segment = runs_of(segments, num_tokens)
+        runs = runs_of(segments, num_tokens)
         # Tokens in no segment get tiles too where results are not added.
-        wanted = (segment >= 0) | is_first
+        wanted = (runs[2] >= 0) | is_first
         chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
         if has_long:
-            mixed, is_long = config.of_mixed(num_tokens), length > config.long_run
+            mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
             chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
             if mixed is not None:
                 chosen = [(mixed, wanted)]
@@ -188,9 +188,9 @@ class LoraKernels:
             if not members.any():
                 continue
             sizes = _for_dtype(sizes, geometry)
-            arrays = _arrays(segments, geometry, (start[members], length[members], segment[members]), sizes)
-            buffer = WorkBuffer(geometry, sizes_of(arrays, segments), device)
-            buffer.fill(segments, arrays)
+            work = _work(segments, geometry, np.ascontiguousarray(runs[:, members]), sizes)
+            buffer = WorkBuffer(geometry, sizes_of(work, geometry), device)
+            buffer.fill(work)
             parts.append(TilePlan(buffer, sizes))
         plan = self._plan(segments.cells, geometry, tuple(parts))
         return dataclasses.replace(plan, covered=num_tokens if is_first else 0, is_first=is_first)
@@ -236,8 +236,7 @@ class LoraKernels:
         (part,) = plan.parts
         if segments is None:
             segments = _none(plan.geometry, plan.cells)
-        arrays = _arrays(segments, plan.geometry, runs_of(segments, num_tokens), part.config)
-        part.buffer.fill(segments, arrays)
+        part.buffer.fill(_work(segments, plan.geometry, runs_of(segments, num_tokens), part.config))
 
     def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
         return has_long and 0 < self.config.writes_from <= num_tokens
@@ -401,10 +400,8 @@ def _for_dtype(config: LoraTileConfig, geometry: AdapterGeometry) -> LoraTileCon
     return dataclasses.replace(config, tile_tokens=16) if geometry.itemsize > 2 else config
 
 
-def _arrays(
-    segments: LoraSegments, geometry: AdapterGeometry, runs: tuple[Ints, Ints, Ints], sizes: LoraTileConfig
-) -> dict[str, GroupArrays]:
-    return work_arrays(segments, geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
+def _work(segments: LoraSegments, geometry: AdapterGeometry, runs: Ints, sizes: LoraTileConfig) -> BatchWork:
+    return work_of(segments, geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
 
 
 def ceil_div(n: int, d: int) -> int:

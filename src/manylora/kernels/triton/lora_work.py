@@ -16,7 +16,7 @@ Programs find all that they need in one record of WORDS int32:
            4 rank rows in it  5 position of its first A cell  6 its unit
 
 A *unit* is ROWS float32 partial results of one token: the block's unit u and its token t own
-``[(u + t) * ROWS, (u + t + 1) * ROWS)`` of each split's plane.
+``[(u + t) * ROWS, (u + t + 1) * ROWS)`` of each split's plane. ``lora_tables`` writes all this.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ import torch
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
+from manylora.kernels.triton.lora_tables import (
+    MOST_PROJECTIONS,
+    ROWS,
+    WORDS,
+    count_work,
+    write_runs,
+    write_tables,
+)
 
 Ints = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
 
-WORDS = 16
-ROWS = 16
 BLOCKS = 4
-MOST_PROJECTIONS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,154 +57,62 @@ class GroupWork:
     size: GroupSize
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupArrays:
-    """The same on the host: ``tiles`` [n, WORDS], ``entries`` [m, WORDS]; ``units`` that they take."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BatchWork:
+    """What is to be done in a batch, and how much room its tables take: ``counts`` as GroupWork has them and
+    ``units``, by group. ``entry_tokens``: of which ``tile_tokens`` is a multiple. ``blocks``: how many blocks of
+    rank rows share an entry (at most BLOCKS)."""
 
+    segments: LoraSegments
+    runs: Ints
+    tile_tokens: int
+    entry_tokens: int
+    blocks: int
     counts: Table
-    tiles: Table
-    entries: Table
-    units: int
+    units: Ints
+
+    def write(self, geometry: AdapterGeometry, words: Table, tile_places: Ints, entry_places: Ints) -> None:
+        """The tables, into ``words``: of each group its tiles and its entries from these places on."""
+        columns, a_cells = _columns(geometry.groups, geometry.cell_elements)
+        write_tables(
+            self.runs, self.segments.records, columns, a_cells, self.tile_tokens, self.entry_tokens, self.blocks,
+            words, tile_places, entry_places,
+        )  # fmt: skip
 
 
-def runs_of(segments: LoraSegments, num_tokens: int) -> tuple[Ints, Ints, Ints]:
-    """(start, length, segment) of every run of tokens in the batch; segment -1: the base model's."""
-    start = segments.start.astype(np.int64)
-    end = start + segments.length
-    gap_start = np.concatenate(([0], end))
-    gap_length = np.concatenate((start, [num_tokens])) - gap_start
-    keep = gap_length > 0
-    return (
-        np.concatenate((start, gap_start[keep])),
-        np.concatenate((segments.length.astype(np.int64), gap_length[keep])),
-        np.concatenate((np.arange(len(start)), np.full(int(keep.sum()), -1))),
-    )
+def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
+    """int64 [3, n]: first token, tokens and segment of every run of tokens in the batch; segment -1: the base
+    model's. Those of segments come first."""
+    runs = np.empty((3, 2 * len(segments.start) + 1), dtype=np.int64)
+    count = write_runs(segments.start, segments.length, num_tokens, runs)
+    return np.ascontiguousarray(runs[:, :count])
 
 
-def work_arrays(
+def work_of(
     segments: LoraSegments,
     geometry: AdapterGeometry,
-    runs: tuple[Ints, Ints, Ints],
+    runs: Ints,
     tile_tokens: int,
     entry_tokens: int,
     blocks: int,
-) -> dict[str, GroupArrays]:
-    """Each group's tables for these runs.
-
-    ``entry_tokens``: of which ``tile_tokens`` is a multiple. ``blocks``: how many blocks of rank rows share an
-    entry (at most BLOCKS).
-    """
-    start, length, segment = _tiles(runs, tile_tokens)
-    # All groups at once: [group, tile, projection]. Tiles without an adapter, and the projections that a group has
-    # fewer than others, find a record of zeros at the end.
-    columns, first, a_cells = _columns(geometry.groups, geometry.cell_elements)
-    count, num_projections = segments.records.shape[:2]
-    padded = np.zeros((count + 1, num_projections + 1, 4), dtype=np.int64)
-    padded[:count, :num_projections] = segments.records
-    records = padded.take(segment, axis=0).take(columns, axis=1).swapaxes(0, 1)
-    rank = records[..., 2]
-    per_projection = (rank + (ROWS - 1)) // ROWS
-    # Blocks of rank rows, tile by tile and projection by projection.
-    units = per_projection * length[:, None]
-    last_unit = units.reshape(len(columns), -1).cumsum(axis=1)
-    first_unit = last_unit.reshape(units.shape) - units
-    tiles = np.zeros((len(columns), len(start), WORDS), dtype=np.int32)
-    tiles[:, :, 0], tiles[:, :, 1] = start, length
-    tiles[:, :, 2] = np.maximum(segment, 0) * num_projections + first[:, None]
-    words = tiles.reshape(len(columns), len(start), 1 + MOST_PROJECTIONS, 4)[:, :, 1:]
-    words[..., 0], words[..., 1], words[..., 2] = rank, records[..., 1] * (rank > 0), first_unit
-    words[..., 3] = records[..., 3]
-
-    num_adapted = int(np.count_nonzero(segment >= 0))
-    tile, inside = _parts(length[:num_adapted], entry_tokens)
-    entries = _entries(
-        start[tile] + inside,
-        np.minimum(length[tile] - inside, entry_tokens),
-        length[tile],
-        records[:, tile],
-        per_projection[:, tile],
-        first_unit[:, tile] + inside[:, None],
-        a_cells,
-        blocks,
-    )
-    several = int(np.count_nonzero(length[:num_adapted] > 1))
-    num_units = last_unit[:, -1].tolist() if len(start) else [0] * len(columns)
-    return {
-        group.name: GroupArrays(
-            np.array([num_adapted, len(start), len(entries[i]), several], dtype=np.int32),
-            tiles[i],
-            entries[i],
-            num_units[i],
-        )
-        for i, group in enumerate(geometry.groups)
-    }
+) -> BatchWork:
+    """What these runs of the batch take."""
+    columns, _ = _columns(geometry.groups, geometry.cell_elements)
+    counts, units = np.empty((len(columns), 4), dtype=np.int32), np.empty(len(columns), dtype=np.int64)
+    count_work(runs, segments.records, columns, tile_tokens, entry_tokens, blocks, counts, units)
+    return BatchWork(segments, runs, tile_tokens, entry_tokens, blocks, counts, units)
 
 
 @functools.lru_cache(maxsize=8)
-def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[Ints, Ints, Ints]:
-    """Of each group: the places of its projections among all, filled up with -1; the first of them; and the cells
-    that a row of A takes. Not to be changed."""
+def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[Ints, Ints]:
+    """Of each group: the places of its projections among all, filled up with -1; and the cells that a row of A
+    takes. Not to be changed."""
     columns = np.full((len(groups), MOST_PROJECTIONS), -1)
     first = 0
     for places, group in zip(columns, groups):
         places[: len(group.projections)] = range(first, first + len(group.projections))
         first += len(group.projections)
-    a_cells = np.array([-(-group.in_features // cell_elements) for group in groups])
-    return columns, columns[:, 0], a_cells
-
-
-def _parts(length: Ints, most: int) -> tuple[Ints, Ints]:
-    """(which run, first place in it) of every part of at most ``most`` that runs of these lengths are cut into."""
-    count = -(-length // most)
-    run = np.arange(len(count)).repeat(count)
-    return run, (np.arange(len(run)) - (count.cumsum() - count)[run]) * most
-
-
-def _tiles(runs: tuple[Ints, Ints, Ints], tile_tokens: int) -> tuple[Ints, Ints, Ints]:
-    """(start, length, segment) of every tile, in the tables' order."""
-    run_start, run_length, run_segment = runs
-    run, inside = _parts(run_length, tile_tokens)
-    length = np.minimum(run_length[run] - inside, tile_tokens)
-    segment = run_segment[run]
-    order = np.argsort(2 * (segment < 0) + (length == 1), kind="stable")
-    return (run_start[run] + inside)[order], length[order], segment[order]
-
-
-def _entries(
-    start: Ints,
-    length: Ints,
-    tile_length: Ints,
-    records: Ints,
-    per_projection: Ints,
-    first_unit: Ints,
-    a_cells: Ints,
-    blocks: int,
-) -> list[Table]:
-    """Shrink's entries, by group: of each piece of a tile its blocks of rank rows, ``blocks`` side by side.
-
-    The first three are by piece, the next three by group, piece and projection, ``a_cells`` by group.
-    ``first_unit``: of a piece's first token's first block.
-    """
-    num_groups, num_pieces, num_projections = per_projection.shape
-    # By block, and by the pair of a piece and a projection that it is of: all groups one after the other.
-    count = per_projection.reshape(-1)
-    pair = np.arange(len(count)).repeat(count)
-    number = np.arange(len(pair)) - (count.cumsum() - count)[pair]
-    piece = pair // num_projections
-    per_piece = per_projection.sum(axis=2).reshape(-1)
-    within = np.arange(len(pair)) - (per_piece.cumsum() - per_piece)[piece]
-    of_piece = -(-per_piece // blocks)
-    entry = (of_piece.cumsum() - of_piece)[piece] + within // blocks
-    owner = np.arange(len(of_piece)).repeat(of_piece) % max(num_pieces, 1)
-    entries = np.zeros((len(owner), WORDS), dtype=np.int32)
-    entries[:, 0], entries[:, 1] = start[owner], length[owner]
-    words, place = entries.reshape(-1), entry * WORDS + 4 + 3 * (within % blocks)
-    words[place] = np.minimum(records[..., 2].reshape(-1)[pair] - number * ROWS, ROWS)
-    row_cells = a_cells.repeat(num_pieces * num_projections)[pair]
-    words[place + 1] = records[..., 0].reshape(-1)[pair] + number * ROWS * row_cells
-    words[place + 2] = first_unit.reshape(-1)[pair] + number * tile_length[piece % max(num_pieces, 1)]
-    ends = of_piece.reshape(num_groups, num_pieces).sum(axis=1).cumsum().tolist()
-    return [entries[begin:end] for begin, end in zip([0, *ends], ends)]
+    return columns, np.array([-(-group.in_features // cell_elements) for group in groups])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +134,14 @@ class TableSizes:
     num_scales: int
 
 
-def sizes_of(arrays: dict[str, GroupArrays], segments: LoraSegments) -> TableSizes:
-    """Exactly what these arrays take."""
+def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
+    """Exactly what this work takes."""
+    room = zip(geometry.groups, work.counts.tolist(), work.units.tolist(), strict=True)
     groups = {
-        name: GroupSize(max(1, len(found.tiles)), max(1, len(found.entries)), max(1, found.units))
-        for name, found in arrays.items()
+        group.name: GroupSize(max(1, tiles), max(1, entries), max(1, units))
+        for group, (_, tiles, entries, _), units in room
     }
-    return TableSizes(groups, len(segments.start), 2 if segments.has_second_scales else 1)
+    return TableSizes(groups, len(work.segments.start), 2 if work.segments.has_second_scales else 1)
 
 
 def largest_sizes(
@@ -268,9 +182,14 @@ class WorkBuffer:
         scales = sizes.segments * len(geometry.projections) * sizes.num_scales * geometry.page.layers
         lengths.append(-(-scales // 4) * 4)
         ends = np.cumsum(lengths).tolist()
-        self._places = list(zip([0, *ends], ends))
+        places = list(zip([0, *ends], ends))
+        self._scales_place = places[-1]
+        self._tile_places, self._entry_places = (
+            np.array([begin for begin, _ in places[part:-1:2]]) for part in (1, 2)
+        )
+        self._room = [sizes.groups[group.name] for group in geometry.groups]
         self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        parts = [self._packed[begin:end] for begin, end in self._places]
+        parts = [self._packed[begin:end] for begin, end in places]
         self.scales = parts[-1].view(torch.float32)
         self.groups = {
             group.name: GroupWork(
@@ -282,28 +201,25 @@ class WorkBuffer:
             for index, group in enumerate(geometry.groups)
         }
 
-    def fill(self, segments: LoraSegments, arrays: dict[str, GroupArrays]) -> None:
-        """Make these the tables' contents, by one asynchronous copy. Raises ValueError where they do not fit."""
+    def fill(self, work: BatchWork) -> None:
+        """Make this the tables' contents, by one asynchronous copy. Raises ValueError where it does not fit."""
+        segments = work.segments
         if segments.has_second_scales and self.sizes.num_scales == 1:
             raise ValueError("a LoRA plan for one scale a projection has no room for a second")
+        for (_, tiles, entries, _), units, room in zip(work.counts.tolist(), work.units.tolist(), self._room):
+            if tiles > room.tiles or entries > room.entries or units > room.units:
+                taken = f"{tiles} tiles, {entries} entries and {units} units"
+                raise ValueError(f"{taken} of LoRA work exceed the tables' room")
+        scales = segments.scales[:, :, : self.sizes.num_scales].astype(np.float32, copy=False)
+        begin, end = self._scales_place
+        if scales.size > end - begin:
+            raise ValueError(f"{len(scales)} segments of LoRA work exceed the tables' room")
         stage = upload_buffers(self._packed.device).stage(self._packed.numel())
         view = stage.numbers
-        for index, group in enumerate(self.geometry.groups):
-            found = arrays[group.name]
-            if found.units > self.sizes.groups[group.name].units:
-                raise ValueError(f"{found.units} units of LoRA results exceed the tables' room")
-            view[4 * index : 4 * index + 4] = found.counts
-            self._place(view, 1 + 2 * index, found.tiles)
-            self._place(view, 2 + 2 * index, found.entries)
-        scales = segments.scales[:, :, : self.sizes.num_scales].astype(np.float32, copy=False)
+        view[: work.counts.size] = work.counts.reshape(-1)
+        work.write(self.geometry, view, self._tile_places, self._entry_places)
         if not scales.size:
             # Tiles without an adapter multiply their zeros by the first segment's: it must be a number.
-            view[slice(*self._places[-1])] = 0
-        self._place(view, len(self._places) - 1, scales.view(np.int32))
+            view[begin:end] = 0
+        view[begin : begin + scales.size].reshape(scales.shape)[...] = scales.view(np.int32)
         stage.send(self._packed)
-
-    def _place(self, view: Table, part: int, table: Table) -> None:
-        begin, end = self._places[part]
-        if table.size > end - begin:
-            raise ValueError(f"a LoRA table of {table.size} words exceeds its room of {end - begin}")
-        view[begin : begin + table.size].reshape(table.shape)[...] = table

@@ -22,7 +22,7 @@ from manylora.kernels.ops import MergedLayer, MergePart, MergePlan, of_adapters
 from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.lora_launch import block_of, ceil_div
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
-from manylora.kernels.triton.lora_work import MOST_PROJECTIONS
+from manylora.kernels.triton.lora_tables import MOST_PROJECTIONS
 from manylora.kernels.triton.merge_strips import merge_strips_kernel
 from manylora.kernels.triton.plans import power_of_two, upload
 

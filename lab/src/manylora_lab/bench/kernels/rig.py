@@ -139,10 +139,7 @@ class KernelRig:
             return TritonOps()
         is_small = self.shape.weight_bytes // self.shape.itemsize * self.dtype.itemsize <= SMALL_MODEL_BYTES
         is_served = is_small and self.dtype is torch.float32
-        ops = ops_for(self.device, compiled=name == "compiled" or (name == "auto" and is_served))
-        if name == "compiled" and type(ops).__name__ != "CompiledOps":
-            raise ConfigError("--ops compiled needs Numba: pip install numba")
-        return ops
+        return ops_for(self.device, compiled=name == "compiled" or (name == "auto" and is_served))
 
     # ---- memory that cases share -----------------------------------------------------------------------
 
