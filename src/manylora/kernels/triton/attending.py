@@ -12,11 +12,11 @@ from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.attention_plans import (
-    BLOCK_TOKENS,
     TritonAttentionPlan,
     TritonFixedAttention,
     attention_plan,
 )
+from manylora.kernels.triton.attention_tables import BLOCK_TOKENS
 from manylora.kernels.triton.counters import LaunchCounters
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
 from manylora.kernels.triton.dependent import launch_options

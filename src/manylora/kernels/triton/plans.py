@@ -1,4 +1,4 @@
-"""What plans of the Triton kernels are made with: tiles of runs, and tables sent to the device in one copy."""
+"""What plans of the Triton kernels are made with: tables sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
         view[begin : begin + length] = array.reshape(-1)
     packed = host.to(device, non_blocking=True)
     return [packed[begin : begin + length] for begin, length in places]
-
-
-def tiles_of(length: Ints, most: int) -> tuple[Ints, Ints]:
-    """(owner, place inside it) of every tile of runs of these lengths, cut into tiles of at most ``most``."""
-    count = -(-length // most)
-    owner = np.arange(len(length)).repeat(count)
-    inside = np.arange(len(owner)) - (count.cumsum() - count)[owner]
-    return owner, inside * most
 
 
 def power_of_two(n: int) -> int:

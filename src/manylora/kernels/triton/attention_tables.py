@@ -1,0 +1,144 @@
+"""Compiled loops that write what the attention kernel reads of a step: which rows are cut into which pieces.
+
+``attention_plans`` says what the numbers mean and has them sent. They are made anew for every step. Arrays are
+contiguous; ``query_start``, ``kv_len`` and ``pages`` are an AttentionRows' own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manylora.kernels.loops import loop
+
+RECORD = 8
+BLOCK_TOKENS = 64
+LEAST_BLOCKS = 2
+"""The least blocks in a piece of a row with one query, which costs the bytes of its context wherever it is cut."""
+
+LEAST_TILE_BLOCKS = 12
+"""The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
+
+SPREAD = 0.5
+"""Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
+
+RECORDS, OF_PROMPTS, PLACES, COUNTERS, PAGES, LONGEST, SINGLE, TILES, TILE_SIZE, ROW_SIZE = range(10)
+"""What ``count_pieces`` finds: records, how many of them are of rows with several queries, places and counters of
+partial results, pages; the longest context, how many rows have one query; tiles of the others, and of how many
+blocks the pieces of a tile and of a row with one query are."""
+FOUND = 10
+
+
+@loop
+def count_pieces(
+    query_start: np.ndarray, kv_len: np.ndarray, page_tokens: int, tile: int, most_tiles: int, most_rows: int,
+    found: np.ndarray,
+) -> None:  # fmt: skip
+    """``found`` int64 [FOUND]. All contexts are cut into equal shares, of at least so many blocks; into at most
+    ``most_tiles`` more pieces than there are tiles, ``most_rows`` more than rows with one query."""
+    found[:] = 0
+    tile_blocks, row_blocks = 0, 0
+    for row in range(len(kv_len)):
+        length = query_start[row + 1] - query_start[row]
+        found[LONGEST] = max(found[LONGEST], kv_len[row])
+        if length > 0:
+            found[PAGES] += -(-kv_len[row] // page_tokens)
+        if length == 1:
+            found[SINGLE] += 1
+            row_blocks += -(-kv_len[row] // BLOCK_TOKENS)
+        else:
+            for inside in range(0, length, tile):
+                found[TILES] += 1
+                tile_blocks += -(-(kv_len[row] - length + min(inside + tile, length)) // BLOCK_TOKENS)
+    found[TILE_SIZE] = max(LEAST_TILE_BLOCKS, -(-tile_blocks // most_tiles))
+    found[ROW_SIZE] = max(LEAST_BLOCKS, -(-row_blocks // most_rows))
+    for row in range(len(kv_len)):
+        length = query_start[row + 1] - query_start[row]
+        size = found[ROW_SIZE] if length == 1 else found[TILE_SIZE]
+        for inside in range(0, length, tile):
+            queries = min(length - inside, tile)
+            blocks = -(-(kv_len[row] - length + inside + queries) // BLOCK_TOKENS)
+            pieces = max(1, -(-blocks // size))
+            found[RECORDS] += pieces
+            if length > 1:
+                found[OF_PROMPTS] += pieces
+            if pieces > 1:
+                found[PLACES] += queries * pieces
+                found[COUNTERS] += 1
+
+
+@loop
+def write_pieces(
+    query_start: np.ndarray, kv_len: np.ndarray, pages: np.ndarray, page_tokens: int, tile: int,
+    found: np.ndarray, spreads: bool, records: np.ndarray, table: np.ndarray,
+) -> None:  # fmt: skip
+    """``records`` int32 [found[RECORDS], RECORD]: those of tiles of rows with several queries, of the longest
+    contexts first, then those of rows with one, in their order; if ``spreads``, some of each side by side.
+    ``table`` int32 [found[PAGES]]: the rows' pages, one row after the other."""
+    first_page = np.empty(len(kv_len), dtype=np.int64)
+    place = 0
+    for row in range(len(kv_len)):
+        first_page[row] = place
+        if query_start[row + 1] > query_start[row]:
+            for page in range(-(-kv_len[row] // page_tokens)):
+                table[place] = pages[row, page]
+                place += 1
+    rows = np.empty(found[TILES], dtype=np.int64)
+    insides, contexts = np.empty_like(rows), np.empty_like(rows)
+    number = 0
+    for row in range(len(kv_len)):
+        length = query_start[row + 1] - query_start[row]
+        for inside in range(0, length if length > 1 else 0, tile):
+            at, context = number, kv_len[row] - length + inside
+            while at > 0 and contexts[at - 1] < context:  # they are few
+                rows[at], insides[at], contexts[at] = rows[at - 1], insides[at - 1], contexts[at - 1]
+                at -= 1
+            rows[at], insides[at], contexts[at] = row, inside, context
+            number += 1
+    places = _places(found[OF_PROMPTS], found[RECORDS] - found[OF_PROMPTS], spreads)
+    written, shared, joined = 0, 0, 0
+    for number in range(found[TILES] + len(kv_len)):
+        if number < found[TILES]:
+            row, inside, size = rows[number], insides[number], found[TILE_SIZE]
+        else:
+            row, inside, size = number - found[TILES], 0, found[ROW_SIZE]
+            if query_start[row + 1] - query_start[row] != 1:
+                continue
+        begin = query_start[row] + inside
+        queries = min(query_start[row + 1] - begin, tile)
+        context = kv_len[row] - (query_start[row + 1] - begin)
+        blocks = -(-(context + queries) // BLOCK_TOKENS)
+        pieces = max(1, -(-blocks // size))
+        for piece in range(pieces):
+            record = records[places[written]]
+            record[0], record[1], record[2], record[3] = first_page[row], begin, queries, context
+            record[4], record[5], record[6], record[7] = piece, pieces, shared, joined
+            written += 1
+        if pieces > 1:
+            shared += queries * pieces
+            joined += 1
+
+
+@loop
+def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> None:
+    """Into records that no row needs: tiles without context for the tokens from ``begin`` on, and zeros."""
+    records[:] = 0
+    for number, first in enumerate(range(begin, num_tokens, tile)):
+        record = records[number]
+        record[1], record[2], record[3], record[5] = first, min(num_tokens - first, tile), -tile, 1
+
+
+@loop
+def _places(tiles: int, others: int, spreads: bool) -> np.ndarray:
+    """Where the pieces of tiles and then the others lie among all: these begin at even steps from 0 to 1, and, if
+    ``spreads``, tiles at even steps from 0 to SPREAD."""
+    places = np.arange(tiles + others)
+    if spreads and tiles > 0 and others > 0:
+        tile, other = 0, 0
+        for place in range(tiles + others):
+            if tile < tiles and (other == others or tile * (SPREAD / tiles) <= other / others):
+                places[tile] = place
+                tile += 1
+            else:
+                places[tiles + other] = place
+                other += 1
+    return places
