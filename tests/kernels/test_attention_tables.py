@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from manylora.kernels.triton.attention_tables import (
     BLOCK_TOKENS,
-    COUNTERS,
-    FOUND,
     LEAST_BLOCKS,
     LEAST_TILE_BLOCKS,
-    LONGEST,
-    OF_PROMPTS,
-    PAGES,
-    PLACES,
     RECORD,
-    RECORDS,
-    SINGLE,
+    Pieces,
     count_pieces,
     write_pieces,
     write_rest,
@@ -36,18 +29,17 @@ steps = st.lists(
 
 def made(
     step: Step, page_tokens: int, tile: int, most: tuple[int, int], spreads: bool
-) -> tuple[list[int], list[list[int]], list[int], np.ndarray]:
+) -> tuple[Pieces, list[list[int]], list[int], np.ndarray]:
     """What is counted, the records, the table of pages, and the rows' pages that it is of."""
     starts = np.array([0, *itertools.accumulate(queries for queries, _ in step)], dtype=np.int32)
     contexts = np.array([context for _, context in step], dtype=np.int32)
     width = max((-(-context // page_tokens) for _, context in step), default=0) + 1
     pages = np.random.default_rng(len(step)).integers(0, 10**6, (len(step), width)).astype(np.int32)
-    found = np.empty(FOUND, dtype=np.int64)
-    count_pieces(starts, contexts, page_tokens, tile, *most, found)
-    records = np.empty((found[RECORDS], RECORD), dtype=np.int32)
-    table = np.empty(found[PAGES], dtype=np.int32)
+    found = count_pieces(starts, contexts, page_tokens, tile, *most)
+    records = np.empty((found.records, RECORD), dtype=np.int32)
+    table = np.empty(found.pages, dtype=np.int32)
     write_pieces(starts, contexts, pages, page_tokens, tile, found, spreads, records, table)
-    return found.tolist(), records.tolist(), table.tolist(), pages
+    return found, records.tolist(), table.tolist(), pages
 
 
 @settings(deadline=None)
@@ -72,9 +64,9 @@ def test_every_query_has_its_context_in_pieces_of_its_own(
             count = -(-context // page_tokens)
             assert table[first_page : first_page + count] == pages[row, :count].tolist()
             first_page += count
-    assert found[PAGES] == first_page == len(table)
-    assert found[LONGEST] == max((context for _, context in step), default=0)
-    assert found[SINGLE] == sum(queries == 1 for queries, _ in step)
+    assert found.pages == first_page == len(table)
+    assert found.longest == max((context for _, context in step), default=0)
+    assert found.single == sum(queries == 1 for queries, _ in step)
 
     pieces: dict[int, list[list[int]]] = {}
     for record in records:
@@ -92,12 +84,12 @@ def test_every_query_has_its_context_in_pieces_of_its_own(
             assert (count - 1) * least < -(-(before + queries) // BLOCK_TOKENS), "no piece is without work"
             places.extend(range(shared, shared + count * queries))
             counters.append(counter)
-    assert sorted(places) == list(range(found[PLACES])), "each partial result has a place of its own"
-    assert sorted(counters) == list(range(found[COUNTERS]))
+    assert sorted(places) == list(range(found.places)), "each partial result has a place of its own"
+    assert sorted(counters) == list(range(found.counters))
 
     of_prompts = [record for record in records if of_several(record, step)]
     others = [record for record in records if not of_several(record, step)]
-    assert len(of_prompts) == found[OF_PROMPTS]
+    assert len(of_prompts) == found.of_prompts
     assert [-record[3] for record in of_prompts] == sorted(-record[3] for record in of_prompts)
     assert [record[1] for record in others] == sorted(record[1] for record in others)
     if not spreads:

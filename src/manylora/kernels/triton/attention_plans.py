@@ -17,23 +17,16 @@ from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_tables import (
     BLOCK_TOKENS,
-    COUNTERS,
-    FOUND,
     LEAST_BLOCKS,
     LEAST_TILE_BLOCKS,
-    LONGEST,
-    OF_PROMPTS,
-    PAGES,
-    PLACES,
     RECORD,
-    RECORDS,
-    SINGLE,
+    Pieces,
     count_pieces,
     write_pieces,
     write_rest,
 )
 from manylora.kernels.triton.decode_table import DecodeConfig, DecodeTable
-from manylora.kernels.triton.plans import Ints, Table, upload
+from manylora.kernels.triton.plans import Table, upload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +56,17 @@ def attention_plan(
     config = decoding.choice(int((length == 1).sum()))
     tile = decoding.tile if (length > 1).any() else 1
     found = _counted(rows, page, tile, _Wanted.of(page.kv_heads, config, programs))
-    pieces = np.empty((found[RECORDS], RECORD), dtype=np.int32)
-    pages = np.empty(found[PAGES], dtype=np.int32)
+    pieces = np.empty((found.records, RECORD), dtype=np.int32)
+    pages = np.empty(found.pages, dtype=np.int32)
     _write(rows, page, tile, found, False, pieces, pages)
     page_table, records = upload([pages, pieces], device)
     return TritonAttentionPlan(
         page_table,
         records.view(-1, RECORD),
-        int(found[OF_PROMPTS]),
+        found.of_prompts,
         tile,
-        int(found[PLACES]),
-        int(found[COUNTERS]),
+        found.places,
+        found.counters,
         config,
         int(rows.query_start[-1]),
     )
@@ -135,23 +128,22 @@ class TritonFixedAttention:
         """
         found = _counted(rows, self._page, self._tile, self._wanted)
         self._check(rows, found)
-        num_records, num_pages = found[RECORDS], found[PAGES]
         size = self._num_records * RECORD
-        stage = upload_buffers(self._memory.device).stage(size + int(num_pages))
+        stage = upload_buffers(self._memory.device).stage(size + found.pages)
         records, pages = stage.numbers[:size].reshape(-1, RECORD), stage.numbers[size:]
-        _write(rows, self._page, self._tile, found, True, records[:num_records], pages)
-        write_rest(records[num_records:], rows.query_start[-1], self._num_tokens, self._tile)
+        _write(rows, self._page, self._tile, found, True, records[: found.records], pages)
+        write_rest(records[found.records :], rows.query_start[-1], self._num_tokens, self._tile)
         stage.send(self._memory[: len(stage.numbers)])
 
-    def _check(self, rows: AttentionRows, found: Ints) -> None:
+    def _check(self, rows: AttentionRows, found: Pieces) -> None:
         """Nothing is written where there is no room."""
         padding = -(-(self._num_tokens - int(rows.query_start[-1])) // self._tile)
         fits = (
             len(rows.kv_len) <= self._num_rows
-            and found[RECORDS] + padding <= self._num_records
+            and found.records + padding <= self._num_records
             and rows.query_start[-1] <= self._num_tokens
-            and found[LONGEST] <= self._max_context
-            and (self._tile > 1 or found[SINGLE] == len(rows.kv_len))
+            and found.longest <= self._max_context
+            and (self._tile > 1 or found.single == len(rows.kv_len))
         )
         if not fits:
             raise ValueError("the step is larger than what was captured")
@@ -169,18 +161,19 @@ class _Wanted:
         return cls(max(1, (config.programs or programs) // kv_heads), max(1, programs // kv_heads))
 
 
-def _counted(rows: AttentionRows, page: PageShape, tile: int, wanted: _Wanted) -> Ints:
-    """What ``count_pieces`` finds."""
-    found = np.empty(FOUND, dtype=np.int64)
-    count_pieces(
-        rows.query_start, rows.kv_len, page.page_tokens, tile, wanted.tiles, wanted.rows, found
-    )  # fmt: skip
-    return found
+def _counted(rows: AttentionRows, page: PageShape, tile: int, wanted: _Wanted) -> Pieces:
+    return count_pieces(rows.query_start, rows.kv_len, page.page_tokens, tile, wanted.tiles, wanted.rows)
 
 
 def _write(
-    rows: AttentionRows, page: PageShape, tile: int, found: Ints, spreads: bool, records: Table, pages: Table
+    rows: AttentionRows,
+    page: PageShape,
+    tile: int,
+    found: Pieces,
+    spreads: bool,
+    records: Table,
+    pages: Table,
 ) -> None:
     write_pieces(
         rows.query_start, rows.kv_len, rows.page_table, page.page_tokens, tile, found, spreads, records, pages
-    )  # fmt: skip
+    )

@@ -6,6 +6,8 @@ contiguous; ``query_start``, ``kv_len`` and ``pages`` are an AttentionRows' own.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from manylora.kernels.loops import loop
@@ -21,59 +23,82 @@ LEAST_TILE_BLOCKS = 12
 SPREAD = 0.5
 """Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
 
-RECORDS, OF_PROMPTS, PLACES, COUNTERS, PAGES, LONGEST, SINGLE, TILES, TILE_SIZE, ROW_SIZE = range(10)
-"""What ``count_pieces`` finds: records, how many of them are of rows with several queries, places and counters of
-partial results, pages; the longest context, how many rows have one query; tiles of the others, and of how many
-blocks the pieces of a tile and of a row with one query are."""
-FOUND = 10
+
+class Pieces(NamedTuple):
+    """Of a step: its records, and how many of them are of rows with several queries; places and counters of
+    partial results; pages; the longest context, and how many rows have one query. Tiles of the others, and of how
+    many blocks the pieces of a tile and of a row with one query are."""
+
+    records: int
+    of_prompts: int
+    places: int
+    counters: int
+    pages: int
+    longest: int
+    single: int
+    tiles: int
+    tile_blocks: int
+    row_blocks: int
+
+
+@loop
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+@loop
+def _num_pieces(tokens: int, blocks: int) -> int:
+    """Of a context of so many tokens, by so many blocks."""
+    return max(1, -(-_blocks(tokens) // blocks))
 
 
 @loop
 def count_pieces(
-    query_start: np.ndarray, kv_len: np.ndarray, page_tokens: int, tile: int, most_tiles: int, most_rows: int,
-    found: np.ndarray,
-) -> None:  # fmt: skip
-    """``found`` int64 [FOUND]. All contexts are cut into equal shares, of at least so many blocks; into at most
-    ``most_tiles`` more pieces than there are tiles, ``most_rows`` more than rows with one query."""
-    found[:] = 0
-    tile_blocks, row_blocks = 0, 0
+    query_start: np.ndarray, kv_len: np.ndarray, page_tokens: int, tile: int, most_tiles: int, most_rows: int
+) -> Pieces:
+    """All contexts are cut into equal shares, of at least so many blocks; into at most ``most_tiles`` more pieces
+    than there are tiles, ``most_rows`` more than rows with one query."""
+    pages, longest, single, tiles, of_tiles, of_rows = 0, 0, 0, 0, 0, 0
     for row in range(len(kv_len)):
         length = query_start[row + 1] - query_start[row]
-        found[LONGEST] = max(found[LONGEST], kv_len[row])
+        longest = max(longest, kv_len[row])
         if length > 0:
-            found[PAGES] += -(-kv_len[row] // page_tokens)
+            pages += -(-kv_len[row] // page_tokens)
         if length == 1:
-            found[SINGLE] += 1
-            row_blocks += -(-kv_len[row] // BLOCK_TOKENS)
+            single += 1
+            of_rows += _blocks(kv_len[row])
         else:
             for inside in range(0, length, tile):
-                found[TILES] += 1
-                tile_blocks += -(-(kv_len[row] - length + min(inside + tile, length)) // BLOCK_TOKENS)
-    found[TILE_SIZE] = max(LEAST_TILE_BLOCKS, -(-tile_blocks // most_tiles))
-    found[ROW_SIZE] = max(LEAST_BLOCKS, -(-row_blocks // most_rows))
+                tiles += 1
+                of_tiles += _blocks(kv_len[row] - length + min(inside + tile, length))
+    tile_blocks = max(LEAST_TILE_BLOCKS, -(-of_tiles // most_tiles))
+    row_blocks = max(LEAST_BLOCKS, -(-of_rows // most_rows))
+    records, of_prompts, places, counters = 0, 0, 0, 0
     for row in range(len(kv_len)):
         length = query_start[row + 1] - query_start[row]
-        size = found[ROW_SIZE] if length == 1 else found[TILE_SIZE]
         for inside in range(0, length, tile):
             queries = min(length - inside, tile)
-            blocks = -(-(kv_len[row] - length + inside + queries) // BLOCK_TOKENS)
-            pieces = max(1, -(-blocks // size))
-            found[RECORDS] += pieces
+            blocks = row_blocks if length == 1 else tile_blocks
+            pieces = _num_pieces(kv_len[row] - length + inside + queries, blocks)
+            records += pieces
             if length > 1:
-                found[OF_PROMPTS] += pieces
+                of_prompts += pieces
             if pieces > 1:
-                found[PLACES] += queries * pieces
-                found[COUNTERS] += 1
+                places += queries * pieces
+                counters += 1
+    return Pieces(
+        records, of_prompts, places, counters, pages, longest, single, tiles, tile_blocks, row_blocks
+    )  # fmt: skip
 
 
 @loop
 def write_pieces(
     query_start: np.ndarray, kv_len: np.ndarray, pages: np.ndarray, page_tokens: int, tile: int,
-    found: np.ndarray, spreads: bool, records: np.ndarray, table: np.ndarray,
+    found: Pieces, spreads: bool, records: np.ndarray, table: np.ndarray,
 ) -> None:  # fmt: skip
-    """``records`` int32 [found[RECORDS], RECORD]: those of tiles of rows with several queries, of the longest
+    """``records`` int32 [found.records, RECORD]: those of tiles of rows with several queries, of the longest
     contexts first, then those of rows with one, in their order; if ``spreads``, some of each side by side.
-    ``table`` int32 [found[PAGES]]: the rows' pages, one row after the other."""
+    ``table`` int32 [found.pages]: the rows' pages, one row after the other."""
     first_page = np.empty(len(kv_len), dtype=np.int64)
     place = 0
     for row in range(len(kv_len)):
@@ -82,7 +107,7 @@ def write_pieces(
             for page in range(-(-kv_len[row] // page_tokens)):
                 table[place] = pages[row, page]
                 place += 1
-    rows = np.empty(found[TILES], dtype=np.int64)
+    rows = np.empty(found.tiles, dtype=np.int64)
     insides, contexts = np.empty_like(rows), np.empty_like(rows)
     number = 0
     for row in range(len(kv_len)):
@@ -94,20 +119,19 @@ def write_pieces(
                 at -= 1
             rows[at], insides[at], contexts[at] = row, inside, context
             number += 1
-    places = _places(found[OF_PROMPTS], found[RECORDS] - found[OF_PROMPTS], spreads)
+    places = _places(found.of_prompts, found.records - found.of_prompts, spreads)
     written, shared, joined = 0, 0, 0
-    for number in range(found[TILES] + len(kv_len)):
-        if number < found[TILES]:
-            row, inside, size = rows[number], insides[number], found[TILE_SIZE]
+    for number in range(found.tiles + len(kv_len)):
+        if number < found.tiles:
+            row, inside, blocks = rows[number], insides[number], found.tile_blocks
         else:
-            row, inside, size = number - found[TILES], 0, found[ROW_SIZE]
+            row, inside, blocks = number - found.tiles, 0, found.row_blocks
             if query_start[row + 1] - query_start[row] != 1:
                 continue
         begin = query_start[row] + inside
         queries = min(query_start[row + 1] - begin, tile)
         context = kv_len[row] - (query_start[row + 1] - begin)
-        blocks = -(-(context + queries) // BLOCK_TOKENS)
-        pieces = max(1, -(-blocks // size))
+        pieces = _num_pieces(context + queries, blocks)
         for piece in range(pieces):
             record = records[places[written]]
             record[0], record[1], record[2], record[3] = first_page[row], begin, queries, context

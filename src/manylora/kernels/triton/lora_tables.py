@@ -60,10 +60,7 @@ def count_work(
                 if column >= 0:
                     rows += -(-records[segment, column, 2] // ROWS)
             taken += rows * length
-            whole = length // tile_tokens
-            pieces = whole * -(-tile_tokens // entry_tokens) + -(
-                -(length - whole * tile_tokens) // entry_tokens
-            )
+            pieces = -(-length // entry_tokens)  # of all tiles, which are whole ones but for the last
             entries += pieces * -(-rows // blocks)
         counts[group, 0], counts[group, 1] = adapted, all_tiles
         counts[group, 2], counts[group, 3] = entries, several
@@ -103,20 +100,30 @@ def write_tables(
                             unit += -(-rank // ROWS) * length
                     tile += WORDS
                     for piece in range(0, length if segment >= 0 else 0, entry_tokens):
-                        block, block_unit = 0, first_unit + piece
-                        for column in columns[group]:
-                            rank = records[segment, column, 2] if column >= 0 else 0
-                            for row in range(0, rank, ROWS):
-                                if block % blocks == 0:
-                                    entry += WORDS
-                                    words[entry : entry + WORDS] = 0
-                                    words[entry], words[entry + 1] = (
-                                        begin + piece,
-                                        min(length - piece, entry_tokens),
-                                    )
-                                at = entry + 4 + 3 * (block % blocks)
-                                words[at] = min(rank - row, ROWS)
-                                words[at + 1] = records[segment, column, 0] + row * a_cells[group]
-                                words[at + 2] = block_unit
-                                block += 1
-                                block_unit += length
+                        entry = _write_piece(
+                            records[segment], columns[group], a_cells[group], begin + piece,
+                            min(length - piece, entry_tokens), first_unit + piece, length, blocks, words, entry,
+                        )  # fmt: skip
+
+
+@loop
+def _write_piece(
+    records: np.ndarray, columns: np.ndarray, a_cells: int, begin: int, tokens: int, unit: int, length: int,
+    blocks: int, words: np.ndarray, entry: int,
+) -> int:  # fmt: skip
+    """The entries of a piece of a tile, which has ``length`` tokens, into ``words`` behind ``entry``; the place of
+    the last one. ``unit``: of the piece's first token's first block."""
+    block = 0
+    for column in columns:
+        rank = records[column, 2] if column >= 0 else 0
+        for row in range(0, rank, ROWS):
+            if block % blocks == 0:
+                entry += WORDS
+                words[entry : entry + WORDS] = 0
+                words[entry], words[entry + 1] = begin, tokens
+            at = entry + 4 + 3 * (block % blocks)
+            words[at] = min(rank - row, ROWS)
+            words[at + 1] = records[column, 0] + row * a_cells
+            words[at + 2] = unit + block * length
+            block += 1
+    return entry
