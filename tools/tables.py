@@ -390,20 +390,20 @@ COLD_MODES = ("wait", "block", "layerwise", "cpu", "auto")
 
 def cold_cells(record: Record) -> str:
     """Milliseconds to the first token by link, rank, prompt and mode."""
-    cells = [(row, run["modes"]) for run in record["runs"] for row in run["cells"]]
+    runs = record["runs"]
+    ms = {(*_cell(row), row["mode"]): row["ms"] for run in runs for row in run["modes"]}
     lines = []
-    for cell, rows in cells:
-        place = [cell[name] for name in ("link_gb_s", "rank", "prompt")]
-        ms = {
-            row["mode"]: row["ms"]
-            for row in rows
-            if [row[name] for name in ("link_gb_s", "rank", "prompt")] == place
-        }
-        link = f"{place[0]:g}" if place[0] else "as it is"
-        times = (f"{ms[mode]:.1f}" for mode in COLD_MODES)
-        lines.append((link, *map(str, place[1:]), *times, f"{cell['auto_over_best']:.2f}"))
+    for cell in (row for run in runs for row in run["cells"]):
+        link, rank, prompt = _cell(cell)
+        times = (f"{ms[link, rank, prompt, mode]:.1f}" for mode in COLD_MODES)
+        shown = f"{link:g}" if link else "as it is"
+        lines.append((shown, str(rank), str(prompt), *times, f"{cell['auto_over_best']:.2f}"))
     modes = (f"`{mode}`" for mode in COLD_MODES)
     return table(("link, GB/s", "rank", "prompt", *modes, "`auto` over the best other"), lines)
+
+
+def _cell(row: Row) -> tuple[Any, Any, Any]:
+    return row["link_gb_s"], row["rank"], row["prompt"]
 
 
 def cold_default(record: Record) -> str:

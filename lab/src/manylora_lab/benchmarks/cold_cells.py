@@ -24,10 +24,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from manylora.config import COLD_START_MODES
-from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.first_runs import first_token
+from manylora_lab.benchmarks.first_runs import first_token, pages_of, pool_of_two
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
 LINKS, TOY_LINKS = (6, 30, 0), (0,)
@@ -74,9 +73,8 @@ async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: 
     """Every mode in turn; another one is the first in the next turn."""
     found = Found()
     names = rig.adapters(f"rank-{cell.rank}", (cell.rank,), TOY_ADAPTERS if rig.is_toy else NUM_ADAPTERS)
-    pages = rig.shape.adapter_pages(cell.rank, rig.policy.page_tokens, ALL_MODULES) + 1
-    adapter_s = pages * rig.policy.page_bytes / (1e9 * cell.link) if cell.link else 0.0
-    room = 2 * -(-2 * cell.prompt // rig.policy.page_tokens) + 8
+    adapter_bytes = pages_of(rig, cell.rank) * rig.policy.page_bytes
+    adapter_s = adapter_bytes / (1e9 * cell.link) if cell.link else 0.0
 
     async def ask(target: EngineTarget, name: str | None) -> float:
         began_s, first_s = await first_token(target, rig.call(cell.prompt, 1, name))
@@ -88,7 +86,7 @@ async def run_cell(rig: EngineRig, cell: ColdCell, modes: Sequence[str], turns: 
         for mode in (*modes[begin:], *modes[:begin]):
             target = rig.open(
                 names,
-                num_pages=min(2 * pages + room, rig.policy.num_pages),
+                num_pages=pool_of_two(rig, cell.rank, cell.prompt),
                 cold_start=dataclasses.replace(rig.policy.cold_start, mode=mode),
             )
             await ask(target, None)

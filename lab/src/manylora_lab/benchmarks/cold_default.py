@@ -22,11 +22,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from manylora.executor.graphs import GraphLimits, StepGraphs
-from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.chat_runs import Chat, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.first_runs import first_token
+from manylora_lab.benchmarks.first_runs import first_token, pool_of_two
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
 MODES = ("wait", "auto")
@@ -65,17 +64,12 @@ def in_turns(turns: int) -> Iterator[tuple[int, str]]:
 
 async def first(rig: EngineRig, modes: Modes, rank: int, turns: int) -> dict[tuple[str, str], list[float]]:
     """Milliseconds by kind and mode."""
-    names = list(rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS))
-    pages = rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
-    prompt = TOY_PROMPT if rig.is_toy else PROMPT
-    room = 2 * -(-2 * prompt // rig.policy.page_tokens) + 8
+    adapters = rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS)
+    names, prompt = list(adapters), TOY_PROMPT if rig.is_toy else PROMPT
     taken: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     for turn, mode in in_turns(turns):
         target = rig.open(
-            rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS),
-            num_pages=min(2 * pages + room, rig.policy.num_pages),
-            max_num_seqs=8,
-            **modes.use(mode),
+            adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **modes.use(mode)
         )
 
         async def ask(name: str | None, target: EngineTarget = target) -> float:

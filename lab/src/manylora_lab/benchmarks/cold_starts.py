@@ -39,7 +39,7 @@ from manylora.protocol import SwapPages
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.first_runs import first_token
+from manylora_lab.benchmarks.first_runs import first_token, pages_of
 from manylora_lab.benchmarks.offline_runs import failed
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
@@ -65,10 +65,6 @@ def adapters_of(rig: EngineRig, rank: int) -> dict[str, str]:
     """Enough that each is cold when its turn comes again; they share a file, not pages."""
     count = 4 if rig.is_toy else 10 if rank <= 64 else 6
     return rig.adapters(f"rank-{rank}", (rank,), count)
-
-
-def pages_of(rig: EngineRig, rank: int) -> int:
-    return rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
 
 
 def opened(rig: EngineRig, rank: int, cold_start: ColdStartConfig, rows: int = 1) -> EngineTarget:

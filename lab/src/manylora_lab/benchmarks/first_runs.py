@@ -16,7 +16,7 @@ import torch
 from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.offline_runs import MIXED_RANKS, MIXED_ROWS, adapters_of, again
+from manylora_lab.benchmarks.offline_runs import MIXED_RANKS, MIXED_ROWS, RANK, adapters_of, again
 from manylora_lab.benchmarks.run_report import RunReport
 
 NONE, WARM, HOST, NEVER = "no adapter", "warm adapter", "adapter in host memory", "adapter never read"
@@ -35,6 +35,17 @@ async def first_token(target: EngineTarget, call: TargetRequest) -> tuple[float,
     return began_s, answer.first_s
 
 
+def pages_of(rig: EngineRig, rank: int) -> int:
+    """Pages of an adapter of this rank on all projections, and one."""
+    return rig.shape.adapter_pages(rank, rig.policy.page_tokens, ALL_MODULES) + 1
+
+
+def pool_of_two(rig: EngineRig, rank: int, prompt: int) -> int:
+    """Pages for two such adapters and two prompts of so many tokens, and some."""
+    room = 2 * -(-2 * prompt // rig.policy.page_tokens) + 8
+    return min(2 * pages_of(rig, rank) + room, rig.policy.num_pages)
+
+
 async def first(rig: EngineRig, report: RunReport) -> None:
     """One request at a time, of 64 tokens with one token out: the median time to it, in ms, and when, on the way,
     the worker was asked for what and had done it."""
@@ -46,8 +57,7 @@ async def first(rig: EngineRig, report: RunReport) -> None:
 async def _first(rig: EngineRig, report: RunReport, repeat: int) -> None:
     adapters = list(adapters_of(rig))[:40]
     # Room for 8 adapters, so that those not used for long are in host memory only.
-    size = rig.shape.adapter_pages(16, rig.policy.page_tokens, ALL_MODULES) + 1
-    target = rig.open(adapters_of(rig), num_pages=8 * size + 16, max_model_len=128)
+    target = rig.open(adapters_of(rig), num_pages=8 * pages_of(rig, RANK) + 16, max_model_len=128)
     taken: dict[str, list[float]] = {}
     parts: dict[str, dict[str, list[float]]] = {}
 
