@@ -226,7 +226,12 @@ class TritonOps:
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    pass_gate = staticmethod(pass_gate)  # see executor.gated
+    def pass_gate(
+        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """See executor.gated."""
+        pass_gate(landed, wanted, told, is_first, self._launching)
+
     await_words = staticmethod(await_words)  # executor.queued
     bring_groups = staticmethod(bring_groups)  # memory.bringing
 
