@@ -160,6 +160,7 @@ REPRODUCE = ("src/manylora/reproduce", "lab/src/manylora_lab/reproduce")
 
 def check_command(command: str, commit: str) -> None:
     """The module, script or experiment exists at the commit, and every flag stands in its source there."""
+    command = command.replace("python -m manylora.cli ", "manylora ")  # which is the same
     found = COMMAND.match(command)
     assert found, command
     words = shlex.split(command)
