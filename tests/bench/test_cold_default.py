@@ -14,13 +14,13 @@ ADAPTERS = cold_default.NUM_ADAPTERS
 
 def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     out = tmp_path / "default.json"
-    more = ["--turns", "2", "--ranks", "8", "--chat-turns", "1"]
+    more = ["--turns", "2", "--ranks", "8", "--warm", "3", "--chat-turns", "1"]
     cold_default.main(["--toy", "--out", str(out), "--commit", "abc", *more])
     found = json.loads(out.read_text())
     assert {"command", "commit", "device", "torch", "provenance"} <= set(found)
     assert found["left_out"] == []
     counts = {"never read": ADAPTERS - 1, "in host memory": cold_default.HOST_ROUNDS * ADAPTERS}
-    counts["on the device"] = cold_default.WARM - cold_default.LEFT_OUT
+    counts["on the device"] = 3
     rows = {(row["kind"], row["mode"]): row for row in found["first"]}
     assert set(rows) == {(kind, mode) for kind in counts for mode in cold_default.MODES}
     for (kind, _), row in rows.items():
@@ -29,6 +29,9 @@ def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     for row in found["compared"]:
         of_kind = {mode: rows[row["kind"], mode]["ms"] for mode in cold_default.MODES}
         assert row["auto_over_wait"] == pytest.approx(of_kind["auto"] / of_kind["wait"], rel=1e-3)
+        assert row["of_turns"] == pytest.approx(row["auto_over_wait"], rel=1e-3), "one turn counts"
+        assert row["interval"] == [row["of_turns"], row["of_turns"]]
+        assert row["turns"] == 1
     ttft = {row["mode"]: row["summary"]["ttft_ms"]["mean"] for row in found["chat"]}
     assert set(ttft) == set(cold_default.MODES)
     assert all(row["summary"]["failed"] == 0 for row in found["chat"])
@@ -48,6 +51,7 @@ def test_each_mode_comes_first_as_often_as_the_other() -> None:
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--turns", "1"], "--turns must be at least 2"),
+        (["--warm", "0"], "--warm and --chat-turns 1"),
         (["--parts", "x"], "--parts: x is none"),
     ):
         with pytest.raises(SystemExit) as caught:

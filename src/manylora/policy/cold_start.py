@@ -348,6 +348,8 @@ class ColdStarts:
         num_prefill = sum(count for _, count, _ in rows if count > 1)
         expected_s = self._residency.rates.expected_step_s(num_prefill)
         self._steps_end_s = max(now, self._steps_end_s) + expected_s
+        if not (self._held.num_loading or self._waiting):
+            return (), ()
         wanted: dict[CopyId, list[int]] = {}
         served: dict[tuple[CopyId, tuple[int, bool]], list[int]] = {}
         first: Sequence | None = None

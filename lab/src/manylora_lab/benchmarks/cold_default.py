@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -26,15 +27,17 @@ from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.chat_runs import Chat, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import first_token, pool_of_two
+from manylora_lab.benchmarks.pairs import interval
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
 MODES = ("wait", "auto")
 PROMPT, TOY_PROMPT = 64, 24
-NUM_ADAPTERS, HOST_ROUNDS, WARM, LEFT_OUT = 6, 2, 9, 1
-"""Of each engine: adapters, how often each is asked for from host memory, and how often the last one when it is
-on the device; ``LEFT_OUT`` of these do not count, since the request before was of another kind."""
+NUM_ADAPTERS, HOST_ROUNDS, LEFT_OUT = 6, 2, 1
+"""Of each engine: adapters, and how often each is asked for from host memory. Of the requests for the last one
+when it is on the device, ``LEFT_OUT`` do not count, since the request before was of another kind."""
 PAUSE_S = 0.06
-TURN_S, CHAT_S = 6.0, 60.0
+TURN_S, CHAT_S = 5.0, 60.0
+"""What a turn takes besides its requests for an adapter that is on the device, and a run of the chat."""
 
 
 class Modes:
@@ -62,11 +65,15 @@ def in_turns(turns: int) -> Iterator[tuple[int, str]]:
             yield turn, mode
 
 
-async def first(rig: EngineRig, modes: Modes, rank: int, turns: int) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds by kind and mode."""
+Taken = dict[tuple[str, str], dict[int, list[float]]]
+"""Milliseconds by kind and mode, and turn."""
+
+
+async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) -> Taken:
+    """All turns but the first one, which compiles what is compiled on first use."""
     adapters = rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS)
     names, prompt = list(adapters), TOY_PROMPT if rig.is_toy else PROMPT
-    taken: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    taken: Taken = collections.defaultdict(lambda: collections.defaultdict(list))
     for turn, mode in in_turns(turns):
         target = rig.open(
             adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **modes.use(mode)
@@ -82,26 +89,32 @@ async def first(rig: EngineRig, modes: Modes, rank: int, turns: int) -> dict[tup
         asked += [("in host memory", name) for name in names * HOST_ROUNDS]
         for number, (kind, name) in enumerate(asked):
             taken_ms = await ask(name)
-            if turn and number:  # what is compiled on first use is compiled by then
-                taken[kind, mode].append(taken_ms)
-        for number in range(WARM):
+            if turn and number:
+                taken[kind, mode][turn].append(taken_ms)
+        for number in range(LEFT_OUT + warm):
             taken_ms = await ask(names[-1])
             if turn and number >= LEFT_OUT:
-                taken["on the device", mode].append(taken_ms)
+                taken["on the device", mode][turn].append(taken_ms)
         await target.close()
     return taken
 
 
-def note_first(report: RunReport, rank: int, taken: dict[tuple[str, str], list[float]]) -> None:
-    """A row for each kind and mode, and one of both."""
+def note_first(report: RunReport, rank: int, taken: Taken) -> None:
+    """A row for each kind and mode, and one of both: the ratio of the medians, and beside it those of the turns,
+    with the interval of their median."""
     for kind in dict.fromkeys(kind for kind, _ in taken):
-        each = {mode: taken[kind, mode] for mode in MODES}
-        for mode, ms in each.items():
-            times = {"ms": statistics.median(ms), "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
+        medians: dict[str, float] = {}
+        for mode in MODES:
+            ms = list(itertools.chain.from_iterable(taken[kind, mode].values()))
+            medians[mode] = statistics.median(ms)
+            times = {"ms": medians[mode], "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
             report.note("first", {"rank": rank, "kind": kind, "mode": mode, **times, "count": len(ms)})
-        medians = {mode: statistics.median(ms) for mode, ms in each.items()}
+        wait, auto = (taken[kind, mode] for mode in MODES)
+        of_turns = [statistics.median(auto[turn]) / statistics.median(wait[turn]) for turn in wait]
+        row = {"auto_over_wait": medians["auto"] / medians["wait"], "of_turns": statistics.median(of_turns)}
+        bounds = [round(bound, 4) for bound in interval(of_turns)]
         report.note(
-            "compared", {"rank": rank, "kind": kind, "auto_over_wait": medians["auto"] / medians["wait"]}
+            "compared", {"rank": rank, "kind": kind, **row, "interval": bounds, "turns": len(of_turns)}
         )
 
 
@@ -131,14 +144,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", default="first,chat")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64], metavar="N")
     parser.add_argument("--turns", type=int, default=9, metavar="N", help="of first; one does not count")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=24,
+        metavar="N",
+        help="requests a turn for an adapter that is on the device",
+    )
     parser.add_argument("--chat-turns", type=int, default=2, metavar="N")
     parser.add_argument("--rates", default="10", help="of chat, as those of h200_aims")
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - {"first", "chat"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of first, chat")
-    if args.turns < 2 or args.chat_turns < 1:
-        parser.error("--turns must be at least 2, --chat-turns 1")
+    if args.turns < 2 or min(args.warm, args.chat_turns) < 1:
+        parser.error("--turns must be at least 2, --warm and --chat-turns 1")
     report = RunReport(args, "0 of the chat's tokens; of each prompt its number")
     sizes = {"host_pool": "48GiB", "device_pool": "24GiB"}
     with EngineRig.of("llama-2-7b", args.toy, sizes, cold_start="auto") as rig:
@@ -149,8 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         }  # fmt: skip
         modes = Modes(rig)
         for rank in args.ranks if "first" in parts else []:
-            if report.has(TURN_S * args.turns, f"first tokens of rank {rank}"):
-                note_first(report, rank, asyncio.run(first(rig, modes, rank, args.turns)))
+            turn_s = TURN_S + 2 * args.warm * PAUSE_S
+            if report.has(turn_s * args.turns, f"first tokens of rank {rank}"):
+                note_first(report, rank, asyncio.run(first(rig, modes, rank, args.turns, args.warm)))
         if "chat" in parts:
             asyncio.run(chat(rig, modes, report, args.chat_turns))
     report.save()
