@@ -27,6 +27,8 @@ from tests.adapters.tiny import (
     pack,
 )
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 KINDS: dict[str, dict[str, Any]] = {
     "list": {"r": 4, "lora_alpha": 12},
     "few": {"target_modules": ["q_proj", "down_proj"], "r": 3},

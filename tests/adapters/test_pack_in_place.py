@@ -17,6 +17,8 @@ from manylora.adapters.pack import layout_of, load_adapter, load_into
 from manylora.kernels.shapes import AdapterGeometry
 from tests.adapters.tiny import edit_tensors, geometry, inspect, make
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def handed_over(folder: Path, shape: AdapterGeometry, dtype: torch.dtype) -> torch.Tensor:
     spec = inspect(folder, shape)

@@ -20,6 +20,8 @@ from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, Pro
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -221,9 +221,7 @@ def test_close_breaks_off_reads_from_the_store(
     assert not closing.is_alive()
     answers = [answer for answer in heard if isinstance(answer, AdapterRead)]
     assert [(answer.ok, answer.error) for answer in answers] == [(False, "the engine is closing")] * 3
-    assert num_read[0] <= reader.READERS + reader._MOST_STORE_HELPERS < count, (
-        "the pieces that were under way"
-    )
+    assert num_read[0] <= reader.READERS + reader._MOST_HELPERS < count, "the pieces that were under way"
     assert len(packed(tmp_path)) == 1, "that a read was broken off says nothing against the file"
 
 

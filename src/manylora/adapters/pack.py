@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from manylora.adapters import read_loops
 from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
 from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
 from manylora.adapters.verify import why_not_finite
 from manylora.adapters.weightsfile import AdapterWeights, open_weights
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterCut, AdapterGeometry
 from manylora.protocol import AdapterError
 
 PACKING_VERSION = 1
@@ -47,6 +48,11 @@ _JOB_BYTES = 2**21
 """What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
 uses, and takes under a millisecond, so that all threads end together."""
 
+_MOST_JOBS = 128
+"""About so many of loops, which are larger then: each job begins in the interpreter, of which there is one."""
+
+
+_WORD = np.dtype(np.uint64)
 
 WritePage = Callable[[int, torch.Tensor], None]
 WritePart = Callable[[int, int, np.ndarray], None]
@@ -239,6 +245,7 @@ class _Buffer:
 class _Scratch:
     def __init__(self) -> None:
         self.stored, self.matrices, self.turned = _Buffer(), _Buffer(), _Buffer()
+        self.words = _Buffer()
 
 
 _Job = Callable[[_Scratch], None]
@@ -285,13 +292,14 @@ class _Loader:
         sides = [*self._sides(images, first_page)]
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         slab_bytes = self.geometry.page.slab_bytes
+        job_bytes = _JOB_BYTES
+        if read_loops.are_ready():
+            job_bytes = max(job_bytes, len(images) * self.geometry.page.page_bytes // _MOST_JOBS)
         stages = Stages[_Scratch](lambda count: arrived(groups[count - 1][1] * slab_bytes))
         jobs: list[_Job] = []
         for stage, (begin, end) in enumerate(groups):
             for index, side, layer_bytes, blocks in sides:
-                for run in _runs(
-                    self.spec.ranks[index], max(1, _JOB_BYTES // layer_bytes), range(begin, end)
-                ):
+                for run in _runs(self.spec.ranks[index], max(1, job_bytes // layer_bytes), range(begin, end)):
                     job = functools.partial(self._add, index, side, run, layers.start, blocks, check)
                     jobs.append(stages.job(stage, job))
             for number, image in enumerate(images, first_page):
@@ -360,7 +368,10 @@ class _Loader:
             return
         tensors = [self.weights.tensor(index, layer, side) for layer in layers]
         cut = self.geometry.cut(index)
-        if side == "A" and all(TORCH_DTYPES[stored.dtype] == self.dtype for _, stored in tensors):
+        stored_as = {TORCH_DTYPES[stored.dtype] for _, stored in tensors}
+        if read_loops.are_ready() and self._read_by_loops(cut, side, tensors, stored_as, parts, scratch):
+            return
+        if side == "A" and stored_as == {self.dtype}:
             for number, (name, stored) in enumerate(tensors):
                 placed = [part._replace(values=part.values[number]) for part in parts]
                 self._read_rows(name, stored, cut.a_columns, placed)
@@ -380,6 +391,42 @@ class _Loader:
                 _copy_tiled(matrices[:, row : row + rows, column : column + length], values)
         if not all(all_finite(part.values, self.dtype) for part in parts):
             raise AdapterError(self._why_not_finite(tensors))
+
+    def _read_by_loops(
+        self,
+        cut: AdapterCut,
+        side: Side,
+        tensors: Sequence[tuple[str, StoredTensor]],
+        stored_as: set[torch.dtype],
+        blocks: Sequence[_Block],
+        scratch: _Scratch,
+    ) -> bool:
+        """All of a job without the interpreter; False where that did not go well, for whatever reason, or loops do
+        not convert what is stored."""
+        is_wide = (stored_as, self.dtype) == ({torch.float32}, torch.bfloat16)
+        if not is_wide and stored_as != {self.dtype}:
+            return False
+        size, width = self.bits.itemsize, tensors[0][1].shape[1]
+        stored_size = 4 if is_wide else size
+        parts = np.array([
+            (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
+            for block in blocks
+        ])  # fmt: skip
+        begins = np.array([stored.begin for _, stored in tensors])
+        exponent, layer_bytes = BITS[self.dtype].infinity, blocks[0].values.strides[0]
+        file, taken = self.weights.file.fileno(), scratch.words.take
+        if side == "A":
+            parts[:, 2] += cut.a_columns.start
+            held = taken((parts[:, 4].max() if is_wide else 0,), _WORD)
+            return read_loops.read_rows(
+                file, begins, width, parts, layer_bytes, exponent, size, is_wide, held
+            )
+        count = len(cut.b_rows) * width
+        begins += cut.b_rows.start * width * stored_size
+        held = taken((-(-count // 2) + -(-count // 4) if is_wide else -(-count * size // 8),), _WORD)
+        return read_loops.read_turned(
+            file, begins, width, len(cut.b_rows), parts, layer_bytes, exponent, size, is_wide, held
+        )
 
     def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[_Block]) -> None:
         """Read rows of an A, which lie in the file as they do in pages, straight into their places."""

@@ -22,6 +22,7 @@ class BitPattern:
     unsigned: np.dtype[Any]
     signed: np.dtype[Any]
     infinity: int
+    """The bits of the exponent, all set."""
     negative_infinity: int
 
 

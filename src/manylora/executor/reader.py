@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from manylora.adapters import read_loops
 from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into, load_parts
@@ -34,11 +35,12 @@ from manylora.types import AdapterId, PageId
 READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
 
-_MOST_HELPERS = 3
-"""More wait for each other: 80 MB take 33 ms alone, 20 with two or three, 25 with six (16 cores)."""
+_MOST_HELPERS = 7
+"""Loops do not wait for the interpreter, so more threads take less time. Single calls, which serve until loops are
+compiled, do: by them 80 MB take 33 ms alone, 20 with two or three helpers, 25 with six (16 cores)."""
 
-_LEAST_STORE_HELPERS, _MOST_STORE_HELPERS = 3, 7
-"""What has been packed takes few calls, which do not wait for each other; one alone does not keep a disk busy."""
+_LEAST_STORE_HELPERS = 3
+"""What has been packed takes few calls; one thread alone does not keep a disk busy."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,13 @@ class Landed:
 
 class _Closing(Exception):
     """The reader is being closed."""
+
+
+def _prepare_loops() -> None:
+    try:
+        read_loops.prepare()
+    except Exception:
+        _log.exception("adapters are read without compiled loops, which takes longer")
 
 
 class AdapterReader:
@@ -91,7 +100,7 @@ class AdapterReader:
         self._helpers = self._store_helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
         cores = max(0, (os.cpu_count() or 1) // 2 - READERS)
-        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_STORE_HELPERS)
+        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_HELPERS)
         if count := max(for_store, min(cores, _MOST_HELPERS)):
             helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
             self._helpers = Helpers(helping, min(cores, _MOST_HELPERS))
@@ -99,6 +108,8 @@ class AdapterReader:
         self._store = store
         self._keeper = None if store is None else Keeper(store)
         self._closing = False
+        if not read_loops.are_ready():
+            self._threads.submit(_prepare_loops)
 
     def start(
         self,

@@ -1,10 +1,10 @@
 """How long it takes to read an adapter, of Llama-2-7B's shape (host memory is pinned where there is a GPU).
 
-Three parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by the number of helping
-threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps for 5, as a step loop does;
-``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. ``runs``: packed files out of the page
-cache, by the bytes that are read at a time and by the number of threads that help, in turns. From the repository's
-root:
+Three parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by single calls and by
+loops, by the number of helping threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps
+for 5, as a step loop does; ``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. ``runs``:
+packed files out of the page cache, by the bytes that are read at a time and by the number of threads that help,
+in turns. From the repository's root:
 
     python -m manylora_lab.benchmarks.adapter_reads
     python -m manylora_lab.benchmarks.adapter_reads --parts store --device cuda --folder /mnt/nvme --out reads.json
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from manylora.adapters import pack, store
+from manylora.adapters import pack, read_loops, store
 from manylora.adapters.jobs import Helpers
 from manylora.adapters.pack import layout_of, load_into
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
@@ -101,26 +101,41 @@ def computing(loops: int) -> Iterator[list[float]]:
         thread.join()
 
 
-def measure(read: Callable[[Helpers], None], helpers: Sequence[int], repeats: int, loops: int) -> None:
-    for count in helpers:
-        with ThreadPoolExecutor(max(1, count)) as threads:
+@contextlib.contextmanager
+def by_calls(are_wanted: bool) -> Iterator[None]:
+    """Adapters are read by single calls, or by loops."""
+    are_ready = read_loops.are_ready
+    read_loops.are_ready = lambda: not are_wanted
+    try:
+        yield
+    finally:
+        read_loops.are_ready = are_ready
+
+
+def measure(
+    read: Callable[[Helpers], None], helpers: Sequence[int], repeats: int, loops: int
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds, by how it is read and by helpers."""
+    for count, are_calls in itertools.product(helpers, (True, False)):
+        with ThreadPoolExecutor(max(1, count)) as threads, by_calls(are_calls):
             given = Helpers(threads, count)
             cpu_s = time.process_time()
             alone, most = timed(partial(read, given), repeats)
             cpu = 1e3 * (time.process_time() - cpu_s) / (repeats + 1)
             with computing(loops) as seconds:
                 beside, most_beside = timed(partial(read, given), repeats)
-        python = 1e3 * statistics.mean(seconds)
-        print(
-            f"  helpers {count:2d}: {alone:6.1f} ms (most {most:6.1f}, CPU {cpu:6.1f}); beside a computing thread "
-            f"{beside:6.1f} (most {most_beside:6.1f}), python_ms {python:.2f}",
-            flush=True,
-        )
+        row = {
+            "by": "calls" if are_calls else "loops", "helpers": count, "ms": alone, "most_ms": most, "cpu_ms": cpu,
+            "beside_ms": beside, "most_beside_ms": most_beside, "python_ms": 1e3 * statistics.mean(seconds),
+        }  # fmt: skip
+        print("  " + json.dumps(row), flush=True)
+        yield row
 
 
 def measure_helpers(
     folder: Path, config: ModelConfig, geometry: AdapterGeometry, device: Device, args: argparse.Namespace
-) -> None:
+) -> list[dict[str, Any]]:
+    """By rank and dtype, and for the first of them by the bytes of a job."""
     began_s = time.perf_counter()
     additions(10**6)
     loops = int(10**6 * PYTHON_S / (time.perf_counter() - began_s))
@@ -130,6 +145,8 @@ def measure_helpers(
         time.sleep(0.1)
     host.run(0, host.num_pages).zero_()
     gc.freeze()
+    read_loops.prepare()
+    found = []
     for rank, dtype in ADAPTERS:
         path = write_random_adapters(folder / f"{rank}-{dtype}", config, dtype, [rank], 1)[0]
         spec = inspect_adapter(path, geometry, config.names.layer_prefix, None)
@@ -137,15 +154,17 @@ def measure_helpers(
         header, _ = timed(partial(read_header, weights), args.repeats)
         print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
         read = partial(read_into_pages, spec, geometry, host)
-        if (rank, dtype) == ADAPTERS[0]:
-            for job_bytes in JOB_BYTES:
-                before, pack._JOB_BYTES = pack._JOB_BYTES, job_bytes
-                print(f" jobs of {job_bytes} bytes")
-                measure(read, [3, 6], args.repeats, loops)
-                pack._JOB_BYTES = before
-            print(f" jobs of {pack._JOB_BYTES} bytes")
-        measure(read, args.helpers, args.repeats, loops)
+        own = pack._JOB_BYTES
+        for job_bytes in (*JOB_BYTES, own) if (rank, dtype) == ADAPTERS[0] else (own,):
+            print(f" jobs of {job_bytes} bytes")
+            pack._JOB_BYTES = job_bytes
+            for row in measure(read, args.helpers if job_bytes == own else (3, 6), args.repeats, loops):
+                found.append(
+                    {"rank": rank, "dtype": dtype, "header_ms": header, "job_bytes": job_bytes, **row}
+                )
+        pack._JOB_BYTES = own
     host.close()
+    return found
 
 
 def measure_store(
@@ -208,7 +227,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of store and runs")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--folder", help="where files are written: on the disk to be measured")
-    parser.add_argument("--out", help="write what store and runs found to this file")
+    parser.add_argument("--out", help="write what was found to this file")
     add_flags(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,13 +237,14 @@ def main() -> None:
         write_model(folder / "model", SHAPES["llama-2-7b"], POSITIONS)
         config = read_model_config(folder / "model")
         geometry = adapter_geometry(PageShape(32, 16, 32, 128, 2), config.layer_groups)
+        found: dict[str, Any] = {}
         if "helpers" in args.parts:
-            measure_helpers(folder, config, geometry, device, args)
+            found["reads"] = measure_helpers(folder, config, geometry, device, args)
         if {"store", "runs"} & {*args.parts}:
-            runs = measure_store(folder, config, geometry, device, args)
-            if args.out:
-                record = {"device": device.name, "runs": runs, "provenance": provenance.provenance()}
-                Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+            found["runs"] = measure_store(folder, config, geometry, device, args)
+        if args.out:
+            record = {"device": device.name, **found, "provenance": provenance.provenance()}
+            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
