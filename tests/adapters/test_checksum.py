@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from manylora.adapters.checksum import _NUMBERS, MOST_BYTES, checksum, checksums
+from manylora.adapters.checksum import MOST_BYTES, NUMBERS, checksum, checksums
 
 
 def by_hand(data: bytes) -> tuple[int, int]:
-    numbers = [int(number) for number in _NUMBERS]
+    numbers = [int(number) for number in NUMBERS]
 
     def weighed(part: bytes) -> int:
         words = [int.from_bytes(part[at : at + 8], "little") for at in range(0, len(part), 8)]
@@ -40,12 +40,12 @@ PINNED = (9608320502952827520, 14375140224665128536)
 
 
 def test_the_numbers_are_as_two_flipped_bits_need_them() -> None:
-    assert len(_NUMBERS) * 8 > MOST_BYTES
-    low = _NUMBERS & np.uint64(2**33 - 1)
+    assert len(NUMBERS) * 8 > MOST_BYTES
+    low = NUMBERS & np.uint64(2**33 - 1)
     assert bool((low % 2 == 1).all())
     assert len(np.unique(low)) == len(low)
     assert int(low.max()) < 2**32, "so no two add up to 2**33"
-    assert len(np.unique(_NUMBERS >> np.uint64(33))) > 0.9 * len(_NUMBERS)
+    assert len(np.unique(NUMBERS >> np.uint64(33))) > 0.9 * len(NUMBERS)
 
 
 def test_every_flipped_bit_and_pairs_of_them() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.adapters import packedfile, packedidentity, sourcestamp, store
+from manylora.adapters import packedfile, packedidentity, read_loops, sourcestamp, store
 from manylora.adapters.faults import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import layout_of, load_into
@@ -32,6 +32,8 @@ from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.adapters.storefolder import StoreFolder
 from manylora.kernels.shapes import AdapterGeometry, PageShape
 from tests.adapters.tiny import edit_config, edit_tensors, geometry, inspect, make
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 PLENTY = 2**30
 
@@ -244,7 +246,7 @@ def test_what_the_page_cache_does_not_have_is_read_directly(
         pytest.skip("no direct reads here")
     own = kept.own(shipped / "a")
     reads: set[str] = set()
-    preadv = os.preadv
+    preadv, read_pieces = os.preadv, read_loops.read_pieces
 
     def noted(file: int, buffers: Any, begin: int) -> int:
         is_direct = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
@@ -258,7 +260,13 @@ def test_what_the_page_cache_does_not_have_is_read_directly(
         found[len(found) // 2 if cached == "some" else 0 :] = cached == "all"
         return None if cached == "unknown" else found
 
+    def by_loops(file: int, *rest: Any) -> bool:
+        assert not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT
+        reads.add("buffered")
+        return read_pieces(file, *rest)
+
     monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(read_loops, "read_pieces", by_loops)
     monkeypatch.setattr(packedfile, "cached_pages", told)
     found = kept.found(shipped / "a")
     assert found is not None

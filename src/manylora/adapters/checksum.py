@@ -26,13 +26,14 @@ def _numbers(count: int) -> np.ndarray:
     return np.asarray((random << np.uint64(33)) | (2 * np.arange(count, dtype=np.uint64) + np.uint64(1)))
 
 
-_NUMBERS = _numbers(MOST_BYTES // _WORD.itemsize + 1)
+NUMBERS = _numbers(MOST_BYTES // _WORD.itemsize + 1)
+"""uint64: what each word is multiplied by. Not to be changed."""
 
 
 def checksum(data: np.ndarray) -> tuple[int, int]:
     """Of contiguous bytes, MOST_BYTES at most. Leaves the interpreter to other threads meanwhile."""
     end = len(data) // _WORD.itemsize * _WORD.itemsize
-    rest = int.from_bytes(data[end:].tobytes(), "little") * int(_NUMBERS[end // _WORD.itemsize])
+    rest = int.from_bytes(data[end:].tobytes(), "little") * int(NUMBERS[end // _WORD.itemsize])
     words, shifted = data[:end].view(_WORD), data[_HALF : end - _HALF].view(_WORD)
     return (_weighed(words) + rest) % 2**64, _weighed(shifted)
 
@@ -47,10 +48,10 @@ def checksums(data: np.ndarray, piece_bytes: int) -> list[tuple[int, int]]:
     words = whole.view(_WORD).reshape(count, width)
     between = whole[_HALF:-_HALF].view(_WORD)
     shifted = np.lib.stride_tricks.as_strided(between, (count, width - 1), (piece_bytes, _WORD.itemsize))
-    sums = [np.einsum("ij,j->i", each, _NUMBERS[: each.shape[1]]).tolist() for each in (words, shifted)]
+    sums = [np.einsum("ij,j->i", each, NUMBERS[: each.shape[1]]).tolist() for each in (words, shifted)]
     rest = [checksum(data[len(whole) :])] if len(data) > len(whole) else []
     return [*zip(*sums), *rest]
 
 
 def _weighed(words: np.ndarray) -> int:
-    return int(np.einsum("i,i", words, _NUMBERS[: len(words)]))
+    return int(np.einsum("i,i", words, NUMBERS[: len(words)]))
