@@ -3,8 +3,8 @@
 Three parts. ``helpers``: from its file (in the page cache) into the host pool's pages, by single calls and by
 loops, by the number of helping threads, alone and beside a thread that computes in Python for 1.5 ms and sleeps
 for 5, as a step loop does; ``python_ms`` is what reads make of its 1.5. ``store``: see ``store_reads``. ``runs``:
-packed files out of the page cache, by the bytes that are read at a time and by the number of threads that help,
-in turns. From the repository's root:
+packed files out of the page cache, both ways, by the bytes that are read at a time and by the number of threads
+that help, in turns. From the repository's root:
 
     python -m manylora_lab.benchmarks.adapter_reads
     python -m manylora_lab.benchmarks.adapter_reads --parts store --device cuda --folder /mnt/nvme --out reads.json
@@ -13,6 +13,7 @@ in turns. From the repository's root:
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import gc
 import itertools
@@ -196,25 +197,25 @@ def measure_store(
 def measure_runs(rig: store_reads.StoreRig, spec: AdapterSpec, repeats: int) -> list[dict[str, Any]]:
     """Milliseconds of reads from the store to the host, out of the page cache."""
     store_reads.fetch(next(rig.folder.glob("*.packed"), None) or rig.keep(spec))
-    taken: dict[tuple[int, int], list[float]] = {}
+    read_loops.prepare()
+    taken: dict[tuple[bool, int, int], list[float]] = collections.defaultdict(list)
     before, own = store.RUN_BYTES, rig.helpers
     with ThreadPoolExecutor(max(RUN_HELPERS)) as threads:
         for turn in range(repeats + 1):
-            for run_bytes, helpers in itertools.product(RUN_BYTES, RUN_HELPERS):
+            for are_calls, run_bytes, helpers in itertools.product((True, False), RUN_BYTES, RUN_HELPERS):
                 store.RUN_BYTES, rig.helpers = run_bytes, Helpers(threads, helpers)
-                seconds = rig.read(True, "host", spec)
+                with by_calls(are_calls):
+                    seconds = rig.read(True, "host", spec)
                 if turn:  # the first one warms
-                    taken.setdefault((run_bytes, helpers), []).append(1e3 * seconds)
+                    taken[are_calls, run_bytes, helpers].append(1e3 * seconds)
     store.RUN_BYTES, rig.helpers = before, own
     found = []
-    for (run_bytes, helpers), each in taken.items():
+    for (are_calls, run_bytes, helpers), each in taken.items():
         row = {
-            "run_bytes": run_bytes,
-            "helpers": helpers,
-            "ms": statistics.median(each),
-            "least_ms": min(each),
-        }
-        print(f"  runs of {run_bytes / 2**20:.0f} MiB, {helpers} helpers: {row['ms']:.1f} ms", flush=True)
+            "by": "calls" if are_calls else "loops", "run_bytes": run_bytes, "helpers": helpers,
+            "ms": statistics.median(each), "least_ms": min(each),
+        }  # fmt: skip
+        print("  " + json.dumps(row), flush=True)
         found.append(row)
     return found
 
