@@ -51,8 +51,8 @@ uses, and takes under a millisecond, so that all threads end together."""
 _MOST_JOBS = 128
 """About so many of loops, which are larger then: each job begins in the interpreter, of which there is one."""
 
-
 _WORD = np.dtype(np.uint64)
+"""What loops keep a matrix in, so that it begins where words do."""
 
 WritePage = Callable[[int, torch.Tensor], None]
 WritePart = Callable[[int, int, np.ndarray], None]
@@ -401,8 +401,8 @@ class _Loader:
         blocks: Sequence[_Block],
         scratch: _Scratch,
     ) -> bool:
-        """All of a job without the interpreter; False where that did not go well, for whatever reason, or loops do
-        not convert what is stored."""
+        """All of a job without the interpreter, from its first read to looking for what is not finite; False where
+        that did not go well, for whatever reason, or loops do not convert what is ``stored_as``."""
         is_wide = (stored_as, self.dtype) == ({torch.float32}, torch.bfloat16)
         if not is_wide and stored_as != {self.dtype}:
             return False

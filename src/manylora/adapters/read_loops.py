@@ -32,7 +32,6 @@ _pread: Any = types.ExternalFunction(
     "pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64)
 )
 
-
 _is_ready = threading.Event()
 
 
@@ -101,13 +100,12 @@ def _narrowed(source: int, target: int, count: int) -> bool:
     """Elements of float32 as bfloat16, rounded to nearest, ties to even: whether all were finite before."""
     wide = numba.carray(_memory(source), count, np.uint32)
     narrow = numba.carray(_memory(target), count, np.uint16)
+    half, sixteen, one = np.uint64(0x7FFF), np.uint64(16), np.uint64(1)
     found = np.uint64(0)
     for number in range(count):
         bits = np.uint64(wide[number])
         found |= ((bits & np.uint64(0x7F800000)) + np.uint64(0x00800000)) & np.uint64(0x80000000)
-        narrow[number] = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(
-            16
-        )
+        narrow[number] = (bits + half + ((bits >> sixteen) & one)) >> sixteen
     return bool(found == 0)
 
 
