@@ -54,6 +54,12 @@ _MOST_JOBS = 128
 _WORD = np.dtype(np.uint64)
 """What loops keep a matrix in, so that it begins where words do."""
 
+_CONVERSIONS = {(dtype, dtype): read_loops.AS_IT_IS for dtype in BITS} | {
+    (torch.float32, torch.bfloat16): read_loops.FROM_FLOAT32,
+    (torch.float16, torch.bfloat16): read_loops.FROM_FLOAT16,
+}
+"""What loops do of what is stored and what the pool has; calls do the others."""
+
 WritePage = Callable[[int, torch.Tensor], None]
 WritePart = Callable[[int, int, np.ndarray], None]
 """(page, first byte in it, contiguous bytes), which are valid during the call only."""
@@ -403,11 +409,11 @@ class _Loader:
     ) -> bool:
         """All of a job without the interpreter, from its first read to looking for what is not finite; False where
         that did not go well, for whatever reason, or loops do not convert what is ``stored_as``."""
-        is_wide = (stored_as, self.dtype) == ({torch.float32}, torch.bfloat16)
-        if not is_wide and stored_as != {self.dtype}:
+        stored_dtype = next(iter(stored_as))
+        conversion = _CONVERSIONS.get((stored_dtype, self.dtype))
+        if conversion is None or len(stored_as) > 1:
             return False
-        size, width = self.bits.itemsize, tensors[0][1].shape[1]
-        stored_size = 4 if is_wide else size
+        size, stored_size, width = self.bits.itemsize, stored_dtype.itemsize, tensors[0][1].shape[1]
         parts = np.array([
             (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
             for block in blocks
@@ -417,15 +423,15 @@ class _Loader:
         file, taken = self.weights.file.fileno(), scratch.words.take
         if side == "A":
             parts[:, 2] += cut.a_columns.start
-            held = taken((parts[:, 4].max() if is_wide else 0,), _WORD)
+            held = taken((_words(parts[:, 4].max() * stored_size) if conversion else 0,), _WORD)
             return read_loops.read_rows(
-                file, begins, width, parts, layer_bytes, exponent, size, is_wide, held
+                file, begins, width, parts, layer_bytes, exponent, size, conversion, held
             )
         count = len(cut.b_rows) * width
         begins += cut.b_rows.start * width * stored_size
-        held = taken((-(-count // 2) + -(-count // 4) if is_wide else -(-count * size // 8),), _WORD)
+        held = taken((_words(count * stored_size) + (_words(count * size) if conversion else 0),), _WORD)
         return read_loops.read_turned(
-            file, begins, width, len(cut.b_rows), parts, layer_bytes, exponent, size, is_wide, held
+            file, begins, width, len(cut.b_rows), parts, layer_bytes, exponent, size, conversion, held
         )
 
     def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[_Block]) -> None:
@@ -470,6 +476,10 @@ class _Loader:
         """What is wrong with one of them."""
         reasons = (why_not_finite(self.weights.file, name, stored, self.dtype) for name, stored in tensors)
         return next(filter(None, reasons), "the file was changed while being read")
+
+
+def _words(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD.itemsize)
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:

@@ -25,6 +25,9 @@ WORDS = 6
 """Of a part of a matrix in ``parts``: where its first element lies in memory, its first row and column, its rows,
 their elements, and the bytes from one row to the next in memory."""
 
+AS_IT_IS, FROM_FLOAT32, FROM_FLOAT16 = range(3)
+"""How what is stored becomes what the pages hold: bit by bit, or as bfloat16."""
+
 _STRIP = 128
 """Rows that are turned at a time: what is written of a column then is a few lines of the cache."""
 
@@ -39,8 +42,8 @@ def prepare() -> None:
     """Compile them, or load what an earlier run has compiled, on the calling thread."""
     nothing, parts = np.zeros(0, dtype=np.int64), np.zeros((0, WORDS), dtype=np.int64)
     scratch = np.zeros(0, dtype=np.uint64)
-    read_rows(0, nothing, 0, parts, 0, 0, 2, False, scratch)
-    read_turned(0, nothing, 0, 0, parts, 0, 0, 2, False, scratch)
+    read_rows(0, nothing, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
+    read_turned(0, nothing, 0, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
     read_pieces(0, 0, np.zeros((0, 2), dtype=np.int64), 8, scratch, np.zeros((0, 2), dtype=np.uint64))
     _is_ready.set()
 
@@ -96,17 +99,46 @@ def _all_finite(address: int, num_bytes: int, exponent: int, itemsize: int) -> b
 
 
 @loop
-def _narrowed(source: int, target: int, count: int) -> bool:
-    """Elements of float32 as bfloat16, rounded to nearest, ties to even: whether all were finite before."""
-    wide = numba.carray(_memory(source), count, np.uint32)
+def _converted(source: int, target: int, count: int, conversion: int) -> bool:
+    """Elements as bfloat16, rounded to nearest, ties to even: whether all were finite before."""
     narrow = numba.carray(_memory(target), count, np.uint16)
-    half, sixteen, one = np.uint64(0x7FFF), np.uint64(16), np.uint64(1)
     found = np.uint64(0)
-    for number in range(count):
-        bits = np.uint64(wide[number])
-        found |= ((bits & np.uint64(0x7F800000)) + np.uint64(0x00800000)) & np.uint64(0x80000000)
-        narrow[number] = (bits + half + ((bits >> sixteen) & one)) >> sixteen
+    if conversion == FROM_FLOAT32:
+        wide = numba.carray(_memory(source), count, np.uint32)
+        for number in range(count):
+            bits = np.uint64(wide[number])
+            found |= ((bits & np.uint64(0x7F800000)) + np.uint64(0x00800000)) & np.uint64(0x80000000)
+            narrow[number] = _rounded(bits)
+    else:
+        half = numba.carray(_memory(source), count, np.uint16)
+        for number in range(count):
+            bits = np.uint64(half[number])
+            found |= ((bits & np.uint64(0x7C00)) + np.uint64(0x0400)) & np.uint64(0x8000)
+            narrow[number] = _rounded(_widened(bits))
     return bool(found == 0)
+
+
+@loop
+def _rounded(bits: np.uint64) -> np.uint64:
+    """The bfloat16 of a float32."""
+    sixteen, one = np.uint64(16), np.uint64(1)
+    return np.uint64((bits + np.uint64(0x7FFF) + ((bits >> sixteen) & one)) >> sixteen)
+
+
+@loop
+def _widened(bits: np.uint64) -> np.uint64:
+    """The float32 of a float16."""
+    sign, magnitude = (bits & np.uint64(0x8000)) << np.uint64(16), bits & np.uint64(0x7FFF)
+    if magnitude >= np.uint64(0x0400):
+        return np.uint64(sign | ((magnitude << np.uint64(13)) + np.uint64((127 - 15) << 23)))
+    if magnitude == np.uint64(0):
+        return np.uint64(sign)
+    # So many units of the least number, 2^-24.
+    place = np.uint64(9)
+    while (magnitude >> place) == np.uint64(0):
+        place -= np.uint64(1)
+    fraction = (magnitude << (np.uint64(23) - place)) & np.uint64(0x007FFFFF)
+    return np.uint64(sign | ((place + np.uint64(127 - 24)) << np.uint64(23)) | fraction)
 
 
 @loop
@@ -118,29 +150,29 @@ def read_rows(
     layer_bytes: int,
     exponent: int,
     itemsize: int,
-    is_wide: bool,
+    conversion: int,
     scratch: Words,
 ) -> bool:
     """Read parts of a matrix [rows, width] in each layer to their places: whether all was there, and finite.
 
     ``begins`` int64 [L]: of the matrices in the file. ``parts`` int64 [N, WORDS]; those of the next layer lie
-    ``layer_bytes`` further on. ``is_wide``: the file has float32, and the places are bfloat16's. Then ``scratch``
-    has room for a part's row.
+    ``layer_bytes`` further on. ``scratch``: where there is a ``conversion``, has room for a part's row as it is
+    stored.
     """
-    stored = 4 if is_wide else itemsize
+    stored = 4 if conversion == FROM_FLOAT32 else itemsize
     for layer in range(len(begins)):
         for part in range(len(parts)):
             address, row, column, rows, length, stride = parts[part]
             address += layer * layer_bytes
-            if length == width and stride == length * itemsize and not is_wide:
+            if length == width and stride == length * itemsize and conversion == AS_IT_IS:
                 rows, length = 1, rows * length  # they lie in the file as they do in the page
             for number in range(rows):
                 begin = begins[layer] + ((row + number) * width + column) * stored
                 to = address + number * stride
-                held = scratch.ctypes.data if is_wide else to
+                held = to if conversion == AS_IT_IS else scratch.ctypes.data
                 if not _filled(file, begin, held, length * stored):
                     return False
-                if is_wide and not _narrowed(held, to, length):
+                if conversion != AS_IT_IS and not _converted(held, to, length, conversion):
                     return False
                 if not _all_finite(to, length * itemsize, exponent, itemsize):
                     return False
@@ -157,20 +189,20 @@ def read_turned(
     layer_bytes: int,
     exponent: int,
     itemsize: int,
-    is_wide: bool,
+    conversion: int,
     scratch: Words,
 ) -> bool:
-    """The same of a matrix [num_rows, width] whose columns are the parts' rows. ``scratch``: has room for it, and
-    where ``is_wide`` for half as much again."""
-    count = num_rows * width
+    """The same of a matrix [num_rows, width] whose columns are the parts' rows. ``scratch``: has room for it as it
+    is stored, and behind that, where there is a ``conversion``, as it is to be."""
+    count, stored = num_rows * width, 4 if conversion == FROM_FLOAT32 else itemsize
     held = scratch.ctypes.data
     for layer in range(len(begins)):
-        if not _filled(file, begins[layer], held, count * (4 if is_wide else itemsize)):
+        if not _filled(file, begins[layer], held, count * stored):
             return False
         source = held
-        if is_wide:
-            source = held + -(-count // 2) * 8
-            if not _narrowed(held, source, count):
+        if conversion != AS_IT_IS:
+            source = held + -(-count * stored // 8) * 8
+            if not _converted(held, source, count, conversion):
                 return False
         if not _all_finite(source, count * itemsize, exponent, itemsize):
             return False
