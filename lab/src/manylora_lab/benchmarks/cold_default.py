@@ -35,7 +35,7 @@ PROMPT, TOY_PROMPT = 64, 24
 NUM_ADAPTERS, HOST_ROUNDS, LEFT_OUT = 6, 2, 1
 """Of each engine: adapters, and how often each is asked for from host memory. Of the requests for the last one
 when it is on the device, ``LEFT_OUT`` do not count, since the request before was of another kind."""
-PAUSE_S = 0.06
+PAUSE_S, TOY_PAUSE_S = 0.06, 0.005
 TURN_S, CHAT_S = 5.0, 60.0
 """What a turn takes besides its requests for an adapter that is on the device, and a run of the chat."""
 
@@ -81,7 +81,7 @@ async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) 
 
         async def ask(name: str | None, target: EngineTarget = target) -> float:
             began_s, first_s = await first_token(target, rig.call(prompt, 1, name))
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(TOY_PAUSE_S if rig.is_toy else PAUSE_S)
             return 1e3 * (first_s - began_s)
 
         await ask(None)
