@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from manylora.adapters import read_loops
+from manylora.adapters.blocks import Block, Buffer, Matrices, fill_by_loops
 from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
 from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
 from manylora.adapters.verify import why_not_finite
 from manylora.adapters.weightsfile import AdapterWeights, open_weights
-from manylora.kernels.shapes import AdapterCut, AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
 PACKING_VERSION = 1
@@ -50,15 +49,6 @@ uses, and takes under a millisecond, so that all threads end together."""
 
 _MOST_JOBS = 128
 """About so many of loops, which are larger then: each job begins in the interpreter, of which there is one."""
-
-_WORD = np.dtype(np.uint64)
-"""What loops keep a matrix in, so that it begins where words do."""
-
-_CONVERSIONS = {(dtype, dtype): read_loops.AS_IT_IS for dtype in BITS} | {
-    (torch.float32, torch.bfloat16): read_loops.FROM_FLOAT32,
-    (torch.float16, torch.bfloat16): read_loops.FROM_FLOAT16,
-}
-"""What loops do of what is stored and what the pool has; calls do the others."""
 
 WritePage = Callable[[int, torch.Tensor], None]
 WritePart = Callable[[int, int, np.ndarray], None]
@@ -222,36 +212,10 @@ def _open(
         yield _Loader(spec, layout, geometry, dtype, weights)
 
 
-class _Block(NamedTuple):
-    """What one page holds of a matrix (A, or B transposed): whole rows end to end, or a part of one row.
-
-    ``values``: bit patterns [layers, rows, length] in place, of the matrix's rows from ``row`` on and columns
-    from ``column`` on.
-    """
-
-    row: int
-    column: int
-    values: np.ndarray
-
-
-class _Buffer:
-    """Memory of one thread that is taken again and again: fresh arrays of this size would be mapped anew."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, dtype=np.uint8)
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """An array of any content, valid until the next one."""
-        size = math.prod(shape) * dtype.itemsize
-        if len(self._bytes) < size:
-            self._bytes = np.empty(size, dtype=np.uint8)
-        return np.asarray(self._bytes[:size].view(dtype).reshape(shape))
-
-
 class _Scratch:
     def __init__(self) -> None:
-        self.stored, self.matrices, self.turned = _Buffer(), _Buffer(), _Buffer()
-        self.words = _Buffer()
+        self.stored, self.matrices, self.turned = Buffer(), Buffer(), Buffer()
+        self.words = Buffer()
 
 
 _Job = Callable[[_Scratch], None]
@@ -316,7 +280,7 @@ class _Loader:
 
     def _sides(
         self, images: Sequence[np.ndarray], first_page: int
-    ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
+    ) -> Iterator[tuple[int, Side, int, list[Block]]]:
         """For each A and B that has a part in these images: its projection, its bytes in a layer, its parts."""
         for index, projection in enumerate(self.geometry.projections):
             first_a, first_b, rank, _ = self.layout.records[index].tolist()
@@ -330,7 +294,7 @@ class _Loader:
 
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
-    ) -> list[_Block]:
+    ) -> list[Block]:
         """The parts in these images of ``rank`` rows that begin at ``first_cell``; zeroes what is behind rows."""
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         cells = self.geometry.cells(length)
@@ -345,7 +309,7 @@ class _Loader:
                 at = (first_cell + begin - number * per_page) * size
                 slabs = image[:, at : at + rows * width * size].reshape(len(image), rows, width * size)
                 slabs[:, :, length - cell * size :] = 0
-                blocks.append(_Block(row, cell * size, slabs[:, :, : length - cell * size]))
+                blocks.append(Block(row, cell * size, slabs[:, :, : length - cell * size]))
                 begin += rows * width
         return blocks
 
@@ -355,7 +319,7 @@ class _Loader:
         side: Side,
         layers: range,
         first_layer: int,
-        blocks: Sequence[_Block],
+        blocks: Sequence[Block],
         check: Callable[[], None],
         scratch: _Scratch,
     ) -> None:
@@ -369,14 +333,16 @@ class _Loader:
             present = max(0, rank - row)
             chosen[:, present:] = 0  # rows of other layers, whose rank is larger
             if present:
-                parts.append(_Block(row, column, chosen[:, :present]))
+                parts.append(Block(row, column, chosen[:, :present]))
         if not parts:
             return
         tensors = [self.weights.tensor(index, layer, side) for layer in layers]
         cut = self.geometry.cut(index)
         stored_as = {TORCH_DTYPES[stored.dtype] for _, stored in tensors}
-        if read_loops.are_ready() and self._read_by_loops(cut, side, tensors, stored_as, parts, scratch):
-            return
+        if read_loops.are_ready() and len(stored_as) == 1:
+            whole = Matrices(side, cut, next(iter(stored_as)), [stored for _, stored in tensors])
+            if fill_by_loops(self.weights.file.fileno(), whole, parts, self.dtype, scratch.words):
+                return
         if side == "A" and stored_as == {self.dtype}:
             for number, (name, stored) in enumerate(tensors):
                 placed = [part._replace(values=part.values[number]) for part in parts]
@@ -398,43 +364,7 @@ class _Loader:
         if not all(all_finite(part.values, self.dtype) for part in parts):
             raise AdapterError(self._why_not_finite(tensors))
 
-    def _read_by_loops(
-        self,
-        cut: AdapterCut,
-        side: Side,
-        tensors: Sequence[tuple[str, StoredTensor]],
-        stored_as: set[torch.dtype],
-        blocks: Sequence[_Block],
-        scratch: _Scratch,
-    ) -> bool:
-        """All of a job without the interpreter, from its first read to looking for what is not finite; False where
-        that did not go well, for whatever reason, or loops do not convert what is ``stored_as``."""
-        stored_dtype = next(iter(stored_as))
-        conversion = _CONVERSIONS.get((stored_dtype, self.dtype))
-        if conversion is None or len(stored_as) > 1:
-            return False
-        size, stored_size, width = self.bits.itemsize, stored_dtype.itemsize, tensors[0][1].shape[1]
-        parts = np.array([
-            (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
-            for block in blocks
-        ])  # fmt: skip
-        begins = np.array([stored.begin for _, stored in tensors])
-        exponent, layer_bytes = BITS[self.dtype].infinity, blocks[0].values.strides[0]
-        file, taken = self.weights.file.fileno(), scratch.words.take
-        if side == "A":
-            parts[:, 2] += cut.a_columns.start
-            held = taken((_words(parts[:, 4].max() * stored_size) if conversion else 0,), _WORD)
-            return read_loops.read_rows(
-                file, begins, width, parts, layer_bytes, exponent, size, conversion, held
-            )
-        count = len(cut.b_rows) * width
-        begins += cut.b_rows.start * width * stored_size
-        held = taken((_words(count * stored_size) + (_words(count * size) if conversion else 0),), _WORD)
-        return read_loops.read_turned(
-            file, begins, width, len(cut.b_rows), parts, layer_bytes, exponent, size, conversion, held
-        )
-
-    def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[_Block]) -> None:
+    def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[Block]) -> None:
         """Read rows of an A, which lie in the file as they do in pages, straight into their places."""
         width = stored.shape[1]
         if len(columns) < width:
@@ -476,10 +406,6 @@ class _Loader:
         """What is wrong with one of them."""
         reasons = (why_not_finite(self.weights.file, name, stored, self.dtype) for name, stored in tensors)
         return next(filter(None, reasons), "the file was changed while being read")
-
-
-def _words(num_bytes: int) -> int:
-    return -(-num_bytes // _WORD.itemsize)
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:
