@@ -142,6 +142,33 @@ def _widened(bits: np.uint64) -> np.uint64:
 
 
 @loop
+def _fetched(
+    file: int,
+    begin: int,
+    held: int,
+    target: int,
+    count: int,
+    exponent: int,
+    itemsize: int,
+    conversion: int,
+) -> bool:
+    """Read elements to ``target``, by way of ``held`` where there is a ``conversion``: whether all were there, and
+    finite before and after."""
+    first = target if conversion == AS_IT_IS else held
+    if not _filled(file, begin, first, count * _stored_size(itemsize, conversion)):
+        return False
+    if conversion != AS_IT_IS and not _converted(held, target, count, conversion):
+        return False
+    return _all_finite(target, count * itemsize, exponent, itemsize)
+
+
+@loop
+def _stored_size(itemsize: int, conversion: int) -> int:
+    """Bytes of an element in the file."""
+    return 4 if conversion == FROM_FLOAT32 else itemsize
+
+
+@loop
 def read_rows(
     file: int,
     begins: Ints,
@@ -159,7 +186,7 @@ def read_rows(
     ``layer_bytes`` further on. ``scratch``: where there is a ``conversion``, has room for a part's row as it is
     stored.
     """
-    stored = 4 if conversion == FROM_FLOAT32 else itemsize
+    stored, held = _stored_size(itemsize, conversion), scratch.ctypes.data
     for layer in range(len(begins)):
         for part in range(len(parts)):
             address, row, column, rows, length, stride = parts[part]
@@ -169,12 +196,7 @@ def read_rows(
             for number in range(rows):
                 begin = begins[layer] + ((row + number) * width + column) * stored
                 to = address + number * stride
-                held = to if conversion == AS_IT_IS else scratch.ctypes.data
-                if not _filled(file, begin, held, length * stored):
-                    return False
-                if conversion != AS_IT_IS and not _converted(held, to, length, conversion):
-                    return False
-                if not _all_finite(to, length * itemsize, exponent, itemsize):
+                if not _fetched(file, begin, held, to, length, exponent, itemsize, conversion):
                     return False
     return True
 
@@ -194,17 +216,12 @@ def read_turned(
 ) -> bool:
     """The same of a matrix [num_rows, width] whose columns are the parts' rows. ``scratch``: has room for it as it
     is stored, and behind that, where there is a ``conversion``, as it is to be."""
-    count, stored = num_rows * width, 4 if conversion == FROM_FLOAT32 else itemsize
-    held = scratch.ctypes.data
+    count = num_rows * width
+    held = source = scratch.ctypes.data
+    if conversion != AS_IT_IS:
+        source += -(-count * _stored_size(itemsize, conversion) // 8) * 8
     for layer in range(len(begins)):
-        if not _filled(file, begins[layer], held, count * stored):
-            return False
-        source = held
-        if conversion != AS_IT_IS:
-            source = held + -(-count * stored // 8) * 8
-            if not _converted(held, source, count, conversion):
-                return False
-        if not _all_finite(source, count * itemsize, exponent, itemsize):
+        if not _fetched(file, begins[layer], held, source, count, exponent, itemsize, conversion):
             return False
         for part in range(len(parts)):
             address, row, column, rows, length, stride = parts[part]
