@@ -421,37 +421,19 @@ def cold_default(record: Record) -> str:
 
 def adapter_reads(record: Record) -> str:
     """Milliseconds of reads by single calls and by loops, of an adapter's own files and of its packed one."""
+    ways, own = ("calls", "loops"), record["reads"][-1]["job_bytes"]
+    reads = [row for row in record["reads"] if row["job_bytes"] == own and row["helpers"] < 2]
+    found = {(row["dtype"], row["rank"], row["helpers"], row["by"]): row for row in reads}
     lines = []
-    own = {row["job_bytes"] for row in record["reads"] if row["rank"] != record["reads"][0]["rank"]}
-    reads = [row for row in record["reads"] if row["job_bytes"] in own and row["helpers"] < 2]
-    places = dict.fromkeys((row["rank"], row["dtype"], row["helpers"]) for row in reads)
-    for rank, dtype, helpers in places:
-        both = [row for row in reads if (row["rank"], row["dtype"], row["helpers"]) == (rank, dtype, helpers)]
-        calls, loops = ({row["by"]: row for row in both}[by] for by in ("calls", "loops"))
-        times = (f"{row[key]:.1f}" for key in ("ms", "beside_ms") for row in (calls, loops))
+    for dtype, rank, helpers in dict.fromkeys(place[:3] for place in found):
+        times = (f"{found[dtype, rank, helpers, by][key]:.1f}" for key in ("ms", "beside_ms") for by in ways)
         lines.append((f"its files, {dtype}", str(rank), str(helpers), *times))
     for run in record["runs"]:
-        least = {by: min(row["ms"] for row in run["runs"] if row["by"] == by) for by in ("calls", "loops")}
-        lines.append(
-            (
-                "packed, the best",
-                str(run["rank"]),
-                "3 to 11",
-                *(f"{ms:.1f}" for ms in least.values()),
-                "-",
-                "-",
-            )
-        )
-    columns = (
-        "what is read",
-        "rank",
-        "helpers",
-        "calls",
-        "loops",
-        "calls, beside a thread of Python",
-        "loops, likewise",
-    )
-    return table(columns, lines)
+        least = (min(row["ms"] for row in run["runs"] if row["by"] == by) for by in ways)
+        packed = "packed, the best", str(run["rank"]), "3 to 11"
+        lines.append((*packed, *(f"{ms:.1f}" for ms in least), "-", "-"))
+    beside = "calls, beside a thread of Python", "loops, likewise"
+    return table(("what is read", "rank", "helpers", *ways, *beside), lines)
 
 
 TABLES: dict[str, Callable[[Record], str]] = {

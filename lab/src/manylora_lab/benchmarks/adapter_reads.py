@@ -156,7 +156,8 @@ def measure_helpers(
         print(f"rank {rank} {dtype}: {weights.stat().st_size / 1e6:.0f} MB, header {header:.2f} ms")
         read = partial(read_into_pages, spec, geometry, host)
         own = pack._JOB_BYTES
-        for job_bytes in (*JOB_BYTES, own) if (rank, dtype) == ADAPTERS[0] else (own,):
+        others = JOB_BYTES if (rank, dtype) == ADAPTERS[0] else ()
+        for job_bytes in dict.fromkeys((*others, own)):
             print(f" jobs of {job_bytes} bytes")
             pack._JOB_BYTES = job_bytes
             for row in measure(read, args.helpers if job_bytes == own else (3, 6), args.repeats, loops):
