@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ class Cluster(Server):
         """``key``: what its clients carry; ``python_path``: a folder of modules that come before all others."""
         self.folder = folder
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._have_ended = threading.Event()
         env = dict(env or {})
         if python_path:
             env["PYTHONPATH"] = f"{python_path}:{environment()['PYTHONPATH']}"
@@ -95,14 +97,16 @@ class Cluster(Server):
         return found
 
     def busiest(self) -> Json:
-        """The replica with the most requests, once one has any."""
+        """The replica with the most requests, once one has any, or once all of ``ask_all`` have ended: a machine
+        that stands still for seconds may hide them."""
         found: list[Json] = []
 
-        def is_one_busy() -> bool:
+        def is_one_busy_or_none_left() -> bool:
             found[:] = self.replicas()
-            return any(each["requests"] and is_running(each["pid"]) for each in found)
+            is_one_busy = any(each["requests"] and is_running(each["pid"]) for each in found)
+            return is_one_busy or self._have_ended.is_set()
 
-        wait_until(is_one_busy, f"requests on a replica\n{self.log}")
+        wait_until(is_one_busy_or_none_left, f"requests on a replica\n{self.log}")
         return max(found, key=lambda each: int(each["requests"]) if is_running(each["pid"]) else -1)
 
     def wait_idle(self) -> None:
@@ -124,7 +128,8 @@ class Cluster(Server):
 
     def ask_all(self, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
         """See ``ask_all``."""
-        return ask_all(self.url, bodies, meanwhile, self.headers)
+        self._have_ended.clear()
+        return ask_all(self.url, bodies, meanwhile, self.headers, self._have_ended)
 
     def manage(self, action: str, *args: str) -> str:
         """``manylora cluster``; what it prints."""
@@ -261,14 +266,18 @@ def ask_all(
     bodies: list[Json],
     meanwhile: Callable[[], object] | None = None,
     headers: dict[str, str] | None = None,
+    have_ended: threading.Event | None = None,
 ) -> list[Answer]:
-    """The answers, in order; ``meanwhile`` is done when all have been sent and some run."""
+    """The answers, in order. ``meanwhile`` is done while they come; ``have_ended`` is set when all have come."""
 
     async def run() -> list[Answer]:
         async with asking(url, bodies, headers or {}) as tasks:
+            answers = asyncio.gather(*tasks)
+            if have_ended is not None:
+                answers.add_done_callback(lambda _: have_ended.set())
             if meanwhile is not None:
                 await asyncio.to_thread(meanwhile)
-            return list(await asyncio.gather(*tasks))
+            return list(await answers)
 
     return asyncio.run(run())
 
