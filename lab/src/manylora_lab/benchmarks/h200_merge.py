@@ -182,7 +182,7 @@ def run(rig: EngineRig, copy: str, parts: Sequence[str], report: RunReport) -> N
     if copy == "device" and "steps" in parts:
         for batch in TOY_BATCHES if is_toy else BATCHES:
             if report.has(12.0, f"steps of {batch}"):
-                context, num_steps = (TOY_CONTEXT, 8) if is_toy else (CONTEXT, report.args.steps)
+                context, num_steps = (TOY_CONTEXT, 10) if is_toy else (CONTEXT, report.args.steps)
                 report.note("decoding", merging.decoding(batch, context, num_steps))
         if report.has(15.0, "prompts"):
             report.note("prompts", merging.prompts(TOY_PROMPTS if is_toy else PROMPTS))
