@@ -37,6 +37,10 @@ QUEUED_S = 4 * TIMEOUT_S
 """For a stream's next word: requests may wait behind many others."""
 
 
+class TooLate(AssertionError):
+    """Requests have ended before what was to be done while they run."""
+
+
 class Cluster(Server):
     """``manylora serve --replicas``, small, with the demo's adapters."""
 
@@ -97,16 +101,19 @@ class Cluster(Server):
         return found
 
     def busiest(self) -> Json:
-        """The replica with the most requests, once one has any, or once all of ``ask_all`` have ended: a machine
-        that stands still for seconds may hide them."""
+        """The replica with the most requests, once one has any. Raises TooLate when ``ask_all`` has all answers
+        and none was seen: a machine that stands still for seconds may hide them."""
         found: list[Json] = []
 
-        def is_one_busy_or_none_left() -> bool:
+        def is_one_busy() -> bool:
+            have_ended = self._have_ended.is_set()  # before the replicas are asked
             found[:] = self.replicas()
-            is_one_busy = any(each["requests"] and is_running(each["pid"]) for each in found)
-            return is_one_busy or self._have_ended.is_set()
+            is_busy = any(each["requests"] and is_running(each["pid"]) for each in found)
+            if have_ended and not is_busy:
+                raise TooLate("all that was asked has ended")
+            return is_busy
 
-        wait_until(is_one_busy_or_none_left, f"requests on a replica\n{self.log}")
+        wait_until(is_one_busy, f"requests on a replica\n{self.log}")
         return max(found, key=lambda each: int(each["requests"]) if is_running(each["pid"]) else -1)
 
     def wait_idle(self) -> None:
@@ -128,8 +135,10 @@ class Cluster(Server):
 
     def ask_all(self, bodies: list[Json], meanwhile: Callable[[], object] | None = None) -> list[Answer]:
         """See ``ask_all``."""
-        self._have_ended.clear()
-        return ask_all(self.url, bodies, meanwhile, self.headers, self._have_ended)
+        try:
+            return ask_all(self.url, bodies, meanwhile, self.headers, self._have_ended)
+        finally:
+            self._have_ended.clear()
 
     def manage(self, action: str, *args: str) -> str:
         """``manylora cluster``; what it prints."""
