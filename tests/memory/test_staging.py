@@ -37,6 +37,74 @@ def test_what_is_sent_arrives(by_kernel: bool) -> None:
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
+def test_what_is_sent_together_arrives(by_kernel: bool) -> None:
+    """Of changing lengths and types, some too many for what is sent at a time, some in parts, some not at all."""
+    rng = random.Random(2)
+    box = UploadBuffers(CPU, by_kernel)
+    for _ in range(60):
+        sent: list[tuple[torch.Tensor, np.ndarray]] = []
+        with box.together():
+            for _ in range(rng.randrange(6)):
+                dtype = rng.choice([torch.int32, torch.int64, torch.float32, torch.uint8])
+                length, more = rng.choice([0, 1, 5, 3000, 40000]), rng.choice([0, 1, 9])
+                target = torch.full((length + 3,), 7, dtype=dtype)
+                stage = box.stage(length + more, dtype)
+                assert stage.numbers.shape == (length + more,)
+                values = np.array([rng.randrange(100) for _ in range(length + more)])
+                stage.numbers[:] = values
+                if rng.random() < 0.9:
+                    stage.send(target[:length])
+                    sent.append((target, values[:length]))
+        for target, values in sent:
+            assert target.tolist() == [*values.tolist(), 7, 7, 7]
+
+
+def test_what_is_sent_together_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    copy = torch._foreach_copy_
+
+    def noted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        launches.append(len(targets))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    box = UploadBuffers(CPU, by_kernel=True)
+    target = torch.zeros(4, dtype=torch.int64)
+    with box.together():
+        for place in range(4):
+            stage = box.stage(1, torch.int64)
+            stage.numbers[:] = place + 1
+            stage.send(target[place : place + 1])
+        assert not target.any()
+    assert target.tolist() == [1, 2, 3, 4]
+    assert launches == [4]
+    with box.together():
+        pass
+    assert launches == [4], "nothing is nothing"
+
+
+def test_what_was_sent_before_an_error_arrives() -> None:
+    box = UploadBuffers(CPU, by_kernel=True)
+    target = torch.zeros(2, dtype=torch.int32)
+
+    def send(number: int) -> None:
+        stage = box.stage(2)
+        stage.numbers[:] = number
+        stage.send(target)
+
+    def fail() -> None:
+        with box.together():
+            send(3)
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        fail()
+    assert target.tolist() == [3, 3]
+    send(4)
+    assert target.tolist() == [4, 4], "what comes later goes by itself"
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 def test_what_is_read_is_what_was_there(by_kernel: bool, dtype: torch.dtype) -> None:
     """Later changes of the tensor do not show, nor do other reads that are still open."""

@@ -50,6 +50,9 @@ class CpuDevice:
         found = tensor.numpy().copy()
         return lambda: found
 
+    def sending_together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def mirror(self, length: int) -> Mirror:
         return _CpuMirror(length)
 

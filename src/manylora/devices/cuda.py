@@ -23,7 +23,7 @@ from manylora.config import ConfigError
 from manylora.devices.batches import can_batch, copy_batch
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import DownloadBuffers, StagingBuffer, borrowed, moves_by_kernel, upload_buffers
+from manylora.devices.staging import DownloadBuffers, Staged, borrowed, moves_by_kernel, upload_buffers
 from manylora.devices.writing import can_write, write_by_stream
 
 _STAGED_PAGES = 4
@@ -94,6 +94,9 @@ class CudaDevice:
         staged = upload_buffers(self.torch_device).stage(array.size, target.dtype)
         staged.numbers[:] = array.reshape(-1)
         staged.send(target)
+
+    def sending_together(self) -> contextlib.AbstractContextManager[None]:
+        return upload_buffers(self.torch_device).together()
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return self._inbox.start(tensor)
@@ -227,7 +230,7 @@ class _CudaMirror:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        self._staged: StagingBuffer | None = None
+        self._staged: Staged | None = None
 
     def stage(self) -> np.ndarray:
         self._staged = upload_buffers(self.tensor.device).stage(len(self.tensor), torch.int64)

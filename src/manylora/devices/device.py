@@ -124,6 +124,9 @@ class Device(Protocol):
         on the device until then.
         """
 
+    def sending_together(self) -> AbstractContextManager[None]:
+        """What the step loop's thread sends within, by ``send``, mirrors and plans, is on its way at the end."""
+
     def mirror(self, length: int) -> Mirror:
         """Memory for ``Mirror``: ``length`` numbers, zero at first."""
 

@@ -11,11 +11,12 @@ host memory, or writes it, waits for no copy. Owns the pinned buffers; does not 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,24 @@ _STAGES = 16
 
 _LEAST_BYTES = 2**16
 """The bytes of a pinned buffer, unless it must hold more."""
+
+
+_TOGETHER_BYTES = 2**18
+"""The bytes that are sent together at most; what is more goes by itself."""
+
+_UNIT = torch.int32
+"""What is sent together is copied as numbers of this type."""
+
+_ALIGNMENT = 16
+
+
+class Staged(Protocol):
+    """Numbers to be written, and then sent once."""
+
+    @property
+    def numbers(self) -> np.ndarray: ...
+
+    def send(self, target: torch.Tensor) -> None: ...
 
 
 class _View(NamedTuple):
@@ -101,7 +120,7 @@ class StagingBuffer:
             copy_by_kernel(target, self._held.mapped[: target.numel()])
         else:
             target.copy_(self._held.memory[: target.numel()], non_blocking=True)
-        self._note_copy()
+        self.note_copy()
 
     def take(self, source: torch.Tensor) -> None:
         """The same the other way round: the numbers are here after ``settle``."""
@@ -110,16 +129,61 @@ class StagingBuffer:
             copy_by_kernel(self._held.mapped[: source.numel()], source)
         else:
             self._held.memory[: source.numel()].copy_(source, non_blocking=True)
-        self._note_copy()
+        self.note_copy()
 
     def settle(self) -> None:
         """Wait for the last copy. Raises what went wrong on the device."""
         if self._landed is not None:
             self._landed.synchronize()
 
-    def _note_copy(self) -> None:
+    def note_copy(self) -> None:
+        """A copy from it, or to it, has been issued: nothing is written here before it has ended."""
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(self._device))
+
+
+class _Together:
+    """Parts of one buffer, which a single launch sends to as many targets."""
+
+    def __init__(self, buffer: StagingBuffer) -> None:
+        self._buffer = buffer
+        self._mapped, _ = buffer.lend()
+        self._num_bytes = 0
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def part(self, length: int, dtype: torch.dtype) -> _Part | None:
+        """None where it does not fit."""
+        begin, size = self._num_bytes, length * dtype.itemsize
+        if dtype not in _ARRAYS or begin + size > _TOGETHER_BYTES:
+            return None
+        self._num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+        first, count = begin // _UNIT.itemsize, size // _UNIT.itemsize
+        numbers = np.asarray(self._buffer.numbers[first : first + count].view(_ARRAYS[dtype]))
+        return _Part(self, numbers, self._mapped[first : first + count])
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Have it sent with the others."""
+        target = target.view(-1).view(_UNIT)
+        self._targets.append(target)
+        self._sources.append(source[: target.numel()])
+
+    def send(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+            self._buffer.note_copy()
+
+
+class _Part:
+    """See ``Staged``."""
+
+    def __init__(self, together: _Together, numbers: np.ndarray, mapped: torch.Tensor) -> None:
+        self._together = together
+        self._mapped = mapped
+        self.numbers = numbers
+
+    def send(self, target: torch.Tensor) -> None:
+        self._together.add(target, self._mapped)
 
 
 class UploadBuffers:
@@ -130,12 +194,32 @@ class UploadBuffers:
         self._by_kernel = by_kernel
         self._stages: list[StagingBuffer] = []
         self._turn = -1
+        self._together: _Together | None = None
 
-    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> StagingBuffer:
-        """The buffer to write the next numbers to and send them from, at once: it serves again a little later.
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What ``stage`` gives within is sent by one launch, at the end. Each launch takes the host some
+        microseconds, and tens of them after a pause."""
+        if not self._by_kernel or self._together is not None:
+            yield
+            return
+        self._together = together = _Together(self.hold(_TOGETHER_BYTES // _UNIT.itemsize, _UNIT))
+        try:
+            yield
+        finally:
+            self._together = None
+            together.send()
+
+    def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Staged:
+        """Where to write the next numbers, to be sent from there at once: it serves again a little later.
 
         Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
         """
+        part = None if self._together is None else self._together.part(length, dtype)
+        return self.hold(length, dtype) if part is None else part
+
+    def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
+        """The same, of a buffer of its own."""
         self._turn = (self._turn + 1) % _STAGES
         if self._turn == len(self._stages):
             self._stages.append(StagingBuffer(self._device, self._by_kernel))
@@ -200,6 +284,12 @@ def copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
         source, target = source.view(whole), target.view(whole)
     torch.bitwise_or(source, 0, out=target)
 
+
+_ARRAYS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float32: np.dtype(np.float32),
+}
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by the bytes of one."""

@@ -250,16 +250,17 @@ class StepGraphs:
         if bucket is None or captured is None:
             return None
         num_tokens = len(inputs.token_ids)
+        gates = self._gates_of(bucket)
         try:
-            captured.attention.fill(inputs.attention)
-            if captured.lora is not None:
-                captured.lora.fill(inputs.lora, num_tokens)
+            with self._device.sending_together():
+                captured.attention.fill(inputs.attention)
+                if captured.lora is not None:
+                    captured.lora.fill(inputs.lora, num_tokens)
+                self._send(inputs, bucket, awaited)
         except ValueError as error:
             # More prompts than the tables have room for, say.
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
-        gates = self._gates_of(bucket)
-        self._send(inputs, bucket, awaited)
         if awaited is not None:
             awaited.all(but_marked=gates is not None)
         outputs = captured.replay()

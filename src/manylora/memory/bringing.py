@@ -119,7 +119,7 @@ class Bringer:
         return found
 
     def _staged(self, table: np.ndarray) -> StagingBuffer:
-        stage = upload_buffers(self._device).stage(len(table), torch.int64)
+        stage = upload_buffers(self._device).hold(len(table), torch.int64)
         stage.numbers[:] = table
         return stage
 
