@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,10 +26,10 @@ def bring(
     target: torch.Tensor, source: torch.Tensor, groups: list[BroughtGroup], targets: list[int], sources: list[int],
     words: torch.Tensor, number: int, done: torch.Tensor,
 ) -> None:  # fmt: skip
-    table = bring_table(number, groups, np.array(targets, np.int64), np.array(sources, np.int64))
+    table = bring_table(number, groups, targets, sources)
     assert len(table) == table_words(len(groups), len(targets)) == table[0]
     scratch = torch.zeros((NUM_PROGRAMS, MOST_WORDS), dtype=torch.int64, device=target.device)
-    bring_groups(target, source, torch.from_numpy(table).to(target.device), scratch, words, done)
+    bring_groups(target, source, torch.tensor(table, device=target.device), scratch, words, done)
 
 
 @given(data=st.data())

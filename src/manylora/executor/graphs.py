@@ -253,6 +253,7 @@ class StepGraphs:
         gates = self._gates_of(bucket)
         try:
             with self._device.sending_together():
+                self._tables.send()
                 captured.attention.fill(inputs.attention)
                 if captured.lora is not None:
                     captured.lora.fill(inputs.lora, num_tokens)

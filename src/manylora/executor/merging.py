@@ -207,6 +207,7 @@ class MergedWeights:
         scales = np.zeros((count, 2, self._geometry.page.layers), np.float32)
         if adapter != BASE:
             (records,), (scales,) = self._tables.entries(np.array([self._tables.own_row(adapter)]))
+        self._tables.send()
         plan = MergePlan(records[:, 2] > 0, records, scales, self._tables.cells, self._geometry)
         pool = self._arena.pool
         return MergeRows(plan, pool) if self._ranked is None else self._ranked.rows(plan, pool)

@@ -70,6 +70,7 @@ class _Held:
 class AdapterTables:
     """Entries of resident adapters. Used by the step loop's thread only; writes are ordered with its steps.
 
+    What entries say of cells is on the device after ``send``, which comes before whatever reads ``cells`` there.
     While an adapter is merged into the base's weights its own rows need no entry, and all others, the base's too,
     need one that takes it off again (``pair``). ``version`` changes whenever an entry does: what was built from an
     older one is to be built again.
@@ -88,6 +89,7 @@ class AdapterTables:
         self._records = np.zeros((0, num_projections, 4), dtype=np.int64)
         self._scales = np.zeros((0, num_projections, 2, geometry.page.layers), dtype=np.float32)
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
+        self._unsent: dict[int, _Held] = {}  # entries whose cells the device has not, by row
         self.merged: AdapterId = BASE
         self.version = 0
         self._is_fixed = False
@@ -151,9 +153,17 @@ class AdapterTables:
         """Records int64 [S, P, 4], positions in ``cells``, and scales float32 [S, P, 2, L]: copies."""
         return self._records[rows], self._scales[rows]
 
+    def send(self) -> None:
+        """Have ``cells`` hold what the entries say."""
+        for row, held in list(self._unsent.items()):
+            offsets = held.placed.offsets
+            self._device.send(offsets, self.cells[held.first : held.first + len(offsets)])
+            del self._unsent[row]
+
     def close(self) -> None:
         """Free the cells, tens of MiB for a large pool. Nothing may be asked of the tables afterwards."""
         self.cells = self.cells.new_zeros(0)
+        self._unsent = {}
 
     def reserve(self, num_cells: int) -> None:
         """Make the cell table at least so long: until more is needed it stays where it is."""
@@ -177,7 +187,7 @@ class AdapterTables:
         """An entry, now that it is one."""
         layout, offsets = held.placed.layout, held.placed.offsets
         if len(offsets):
-            self._device.send(offsets, self.cells[held.first : held.first + len(offsets)])
+            self._unsent[held.row] = held
         self._records[held.row] = layout.records + held.first * layout.shifted
         self._scales[held.row] = layout.scales
         self.version += 1
@@ -185,6 +195,7 @@ class AdapterTables:
 
     def _leave(self, held: _Held) -> None:
         self._free_rows.append(held.row)
+        self._unsent.pop(held.row, None)
         if len(held.placed.offsets):
             self._ranges.give(held.first, len(held.placed.offsets))
         self.version += 1

@@ -298,6 +298,7 @@ class Worker:
         parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
         if parts is None or self._shards is None:
             return [self._run_part(self._parts[0], rows, None, awaited, cold)]
+        self._tables.send()
         return self._shards.run(
             [
                 functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
@@ -326,13 +327,15 @@ class Worker:
         with torch.inference_mode():
             inputs = part.inputs.build(rows)
             outputs = None
+            if cold is None and self.before_layer is None and self._graphs is not None:
+                outputs = self._graphs.run(inputs, awaited)
+            if outputs is None:
+                self._tables.send()
             if cold is not None:
                 outputs = self._run_cold(part, inputs, awaited, cold)
             elif self.before_layer is not None:
                 outputs = part.eager.run(inputs, self.before_layer)
-            elif self._graphs is not None:
-                outputs = self._graphs.run(inputs, awaited)
-            if outputs is None:
+            elif outputs is None:
                 outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:

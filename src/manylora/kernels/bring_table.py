@@ -3,10 +3,9 @@ where, and what it writes as each group lands. Owns its layout."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 NUM_PROGRAMS = 16
 """More move no more over PCIe (docs/decisions.md), and take more of the device from its steps."""
@@ -32,10 +31,9 @@ def table_words(num_groups: int, num_pages: int) -> int:
 
 
 def bring_table(
-    number: int, groups: Sequence[BroughtGroup], targets: np.ndarray, sources: np.ndarray
-) -> np.ndarray:
+    number: int, groups: Sequence[BroughtGroup], targets: Sequence[int], sources: Sequence[int]
+) -> list[int]:
     """int64 [``table_words``]: its length, pages, groups, the number to write; the groups; for each page where it
     begins in the target, and for each where in the source."""
     head = (table_words(len(groups), len(targets)), len(targets), len(groups), number)
-    flat = [value for group in groups for value in group]
-    return np.concatenate((np.array([*head, *flat], dtype=np.int64), targets, sources))
+    return [*head, *itertools.chain.from_iterable(groups), *targets, *sources]

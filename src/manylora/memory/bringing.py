@@ -7,14 +7,14 @@ the lane's thread's (``copier``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
-from manylora.devices.device import CopyLane, Device
-from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by, upload_buffers
+from manylora.devices.device import CopyLane, Device, Tensors
+from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords, LayerGroups
@@ -28,6 +28,11 @@ MOST_BYTES = 384 * 2**20
 """A larger copy takes longer than its step, and a copy engine moves a few percent more a second."""
 
 _WORD = 8
+
+_TABLES = 4
+"""Copies under way before the next one's table waits for the first."""
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -58,7 +63,11 @@ def bringer_of(
 
 
 class Bringer:
-    """Used by the step loop's thread."""
+    """Used by the step loop's thread.
+
+    A launch takes the host a tenth of a millisecond and more after a pause, which a cold request waits for. So it
+    is captured for each of a few tables, which stay where they are, and replayed.
+    """
 
     def __init__(
         self, ops: _BringsGroups, words: LandedWords, arena: Arena, host: HostPool, device: Device
@@ -67,18 +76,23 @@ class Bringer:
         self._words = words
         self._arena = arena
         self._host = host
-        self._device = device.torch_device
+        self._device = device
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
         self._words_of = words.words.unbind(1)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(words.groups),), torch.int32)
+        self._tables = [StagingBuffer(device.torch_device, by_kernel=True) for _ in range(_TABLES)]
+        self._turn = 0
         self._source: torch.Tensor | None = None
+        self._starts: dict[tuple[int, int], Callable[[], None]] = {}  # by the table's place and the order
         self._brought: dict[LayerGroups, list[BroughtGroup]] = {}
 
     def compile(self) -> None:
         """Before the first copy: one of nothing, from memory that need not be the pool's."""
-        nothing = np.zeros(0, dtype=np.int64)
-        self._launch(self._scratch.view(-1), self._staged(bring_table(0, (), nothing, nothing)), order=0)
+        staged = _staged(self._tables[0], _NOTHING)
+        table, was_issued = staged.lend()
+        self._launch(self._scratch.view(-1), table, order=0)
+        was_issued()
 
     def can_bring(self, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> bool:
         """Of pinned pages, not too many, in no more groups than there are words for."""
@@ -98,15 +112,16 @@ class Bringer:
         groups = self._brought.get(gate.groups)
         if groups is None:
             groups = self._brought[gate.groups] = self._described(gate.groups)
-        pages = np.array(pairs, dtype=np.int64).T
-        check_pages(pages[0], self._host.num_pages)
-        check_pages(pages[1], self._arena.num_pages)
-        sources, targets = pages * (self._host.shape.page_bytes // _WORD)
-        staged = self._staged(bring_table(gate.number, groups, targets, sources))
-        if self._source is None:
-            self._source = seen_by(self._device, self._host.run(0, self._host.num_pages)).view(torch.int64)
-        source = self._source
-        lane.launch(lambda: self._launch(source, staged, gate.order))
+        check_pages([source for source, _ in pairs], self._host.num_pages)
+        check_pages([target for _, target in pairs], self._arena.num_pages)
+        words = self._host.shape.page_bytes // _WORD
+        targets, sources = [target * words for _, target in pairs], [source * words for source, _ in pairs]
+        turn = self._turn = (self._turn + 1) % _TABLES
+        start = self._starts.get((turn, gate.order))
+        if start is None:
+            start = self._starts[turn, gate.order] = self._captured(self._tables[turn], gate.order)
+        _staged(self._tables[turn], bring_table(gate.number, groups, targets, sources))
+        lane.launch(start)
         gate.open(lane.landing(), len(gate.groups))
 
     def _described(self, groups: LayerGroups) -> list[BroughtGroup]:
@@ -118,18 +133,45 @@ class Bringer:
             found.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
         return found
 
-    def _staged(self, table: np.ndarray) -> StagingBuffer:
-        stage = upload_buffers(self._device).hold(len(table), torch.int64)
-        stage.numbers[:] = table
-        return stage
+    def _captured(self, staged: StagingBuffer, order: int) -> Callable[[], None]:
+        """What launches a copy by this table, whatever it says then."""
+        table, was_issued = _staged(staged, _NOTHING).lend()
+        if self._source is None:
+            pool = self._host.run(0, self._host.num_pages)
+            self._source = seen_by(self._device.torch_device, pool).view(torch.int64)
+        source = self._source
 
-    def _launch(self, source: torch.Tensor, staged: StagingBuffer, order: int) -> None:
-        table, was_issued = staged.lend()
-        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
+        def launch() -> Tensors:
+            self._launch(source, table, order)
+            return ()
+
+        try:
+            replay = self._device.capture(launch)
+        except RuntimeError as error:
+            _log.warning("copies in layer groups are launched one by one: %s", error)
+            replay = launch
         was_issued()
 
+        def start() -> None:
+            replay()
+            was_issued()
 
-def check_pages(pages: np.ndarray, num_pages: int) -> None:
+        return start
+
+    def _launch(self, source: torch.Tensor, table: torch.Tensor, order: int) -> None:
+        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
+
+
+_NOTHING = bring_table(0, (), (), ())
+
+
+def _staged(buffer: StagingBuffer, table: Sequence[int]) -> StagingBuffer:
+    """The buffer, at the place that it has had from the first on, once what it held before has been read."""
+    buffer.hold(MOST_WORDS, torch.int64).numbers[: len(table)] = table
+    return buffer
+
+
+def check_pages(pages: Sequence[PageId], num_pages: int) -> None:
     """Raises IndexError where there is no such page."""
-    if len(pages) and not 0 <= pages.min() <= pages.max() < num_pages:
-        raise IndexError(f"page {pages.max()} is not one of {num_pages}")
+    if pages and not 0 <= min(pages) <= max(pages) < num_pages:
+        raise IndexError(f"page {max(pages)} is not one of {num_pages}")

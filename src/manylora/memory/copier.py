@@ -255,8 +255,8 @@ class Copier:
     def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
         sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
-        check_pages(sources, self._host.num_pages)
-        check_pages(targets, self._arena.num_pages)
+        check_pages(sources.tolist(), self._host.num_pages)
+        check_pages(targets.tolist(), self._arena.num_pages)
         host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
         at_once = not self._device.copies_from_pinned or bool(
             sources.max(initial=0) < self._host.pages_pinned
