@@ -12,6 +12,8 @@ from manylora_lab.reproduce import fastlibra_seeds, fastlibra_table_text
 from manylora_lab.reproduce.report import ExperimentReport, Headline
 from manylora_lab.sim.ablation import FEATURES
 
+from tools import aims_tables
+
 Record = Any
 Row = dict[str, Any]
 
@@ -436,7 +438,19 @@ def adapter_reads(record: Record) -> str:
     return table(("what is read", "rank", "helpers", *ways, *beside), lines)
 
 
+def aims(record: Record) -> str:
+    """Workloads beside floors, vLLM and the aims."""
+    return table(aims_tables.COLUMNS, aims_tables.lines(record))
+
+
+def aims_moments(record: Record) -> str:
+    """Where a first token's time goes."""
+    return table(("", *aims_tables.MOMENTS.values()), aims_tables.moments(record)).replace("|  ", "| ")
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
+    "aims": aims,
+    "aims-moments": aims_moments,
     "adapter-reads": adapter_reads,
     "cold-cells": cold_cells,
     "cold-default": cold_default,
