@@ -30,6 +30,13 @@ CHAT = {
 }
 """By requests a second: figures of the summary and their aims."""
 
+MIXED_ROWS = 64
+MIXED = {
+    "base": "64 requests at once, 128 tokens in and 256 out, no LoRA, tokens/s",
+    "mixed": "the same, 64 adapters of ranks 8 to 64",
+}
+"""By kind of the part of that name. Its floor is that of its mean step of decoding."""
+
 FIGURES = {
     "ttft_ms/mean": "TTFT mean, ms", "ttft_ms/p99": "TTFT p99, ms", "tpot_ms/mean": "TPOT mean, ms",
     "done_per_s": "requests done a second",
@@ -37,14 +44,13 @@ FIGURES = {
 COLUMNS = ("what", "floor", "vLLM 0.26", "manylora", "aim", "")
 
 MOMENTS = {
-    "read": "asked to read", "was read": "read", "swap": "asked to copy", "swapped": "copied",
+    "read": "asked to read", "was read": "read",
     "issue": "step issued from", "issued": "to", "computed": "computed", "delivered": "delivered",
 }  # fmt: skip
-OF_COLD = {
-    "adapter in host memory": ("swap", "swapped"),
-    "adapter never read": ("read", "was read", "swap", "swapped"),
-}
-"""Moments of a request's own adapter; others, of what leaves the device meanwhile, are not shown."""
+AFTER_READS = ("issue", "issued", "computed", "delivered")
+OF_READS = ("read", "was read")
+"""Shown of an adapter that was never read. Copies are not: the record does not tell the adapter's own from
+those of what leaves the device meanwhile."""
 
 
 def lines(record: Record) -> Iterator[Line]:
@@ -84,6 +90,16 @@ def lines(record: Record) -> Iterator[Line]:
                 "-" if told is None else f"{told:{spec}}",
             )
             yield _line(what, "-", vllm, values, aim, more=not part, spec=spec)
+    by_http = [
+        row["summary"]["ttft_ms"]["mean"] for row in runs["rest"]["http"] if row["offered_per_s"] == 2.0
+    ]
+    yield _line(
+        "the same at 2 requests/s over HTTP: TTFT mean, ms", "-", "-", by_http, None, more=False, spec=".1f"
+    )
+    for kind, what in MIXED.items():
+        rows = [row for row in runs["rest"]["mixed"] if row["kind"] == kind]
+        floor = 1e3 * MIXED_ROWS / rows[0]["floor_step_ms"]
+        yield _line(what, f"{floor:,.0f}", "-", [row["tokens_per_s"] for row in rows], None, more=True)
 
 
 def moments(record: Record) -> Iterator[Line]:
@@ -91,7 +107,7 @@ def moments(record: Record) -> Iterator[Line]:
     (rest,) = (run for run in record["runs"] if run["name"] == "rest")
     for kind in dict.fromkeys(row["kind"] for row in rest["first"]):
         rows = [row["moments_ms"] for row in rest["first"] if row["kind"] == kind]
-        shown = {*OF_COLD.get(kind, ()), "issue", "issued", "computed", "delivered"}
+        shown = {*(OF_READS if kind == "adapter never read" else ()), *AFTER_READS}
         yield (
             kind,
             *(

@@ -39,6 +39,7 @@ from manylora.protocol import (
     StepResult,
     SwapPages,
 )
+from manylora.types import CopyId
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.dummies import DEMO, write_model
 from manylora_lab.bench.lending import LentExecutor
@@ -195,7 +196,8 @@ class NotingExecutor(LentExecutor):
         self.steps: list[tuple[int, int, float, float]] = []
         """Rows, tokens, seconds, and of them the host's."""
         self.moments: list[tuple[str, float]] = []
-        """What was asked of the executor and answered by it, and when."""
+        """What was asked of the executor and answered by it, and when; of copies, those to the device."""
+        self._brought: set[CopyId] = set()
 
     def begins(self, command: DeviceCommand) -> None:
         """See LentExecutor."""
@@ -205,7 +207,8 @@ class NotingExecutor(LentExecutor):
                 self._issued[command.step] = len(command.rows), num_tokens, self._note("issue")
             case ReadAdapter():
                 self._note("read")
-            case SwapPages():
+            case SwapPages(to_device=True):
+                self._brought.add(command.copy)
                 self._note("swap")
 
     def has_begun(self, command: DeviceCommand) -> None:
@@ -224,7 +227,8 @@ class NotingExecutor(LentExecutor):
                     self.steps.append((num_rows, num_tokens, event.done.device_s, issue_s))
             case AdapterRead():
                 self._note("was read")
-            case CopyDone():
+            case CopyDone(copy=copy) if copy in self._brought:
+                self._brought.discard(copy)
                 self._note("swapped")
 
     def _note(self, what: str) -> float:
