@@ -409,22 +409,23 @@ def _cell(row: Row) -> tuple[Any, Any, Any]:
 
 
 def cold_default(record: Record) -> str:
-    """Milliseconds to the first token by rank and where the adapter is."""
-    (run,) = (run for run in record["runs"] if run["name"] == "first")
+    """Milliseconds to the first token by rank and where the adapter is; the ratio of each turn's medians."""
+    (run,) = (run for run in record["runs"] if run["name"] == "turns")
     ms = {(row["rank"], row["kind"], row["mode"]): row["ms"] for row in run["first"]}
     lines = []
     for row in run["compared"]:
         wait, auto = (ms[row["rank"], row["kind"], mode] for mode in ("wait", "auto"))
-        lines.append(
-            (str(row["rank"]), row["kind"], f"{wait:.2f}", f"{auto:.2f}", f"{row['auto_over_wait']:.3f}")
-        )
+        low, high = row["interval"]
+        over = f"{row['of_turns']:.3f} ({low:.3f} to {high:.3f})"
+        lines.append((str(row["rank"]), row["kind"], f"{wait:.2f}", f"{auto:.2f}", over))
     return table(("rank", "its adapter", "`wait`", "`auto`", "`auto` over `wait`"), lines)
 
 
 def adapter_reads(record: Record) -> str:
     """Milliseconds of reads by single calls and by loops, of an adapter's own files and of its packed one."""
     ways, own = ("calls", "loops"), record["reads"][-1]["job_bytes"]
-    reads = [row for row in record["reads"] if row["job_bytes"] == own and row["helpers"] < 2]
+    cores = record["provenance"][0]["machine"]["cores"]
+    reads = [row for row in record["reads"] if row["job_bytes"] == own and row["helpers"] < cores]
     found = {(row["dtype"], row["rank"], row["helpers"], row["by"]): row for row in reads}
     lines = []
     for dtype, rank, helpers in dict.fromkeys(place[:3] for place in found):
