@@ -26,6 +26,7 @@ def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     for (kind, _), row in rows.items():
         assert row["count"] == counts[kind], "of two turns the second counts"
         assert 0 < row["ms"] <= row["most_ms"]
+        assert row["sets_ms"] == [row["ms"]], "on a CPU nothing is captured"
     for row in found["compared"]:
         of_kind = {mode: rows[row["kind"], mode]["ms"] for mode in cold_default.MODES}
         assert row["auto_over_wait"] == pytest.approx(of_kind["auto"] / of_kind["wait"], rel=1e-3)
@@ -51,7 +52,8 @@ def test_each_mode_comes_first_as_often_as_the_other() -> None:
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--turns", "1"], "--turns must be at least 2"),
-        (["--warm", "0"], "--warm and --chat-turns 1"),
+        (["--warm", "0"], "--warm, --chat-turns and --captures 1"),
+        (["--captures", "0"], "--warm, --chat-turns and --captures 1"),
         (["--parts", "x"], "--parts: x is none"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -4,7 +4,9 @@ One worker of Llama-2-7B's shape with dummy weights, with CPU workers. Under ``w
 gates, as they do where it is all that there is; under ``auto`` by others with them. Parts: ``first`` (by rank, the
 time to the first token of 64 prompt tokens, one request at a time: an adapter that this engine has not read, its
 file in the page cache; one in host memory; one on the device) and ``chat`` (a shipped trace). Each turn has an
-engine of each mode; which comes first changes from turn to turn. From the repository's root:
+engine of each mode; which comes first changes from turn to turn. Two sets of captures of the same steps differ, by
+where their memory lies, so each mode has several, which the turns take one after the other. From the repository's
+root:
 
     python -m manylora_lab.benchmarks.cold_default --out default.json
 
@@ -21,8 +23,11 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from manylora.executor.graphs import GraphLimits, StepGraphs
+from manylora.memory.bringing import Bringer
+from manylora.memory.gates import LandedWords
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.chat_runs import Chat, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
@@ -40,21 +45,46 @@ TURN_S, CHAT_S = 5.0, 60.0
 """What a turn takes besides its requests for an adapter that is on the device, and a run of the chat."""
 
 
-class Modes:
-    """The worker's captures by mode."""
+class _Captures(NamedTuple):
+    """Of a worker's steps; ``landed``: what tells their gates what has landed, if they have any."""
 
-    def __init__(self, rig: EngineRig) -> None:
+    steps: StepGraphs | None
+    landed: tuple[LandedWords | None, Bringer | None]
+
+
+class Modes:
+    """The worker's captures by mode: ``count`` sets of each, in turns as they were captured."""
+
+    def __init__(self, rig: EngineRig, count: int) -> None:
         self._rig = rig
-        self._graphs: dict[str, StepGraphs | None] = dict.fromkeys(MODES, rig.worker._graphs)
+        self._sets: dict[str, list[_Captures]] = {mode: [] for mode in MODES}
         if rig.worker._graphs is None or rig.is_toy:
             return
+        self._sets["auto"].append(self._captures())
         limits = GraphLimits.of(rig.policy, None)
-        rig.worker.use_graphs(dataclasses.replace(limits, num_groups=0), rig.policy.num_pages)
-        self._graphs["wait"] = rig.worker._graphs
+        plain = dataclasses.replace(limits, num_groups=0)
+        for mode, wanted in (("wait", plain), *(("auto", limits), ("wait", plain)) * (count - 1)):
+            rig.worker.use_graphs(wanted, rig.policy.num_pages)
+            self._sets[mode].append(self._captures())
 
-    def use(self, mode: str) -> Row:
+    def _captures(self) -> _Captures:
+        """The worker's."""
+        copier = self._rig.worker._copier
+        return _Captures(self._rig.worker._graphs, (copier._words, copier._bringer))
+
+    def set_of(self, turn: int) -> int:
+        """Which set the turn has. Two turns in a row have the same, so that with each of them either mode comes
+        first."""
+        return turn // 2 % max(1, len(self._sets["wait"]))
+
+    def use(self, mode: str, turn: int) -> Row:
         """From now on, until another is used; what an engine's policy is to have for it."""
-        self._rig.worker._graphs = self._graphs[mode]
+        if sets := self._sets[mode]:
+            steps, landed = sets[self.set_of(turn)]
+            self._rig.worker._graphs = steps
+            words, bringer = landed
+            if mode != "wait" and words is not None:
+                self._rig.worker._copier.tell_landed(words, bringer)
         return {"cold_start": dataclasses.replace(self._rig.policy.cold_start, mode=mode)}
 
 
@@ -76,7 +106,7 @@ async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) 
     taken: Taken = collections.defaultdict(lambda: collections.defaultdict(list))
     for turn, mode in in_turns(turns):
         target = rig.open(
-            adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **modes.use(mode)
+            adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **modes.use(mode, turn)
         )
 
         async def ask(name: str | None, target: EngineTarget = target) -> float:
@@ -99,15 +129,19 @@ async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) 
     return taken
 
 
-def note_first(report: RunReport, rank: int, taken: Taken) -> None:
-    """A row for each kind and mode, and one of both: the ratio of the medians, and beside it those of the turns,
-    with the interval of their median."""
+def note_first(report: RunReport, rank: int, taken: Taken, modes: Modes) -> None:
+    """A row for each kind and mode, with the median of each set of captures, and one of both: the ratio of the
+    medians, and beside it those of the turns, with the interval of their median."""
     for kind in dict.fromkeys(kind for kind, _ in taken):
         medians: dict[str, float] = {}
         for mode in MODES:
             ms = list(itertools.chain.from_iterable(taken[kind, mode].values()))
             medians[mode] = statistics.median(ms)
             times = {"ms": medians[mode], "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
+            of_sets: dict[int, list[float]] = collections.defaultdict(list)
+            for turn, each in taken[kind, mode].items():
+                of_sets[modes.set_of(turn)] += each
+            times["sets_ms"] = [round(statistics.median(of_sets[number]), 4) for number in sorted(of_sets)]
             report.note("first", {"rank": rank, "kind": kind, "mode": mode, **times, "count": len(ms)})
         wait, auto = (taken[kind, mode] for mode in MODES)
         of_turns = [statistics.median(auto[turn]) / statistics.median(wait[turn]) for turn in wait]
@@ -127,7 +161,7 @@ async def chat(rig: EngineRig, modes: Modes, report: RunReport, turns: int) -> N
         for turn, mode in in_turns(turns):
             if not report.has(CHAT_S, f"chat {load.offered_per_s:g}, turn {turn}, {mode}"):
                 continue
-            served = await bench.serve(load.stream(bench.scale), **modes.use(mode))
+            served = await bench.serve(load.stream(bench.scale), **modes.use(mode, turn))
             summary = served.summary
             row = {"offered_per_s": load.offered_per_s, "turn": turn, "mode": mode, "summary": summary}
             report.note("chat", row)
@@ -152,13 +186,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="requests a turn for an adapter that is on the device",
     )
     parser.add_argument("--chat-turns", type=int, default=2, metavar="N")
+    parser.add_argument("--captures", type=int, default=3, metavar="N", help="sets of captures of each mode")
     parser.add_argument("--rates", default="10", help="of chat, as those of h200_aims")
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - {"first", "chat"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of first, chat")
-    if args.turns < 2 or min(args.warm, args.chat_turns) < 1:
-        parser.error("--turns must be at least 2, --warm and --chat-turns 1")
+    if args.turns < 2 or min(args.warm, args.chat_turns, args.captures) < 1:
+        parser.error("--turns must be at least 2, --warm, --chat-turns and --captures 1")
     report = RunReport(args, "0 of the chat's tokens; of each prompt its number")
     sizes = {"host_pool": "48GiB", "device_pool": "24GiB"}
     with EngineRig.of("llama-2-7b", args.toy, sizes, cold_start="auto") as rig:
@@ -167,11 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.values |= {
             "build_s": rig.build_s, "num_workers": workers, "pinned_after_s": round(pinned_s, 2),
         }  # fmt: skip
-        modes = Modes(rig)
+        modes = Modes(rig, args.captures)
         for rank in args.ranks if "first" in parts else []:
             turn_s = TURN_S + 2 * args.warm * PAUSE_S
             if report.has(turn_s * args.turns, f"first tokens of rank {rank}"):
-                note_first(report, rank, asyncio.run(first(rig, modes, rank, args.turns, args.warm)))
+                taken = asyncio.run(first(rig, modes, rank, args.turns, args.warm))
+                note_first(report, rank, taken, modes)
         if "chat" in parts:
             asyncio.run(chat(rig, modes, report, args.chat_turns))
     report.save()
