@@ -5,7 +5,9 @@ mode: adapter in the pool, in host memory, in the adapter store, only in its fil
 prompt tokens, one token out), ``reads`` (adapters that were never read, with copies that follow reads and
 without, in turns), ``brought`` (adapters in host memory, brought by a kernel and by the copy engine, with threads
 of copies that begin at once and later, in turns; beside them two that are on the device, one after the other),
-``decode`` (32 decoding rows beside a request with a cold adapter of rank 64 every 100 ms),
+``room`` (adapters in host memory where the pool holds two of them, so that each has to make room first, and where
+it holds 30, so that room is kept ahead, in turns), ``decode`` (32 decoding rows beside a request with a cold
+adapter of rank 64 every 100 ms),
 ``gates`` (what gates cost steps that await nothing: captured with and without, in turns), ``rates`` (copies to the
 device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
 repository's root:
@@ -29,7 +31,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ColdStartConfig
+from manylora.config import ColdStartConfig, parse_size
 from manylora.executor import graphs
 from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
@@ -58,21 +60,27 @@ BRING_TURNS = 6
 BROUGHT_BY = {"copy engine": (False, True), "kernel": (True, True), "kernel, threads at once": (True, False)}
 """Whether a kernel brings adapters, and whether what no step waits for is put off until steps are launched."""
 GATE_TURNS, GATE_REQUESTS = 16, 12
+HELD, MANY_HELD, TOY_MANY_HELD = 2, 30, 5
+"""Adapters that the pool has room for. Of many, the room that the policy keeps is more than one of them takes."""
+ROOM_TURNS, ROOM_WARM = 5, 8
 RATE_BYTES, RATE_ROUNDS = 320 * 2**20, 6
 
 
-def adapters_of(rig: EngineRig, rank: int) -> dict[str, str]:
-    """Enough that each is cold when its turn comes again; they share a file, not pages."""
+def adapters_of(rig: EngineRig, rank: int, held: int = HELD) -> dict[str, str]:
+    """Enough that each is cold when its turn comes again, where ``held`` find room; they share a file, not
+    pages."""
     count = 4 if rig.is_toy else 10 if rank <= 64 else 6
-    return rig.adapters(f"rank-{rank}", (rank,), count)
+    return rig.adapters(f"rank-{rank}", (rank,), max(count, held + held // 5))
 
 
-def opened(rig: EngineRig, rank: int, cold_start: ColdStartConfig, rows: int = 1) -> EngineTarget:
-    """An engine with room for two adapters of this rank and so many sequences."""
+def opened(
+    rig: EngineRig, rank: int, cold_start: ColdStartConfig, rows: int = 1, held: int = HELD
+) -> EngineTarget:
+    """An engine with room for ``held`` adapters of this rank and so many sequences."""
     room = rows * -(-2 * rig.policy.max_model_len // rig.policy.page_tokens) if rows > 1 else 16
     return rig.open(
-        adapters_of(rig, rank),
-        num_pages=min(2 * pages_of(rig, rank) + room, rig.policy.num_pages),
+        adapters_of(rig, rank, held),
+        num_pages=min(held * pages_of(rig, rank) + room, rig.policy.num_pages),
         max_model_len=128 if rows == 1 else rig.policy.max_model_len,
         cold_start=cold_start,
     )
@@ -253,6 +261,38 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
             )  # fmt: skip
 
 
+async def room(rig: EngineRig, report: RunReport) -> None:
+    """Milliseconds to the first token of adapters in host memory and of one on the device, in pools of both sizes
+    in turns."""
+    many = TOY_MANY_HELD if rig.is_toy else MANY_HELD
+    for rank in report.args.ranks:
+        if not report.has(20.0 + rank / 4, f"room at rank {rank}"):
+            continue
+        taken: dict[tuple[int, str], list[float]] = {}
+        evicted = dict.fromkeys((HELD, many), 0)
+        for turn in range(TOY_ROUNDS if rig.is_toy else ROOM_TURNS):
+            for held in (HELD, many) if turn % 2 else (many, HELD):
+                names = list(adapters_of(rig, rank, held))
+                target = opened(rig, rank, ColdStartConfig("layerwise"), held=held)
+                for name in names:  # into the host pool
+                    await target.generate(rig.call(PROMPT, 1, name))
+                await asyncio.sleep(PAUSE_S)
+                asked = [("host", name) for name in names[:10]] + [("warm", names[-1])] * (2 + ROOM_WARM)
+                for number, (kind, name) in enumerate(asked):
+                    rig.noted.moments.clear()
+                    began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
+                    was_cold = any(what == "swap" for what, _ in rig.noted.moments)
+                    if was_cold if kind == "host" else number >= len(asked) - ROOM_WARM:
+                        taken.setdefault((held, kind), []).append(1e3 * (first_s - began_s))
+                    await asyncio.sleep(PAUSE_S)
+                evicted[held] += (await target.counters())["adapter_evictions"]
+                await target.close()
+        for (held, kind), each in sorted(taken.items()):
+            row = {"rank": rank, "held": held, "kind": kind, "ms": statistics.median(each)}
+            ends = {"least_ms": min(each), "most_ms": max(each), "count": len(each)}
+            report.note("room", {**row, **ends, "evictions": evicted[held]})
+
+
 # ---------------------------------------------------------------- beside decoding rows
 
 
@@ -373,7 +413,7 @@ async def rates(rig: EngineRig, report: RunReport) -> None:
 # ---------------------------------------------------------------- the command
 
 PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
-    part.__name__: part for part in (rates, ranks, reads, brought, decode, gates)
+    part.__name__: part for part in (rates, ranks, reads, brought, room, decode, gates)
 }
 
 
@@ -388,12 +428,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="for large ranks: while packed files are written, all is slower",
     )
+    parser.add_argument(
+        "--kernel-up-to", metavar="SIZE", help="of a copy that a kernel brings (default: what the engine has)"
+    )
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--host-pool", default="16GiB")
     args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     args.ranks, args.modes = [int(rank) for rank in args.ranks.split(",")], args.modes.split(",")
     if args.toy:
         args.ranks = [rank for rank in args.ranks if rank <= 16]
+    if args.kernel_up_to is not None:
+        bringing.MOST_BYTES = parse_size(args.kernel_up_to)
     graphs.MIXED_TOKENS = MIXED_TOKENS
     graphs.bucket_sizes = lambda most: [1, DECODING, most]
     report = RunReport(args, "of each prompt: its number")
@@ -407,7 +455,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             (rig.folder / "store").symlink_to(Path(store))
             report.values |= {"build_s": rig.build_s, "policy": dataclasses.asdict(rig.policy)}
             report.values["pinned_after_s"] = round(rig.wait_pinned(), 2)
-            for part in args.parts.split(","):
+            for part in parts:
                 asyncio.run(PARTS[part](rig, report))
     report.save()
     print("COLD " + json.dumps({name: report.values.get(name) for name in (*PARTS, "left_out")}))
