@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from manylora_lab.benchmarks import cold_default
+from manylora_lab.benchmarks.engine_rig import EngineRig
+
+from manylora.config import ColdStartConfig, PolicyConfig
+from manylora.executor.graphs import GraphLimits
 
 ADAPTERS = cold_default.NUM_ADAPTERS
 
@@ -47,6 +53,50 @@ def test_each_mode_comes_first_as_often_as_the_other() -> None:
         mode: [place for place, (_, one) in enumerate(order) if one == mode] for mode in cold_default.MODES
     }
     assert statistics.fmean(places["auto"]) == statistics.fmean(places["wait"])
+
+
+class _Worker:
+    """Captures nothing; each set of captures with gates has words of its own."""
+
+    def __init__(self) -> None:
+        self._copier = self
+        self._words: object | None = None
+        self._bringer: object | None = None
+        self._graphs: object | None = None
+        self.use_graphs(GraphLimits(8, 64, 64, None, False, 8), 0)
+
+    def use_graphs(self, limits: GraphLimits, scratch_page: int) -> None:
+        self._graphs = limits, object()
+        if limits.num_groups:
+            self.tell_landed(object(), object())
+
+    def tell_landed(self, words: object, bringer: object) -> None:
+        self._words, self._bringer = words, bringer
+
+    def found(self) -> tuple[object, object, object]:
+        return self._graphs, self._words, self._bringer
+
+
+def test_sets_of_captures_take_turns_each_with_its_own_words() -> None:
+    worker = _Worker()
+    policy = PolicyConfig(64, 16, 64, 8, 64, cold_start=ColdStartConfig("layerwise"))
+    rig = SimpleNamespace(worker=worker, is_toy=False, policy=policy)
+    modes = cold_default.Modes(cast(EngineRig, rig), 3)
+    seen: dict[str, dict[int, tuple[object, object, object]]] = {"wait": {}, "auto": {}}
+    order: dict[int, set[str]] = {}
+    for turn, mode in cold_default.in_turns(12):
+        assert modes.use(mode, turn)["cold_start"].mode == mode
+        number = modes.set_of(turn)
+        if mode == "auto":
+            assert seen[mode].setdefault(number, worker.found()) == worker.found()
+        else:
+            seen[mode][number] = worker.found()
+        limits, _ = cast(tuple[GraphLimits, object], worker._graphs)
+        assert (limits.num_groups > 0) == (mode == "auto")
+        order.setdefault(number, set()).add(next(one for at, one in cold_default.in_turns(12) if at == turn))
+    assert all(len(found) == 3 for found in seen.values())
+    assert len({words for _, words, _ in seen["auto"].values()}) == 3, "each set has its own"
+    assert all(first == {"wait", "auto"} for first in order.values()), "either mode comes first with each set"
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
