@@ -21,13 +21,14 @@ out and named.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,19 @@ PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = 
 }
 
 
+@contextlib.contextmanager
+def _these_steps(kernel_up_to: str | None) -> Iterator[None]:
+    """Only what these requests need is captured, and a kernel brings copies of so many bytes, if any are said."""
+    was = graphs.MIXED_TOKENS, graphs.bucket_sizes, bringing.MOST_BYTES
+    graphs.MIXED_TOKENS, graphs.bucket_sizes = MIXED_TOKENS, lambda most: [1, DECODING, most]
+    if kernel_up_to is not None:
+        bringing.MOST_BYTES = parse_size(kernel_up_to)
+    try:
+        yield
+    finally:
+        graphs.MIXED_TOKENS, graphs.bucket_sizes, bringing.MOST_BYTES = was
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = run_parser(__doc__, time_budget=160.0)
@@ -440,12 +454,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.ranks, args.modes = [int(rank) for rank in args.ranks.split(",")], args.modes.split(",")
     if args.toy:
         args.ranks = [rank for rank in args.ranks if rank <= 16]
-    if args.kernel_up_to is not None:
-        bringing.MOST_BYTES = parse_size(args.kernel_up_to)
-    graphs.MIXED_TOKENS = MIXED_TOKENS
-    graphs.bucket_sizes = lambda most: [1, DECODING, most]
     report = RunReport(args, "of each prompt: its number")
-    with tempfile.TemporaryDirectory() as store:
+    with tempfile.TemporaryDirectory() as store, _these_steps(args.kernel_up_to):
         sizes = {"host_pool": args.host_pool, "device_pool": "24GiB"}
         limits = {"max_num_seqs": 48, "max_batch_tokens": 2048, "max_model_len": 1024}
         more: dict[str, Any] = {} if args.toy else limits
