@@ -47,9 +47,8 @@ MOMENTS = {
     "read": "asked to read", "was read": "read",
     "issue": "step issued from", "issued": "to", "computed": "computed", "delivered": "delivered",
 }  # fmt: skip
-AFTER_READS = ("issue", "issued", "computed", "delivered")
 OF_READS = ("read", "was read")
-"""Shown of an adapter that was never read. Copies are not: the record does not tell the adapter's own from
+"""Of an adapter that was never read alone. Copies are not: the record does not tell the adapter's own from
 those of what leaves the device meanwhile."""
 
 
@@ -107,11 +106,11 @@ def moments(record: Record) -> Iterator[Line]:
     (rest,) = (run for run in record["runs"] if run["name"] == "rest")
     for kind in dict.fromkeys(row["kind"] for row in rest["first"]):
         rows = [row["moments_ms"] for row in rest["first"] if row["kind"] == kind]
-        shown = {*(OF_READS if kind == "adapter never read" else ()), *AFTER_READS}
+        left_out = () if kind == "adapter never read" else OF_READS
         yield (
             kind,
             *(
-                f"{statistics.fmean(row[name] for row in rows):.2f}" if name in shown else ""
+                "" if name in left_out else f"{statistics.fmean(row[name] for row in rows):.2f}"
                 for name in MOMENTS
             ),
         )

@@ -446,7 +446,7 @@ def aims(record: Record) -> str:
 
 def aims_moments(record: Record) -> str:
     """Where a first token's time goes."""
-    return table(("", *aims_tables.MOMENTS.values()), aims_tables.moments(record)).replace("|  ", "| ")
+    return table(("", *aims_tables.MOMENTS.values()), aims_tables.moments(record))
 
 
 TABLES: dict[str, Callable[[Record], str]] = {

@@ -104,11 +104,7 @@ class StagingBuffer:
     def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
         """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
         issued: nothing is written here before they have ended. Only where kernels move numbers."""
-        landed = self._landed
-        seen = self._held.mapped[: self._length]
-        if landed is None:
-            return seen, lambda: None
-        return seen, lambda: landed.record(torch.cuda.current_stream(self._device))
+        return self._held.mapped[: self._length], self.note_copy
 
     def send(self, target: torch.Tensor) -> None:
         """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work issued.
@@ -137,7 +133,7 @@ class StagingBuffer:
             self._landed.synchronize()
 
     def note_copy(self) -> None:
-        """A copy from it, or to it, has been issued: nothing is written here before it has ended."""
+        """What reads it, or copies to it, has been issued: nothing is written here before that has ended."""
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(self._device))
 
@@ -159,7 +155,7 @@ class _Together:
             return None
         self._num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         first, count = begin // _UNIT.itemsize, size // _UNIT.itemsize
-        numbers = np.asarray(self._buffer.numbers[first : first + count].view(_ARRAYS[dtype]))
+        numbers = self._buffer.numbers[first : first + count].view(_ARRAYS[dtype])
         return _Part(self, numbers, self._mapped[first : first + count])
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ RANK_CLASSES = (16, 64, 256)
 COMMON_RANK = 64
 """Classes up to this one are captured ahead of time, others when a step asks for them."""
 
-MIXED_TOKENS = (
+MIXED_TOKENS: tuple[int, ...] = (
     16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280, 1408, 1536,
 )  # fmt: skip
 """Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -200,16 +201,16 @@ def measure_runs(rig: store_reads.StoreRig, spec: AdapterSpec, repeats: int) -> 
     store_reads.fetch(next(rig.folder.glob("*.packed"), None) or rig.keep(spec))
     read_loops.prepare()
     taken: dict[tuple[bool, int, int], list[float]] = collections.defaultdict(list)
-    before, own = store.RUN_BYTES, rig.helpers
+    own = rig.helpers
     with ThreadPoolExecutor(max(RUN_HELPERS)) as threads:
         for turn in range(repeats + 1):
             for are_calls, run_bytes, helpers in itertools.product((True, False), RUN_BYTES, RUN_HELPERS):
-                store.RUN_BYTES, rig.helpers = run_bytes, Helpers(threads, helpers)
-                with by_calls(are_calls):
+                rig.helpers = Helpers(threads, helpers)
+                with by_calls(are_calls), mock.patch.object(store, "RUN_BYTES", run_bytes):
                     seconds = rig.read(True, "host", spec)
                 if turn:  # the first one warms
                     taken[are_calls, run_bytes, helpers].append(1e3 * seconds)
-    store.RUN_BYTES, rig.helpers = before, own
+    rig.helpers = own
     found = []
     for (are_calls, run_bytes, helpers), each in taken.items():
         row = {

@@ -27,7 +27,7 @@ from manylora.config import COLD_START_MODES
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import first_token, pages_of, pool_of_two
-from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser, spread
 
 LINKS, TOY_LINKS = (6, 30, 0), (0,)
 """GB/s; 0: as the machine has it."""
@@ -136,11 +136,9 @@ def run_link(link: float, modes: Sequence[str], report: RunReport) -> None:
             found = asyncio.run(run_cell(rig, cell, modes, 1 if is_toy else report.args.turns))
             for mode in modes:
                 cold, warm = found.cold[mode], found.warm[mode]
-                times = {"ms": statistics.median(cold), "least_ms": min(cold), "most_ms": max(cold)}
-                counts = {"count": len(cold), "warm_ms": statistics.median(warm), "warm_count": len(warm)}
-                report.note(
-                    "modes", {**place, "mode": mode, **times, **counts, "began": dict(found.began[mode])}
-                )
+                of_warm = {"warm_ms": statistics.median(warm), "warm_count": len(warm)}
+                began = dict(found.began[mode])
+                report.note("modes", {**place, "mode": mode, **spread(cold), **of_warm, "began": began})
             report.note("cells", {**place, **found.summary()})
 
 

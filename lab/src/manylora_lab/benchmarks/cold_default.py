@@ -4,9 +4,9 @@ One worker of Llama-2-7B's shape with dummy weights, with CPU workers. Under ``w
 gates, as they do where it is all that there is; under ``auto`` by others with them. Parts: ``first`` (by rank, the
 time to the first token of 64 prompt tokens, one request at a time: an adapter that this engine has not read, its
 file in the page cache; one in host memory; one on the device) and ``chat`` (a shipped trace). Each turn has an
-engine of each mode; which comes first changes from turn to turn. Two sets of captures of the same steps differ, by
-where their memory lies, so each mode has several, which the turns take one after the other. From the repository's
-root:
+engine of each mode; which comes first changes from turn to turn. Two sets of captures of the same steps may
+differ, as their memory lies elsewhere, so each mode has several, which the turns take one after the other. From
+the repository's root:
 
     python -m manylora_lab.benchmarks.cold_default --out default.json
 
@@ -46,10 +46,11 @@ TURN_S, CHAT_S = 5.0, 60.0
 
 
 class _Captures(NamedTuple):
-    """Of a worker's steps; ``landed``: what tells their gates what has landed, if they have any."""
+    """Of a worker's steps, with what tells their gates what has landed, if they have any."""
 
     steps: StepGraphs | None
-    landed: tuple[LandedWords | None, Bringer | None]
+    words: LandedWords | None
+    bringer: Bringer | None
 
 
 class Modes:
@@ -70,7 +71,7 @@ class Modes:
     def _captures(self) -> _Captures:
         """The worker's."""
         copier = self._rig.worker._copier
-        return _Captures(self._rig.worker._graphs, (copier._words, copier._bringer))
+        return _Captures(self._rig.worker._graphs, copier._words, copier._bringer)
 
     def set_of(self, turn: int) -> int:
         """Which set the turn has. Two turns in a row have the same, so that with each of them either mode comes
@@ -80,10 +81,9 @@ class Modes:
     def use(self, mode: str, turn: int) -> Row:
         """From now on, until another is used; what an engine's policy is to have for it."""
         if sets := self._sets[mode]:
-            steps, landed = sets[self.set_of(turn)]
+            steps, words, bringer = sets[self.set_of(turn)]
             self._rig.worker._graphs = steps
-            words, bringer = landed
-            if mode != "wait" and words is not None:
+            if words is not None:  # under wait those of others, which nothing asks
                 self._rig.worker._copier.tell_landed(words, bringer)
         return {"cold_start": dataclasses.replace(self._rig.policy.cold_start, mode=mode)}
 
@@ -137,7 +137,7 @@ def note_first(report: RunReport, rank: int, taken: Taken, modes: Modes) -> None
         for mode in MODES:
             ms = list(itertools.chain.from_iterable(taken[kind, mode].values()))
             medians[mode] = statistics.median(ms)
-            times = {"ms": medians[mode], "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
+            times: Row = {"ms": medians[mode], "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
             of_sets: dict[int, list[float]] = collections.defaultdict(list)
             for turn, each in taken[kind, mode].items():
                 of_sets[modes.set_of(turn)] += each

@@ -7,10 +7,9 @@ without, in turns), ``brought`` (adapters in host memory, brought by a kernel an
 of copies that begin at once and later, in turns; beside them two that are on the device, one after the other),
 ``room`` (adapters in host memory where the pool holds two of them, so that each has to make room first, and where
 it holds 30, so that room is kept ahead, in turns), ``decode`` (32 decoding rows beside a request with a cold
-adapter of rank 64 every 100 ms),
-``gates`` (what gates cost steps that await nothing: captured with and without, in turns), ``rates`` (copies to the
-device in layer groups and in whole pages, in turns). Only the captures that these steps need are made. From the
-repository's root:
+adapter of rank 64 every 100 ms), ``gates`` (what gates cost steps that await nothing: captured with and without,
+in turns), ``rates`` (copies to the device in layer groups and in whole pages, in turns). Only the captures that
+these steps need are made. From the repository's root:
 
     python -m manylora_lab.benchmarks.cold_starts --out cold.json --commit "$(git rev-parse --short HEAD)"
 
@@ -44,7 +43,7 @@ from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import first_token, pages_of
 from manylora_lab.benchmarks.offline_runs import failed
-from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser, spread
 from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
 
 PROMPT = 64
@@ -149,8 +148,7 @@ async def _first_tokens(
         report.note(
             "ranks",
             {
-                "rank": rank, "mode": mode, "kind": kind, "ms": statistics.median(each), "least_ms": min(each),
-                "most_ms": max(each), "count": len(each),
+                "rank": rank, "mode": mode, "kind": kind, **spread(each),
                 "moments_ms": {what: round(statistics.median(at), 3) for what, at in parts[kind].items()},
             },
         )  # fmt: skip
@@ -210,9 +208,8 @@ async def reads(rig: EngineRig, report: RunReport) -> None:
             report.note(
                 "reads",
                 {
-                    "rank": rank, "source": source, "follows": follows, "ms": statistics.median(each),
-                    "least_ms": min(each), "most_ms": max(each), "count": len(each), "over_not_following": apart,
-                    "stall_s": stalled[follows],
+                    "rank": rank, "source": source, "follows": follows, **spread(each),
+                    "over_not_following": apart, "stall_s": stalled[follows],
                 },
             )  # fmt: skip
 
@@ -256,8 +253,7 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
             report.note(
                 "brought",
                 {
-                    "rank": rank, "by": way, "kind": kind, "ms": statistics.median(each), "least_ms": min(each),
-                    "most_ms": max(each), "count": len(each), "spoilt": counters["spoilt_rows"],
+                    "rank": rank, "by": way, "kind": kind, **spread(each), "spoilt": counters["spoilt_rows"],
                 },
             )  # fmt: skip
 
@@ -270,7 +266,7 @@ async def room(rig: EngineRig, report: RunReport) -> None:
         if not report.has(20.0 + rank / 4, f"room at rank {rank}"):
             continue
         taken: dict[tuple[int, str], list[float]] = {}
-        evicted = dict.fromkeys((HELD, many), 0)
+        evicted = dict.fromkeys((HELD, many), 0.0)
         for turn in range(TOY_ROUNDS if rig.is_toy else ROOM_TURNS):
             for held in (HELD, many) if turn % 2 else (many, HELD):
                 names = list(adapters_of(rig, rank, held))
@@ -289,9 +285,8 @@ async def room(rig: EngineRig, report: RunReport) -> None:
                 evicted[held] += (await target.counters())["adapter_evictions"]
                 await target.close()
         for (held, kind), each in sorted(taken.items()):
-            row = {"rank": rank, "held": held, "kind": kind, "ms": statistics.median(each)}
-            ends = {"least_ms": min(each), "most_ms": max(each), "count": len(each)}
-            report.note("room", {**row, **ends, "evictions": evicted[held]})
+            place = {"rank": rank, "held": held, "kind": kind}
+            report.note("room", {**place, **spread(each), "evictions": evicted[held]})
 
 
 # ---------------------------------------------------------------- beside decoding rows
@@ -373,10 +368,7 @@ async def gates(rig: EngineRig, report: RunReport) -> None:
     await target.close()
     rig.worker._graphs = captured[True]
     for has_gates, each in taken.items():
-        report.note(
-            "gates",
-            {"gates": has_gates, "ms": statistics.median(each), "least_ms": min(each), "count": len(each)},
-        )
+        report.note("gates", {"gates": has_gates, **spread(each)})
 
 
 # ---------------------------------------------------------------- rates
@@ -443,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="for large ranks: while packed files are written, all is slower",
     )
     parser.add_argument(
-        "--kernel-up-to", metavar="SIZE", help="of a copy that a kernel brings (default: what the engine has)"
+        "--kernel-up-to", metavar="SIZE", help="the largest copy that a kernel brings (default: the engine's)"
     )
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--host-pool", default="16GiB")

@@ -7,8 +7,9 @@ import argparse
 import gc
 import json
 import logging
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ def _seconds(device: str, work: Callable[[], object], repeats: int = 10) -> floa
 
 
 # ---------------------------------------------------------------- the record
+
+
+def spread(ms: Sequence[float]) -> Row:
+    """Of milliseconds: the median, the least, the most, and how many they are."""
+    return {"ms": statistics.median(ms), "least_ms": min(ms), "most_ms": max(ms), "count": len(ms)}
 
 
 def run_parser(text: str | None, time_budget: float = 1e9) -> argparse.ArgumentParser:
