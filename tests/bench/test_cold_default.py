@@ -13,6 +13,7 @@ from manylora_lab.benchmarks import cold_default
 from manylora_lab.benchmarks.engine_rig import EngineRig
 
 from manylora.config import ColdStartConfig, PolicyConfig
+from manylora.executor import graphs
 from manylora.executor.graphs import GraphLimits
 
 ADAPTERS = cold_default.NUM_ADAPTERS
@@ -32,7 +33,7 @@ def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     for (kind, _), row in rows.items():
         assert row["count"] == counts[kind], "of two turns the second counts"
         assert 0 < row["ms"] <= row["most_ms"]
-        assert row["sets_ms"] == [row["ms"]], "on a CPU nothing is captured"
+        assert row["turns_ms"] == [row["ms"]]
     for row in found["compared"]:
         of_kind = {mode: rows[row["kind"], mode]["ms"] for mode in cold_default.MODES}
         assert row["auto_over_wait"] == pytest.approx(of_kind["auto"] / of_kind["wait"], rel=1e-3)
@@ -58,52 +59,56 @@ def test_each_mode_comes_first_as_often_as_the_other() -> None:
 class _Worker:
     """Captures nothing; each set of captures with gates has words of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, finds_room: bool = True) -> None:
         self._copier = self
         self._words: object | None = None
         self._bringer: object | None = None
-        self._graphs: object | None = None
-        self.use_graphs(GraphLimits(8, 64, 64, None, False, 8), 0)
+        self._graphs = SimpleNamespace(limits=None, is_full=not finds_room)
 
     def use_graphs(self, limits: GraphLimits, scratch_page: int) -> None:
-        self._graphs = limits, object()
+        sizes = graphs.MIXED_TOKENS, graphs.bucket_sizes(128)
+        self._graphs = SimpleNamespace(limits=limits, sizes=sizes, is_full=self._graphs.is_full)
         if limits.num_groups:
             self.tell_landed(object(), object())
 
     def tell_landed(self, words: object, bringer: object) -> None:
         self._words, self._bringer = words, bringer
 
-    def found(self) -> tuple[object, object, object]:
-        return self._graphs, self._words, self._bringer
 
-
-def test_sets_of_captures_take_turns_each_with_its_own_words() -> None:
-    worker = _Worker()
+def _rig(worker: _Worker) -> EngineRig:
     policy = PolicyConfig(64, 16, 64, 8, 64, cold_start=ColdStartConfig("layerwise"))
-    rig = SimpleNamespace(worker=worker, is_toy=False, policy=policy)
-    modes = cold_default.Modes(cast(EngineRig, rig), 3)
-    seen: dict[str, dict[int, tuple[object, object, object]]] = {"wait": {}, "auto": {}}
-    order: dict[int, set[str]] = {}
-    for turn, mode in cold_default.in_turns(12):
-        assert modes.use(mode, turn)["cold_start"].mode == mode
-        number = modes.set_of(turn)
+    return cast(EngineRig, SimpleNamespace(worker=worker, is_toy=False, policy=policy))
+
+
+def test_each_turn_has_captures_of_its_own_and_they_their_own_words() -> None:
+    worker = _Worker()
+    rig, was = _rig(worker), (graphs.MIXED_TOKENS, graphs.bucket_sizes)
+    sets = cold_default.sets_of_turns(rig, 4)
+    assert (graphs.MIXED_TOKENS, graphs.bucket_sizes) == was, "other steps are captured as before"
+    steps, words = set(), set()
+    for turn, mode in cold_default.in_turns(4):
+        assert cold_default.use(rig, sets[turn], mode)["cold_start"].mode == mode
+        assert worker._graphs.sizes == ((cold_default.PROMPT,), [1, 128]), (
+            "of the steps that are needed alone"
+        )
+        assert (worker._graphs.limits.num_groups > 0) == (mode == "auto")
+        steps.add(id(worker._graphs))
         if mode == "auto":
-            assert seen[mode].setdefault(number, worker.found()) == worker.found()
-        else:
-            seen[mode][number] = worker.found()
-        limits, _ = cast(tuple[GraphLimits, object], worker._graphs)
-        assert (limits.num_groups > 0) == (mode == "auto")
-        order.setdefault(number, set()).add(next(one for at, one in cold_default.in_turns(12) if at == turn))
-    assert all(len(found) == 3 for found in seen.values())
-    assert len({words for _, words, _ in seen["auto"].values()}) == 3, "each set has its own"
-    assert all(first == {"wait", "auto"} for first in order.values()), "either mode comes first with each set"
+            words.add(id(worker._words))
+            assert worker._words is sets[turn]["auto"].words
+    assert len(steps) == 8
+    assert len(words) == 4
+
+
+def test_captures_that_find_no_room_are_no_captures() -> None:
+    with pytest.raises(RuntimeError, match="captures found no room"):
+        cold_default.sets_of_turns(_rig(_Worker(finds_room=False)), 2)
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--turns", "1"], "--turns must be at least 2"),
-        (["--warm", "0"], "--warm, --chat-turns and --captures 1"),
-        (["--captures", "0"], "--warm, --chat-turns and --captures 1"),
+        (["--warm", "0"], "--warm and --chat-turns 1"),
         (["--parts", "x"], "--parts: x is none"),
     ):
         with pytest.raises(SystemExit) as caught:

@@ -175,7 +175,8 @@ class StepGraphs:
         self._gates = step_gates(forward.decoder.ops, words, device)
         self._attention: dict[tuple[int, int], FixedAttention] = {}
         self._captured: dict[Bucket, Captured] = {}
-        self._is_full = False
+        self.is_full = False
+        """Nothing more is captured."""
         self._segments: LoraSegments | None = None
         self._rank = 0
         self._num_scales = 1
@@ -340,13 +341,13 @@ class StepGraphs:
             return captured
         # There is none, or the cell table that it reads has moved.
         self._captured.pop(bucket, None)
-        if self._is_full:
+        if self.is_full:
             return None
         try:
             with torch.inference_mode():
                 captured = self._capture(bucket)
         except RuntimeError as error:
-            self._is_full = True
+            self.is_full = True
             count, why = len(self._captured), first_line(error)
             _log.warning("steps other than the %d captured ones run eagerly: %s", count, why)
             return None

@@ -35,7 +35,7 @@ class RankedGraphs(StepGraphs):
     def capture_all(self, progress: Progress | None = None) -> None:
         """As StepGraphs; nothing is captured afterwards. Raises CapturingFailed."""
         super().capture_all(progress)
-        self._is_full = True
+        self.is_full = True
 
     def _capture(self, bucket: Bucket) -> Captured:
         """As StepGraphs; RuntimeError on all ranks alike."""

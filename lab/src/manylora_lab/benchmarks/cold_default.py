@@ -5,8 +5,8 @@ gates, as they do where it is all that there is; under ``auto`` by others with t
 time to the first token of 64 prompt tokens, one request at a time: an adapter that this engine has not read, its
 file in the page cache; one in host memory; one on the device) and ``chat`` (a shipped trace). Each turn has an
 engine of each mode; which comes first changes from turn to turn. Two sets of captures of the same steps may
-differ, as their memory lies elsewhere, so each mode has several, which the turns take one after the other. From
-the repository's root:
+differ, as their memory lies elsewhere, so each turn of ``first`` has sets of its own, of the steps that its
+requests need. From the repository's root:
 
     python -m manylora_lab.benchmarks.cold_default --out default.json
 
@@ -31,7 +31,7 @@ from manylora.memory.gates import LandedWords
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.chat_runs import Chat, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.first_runs import first_token, pool_of_two
+from manylora_lab.benchmarks.first_runs import few_captures, first_token, pool_of_two
 from manylora_lab.benchmarks.pairs import interval
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
@@ -41,11 +41,13 @@ NUM_ADAPTERS, HOST_ROUNDS, LEFT_OUT = 6, 2, 1
 """Of each engine: adapters, and how often each is asked for from host memory. Of the requests for the last one
 when it is on the device, ``LEFT_OUT`` do not count, since the request before was of another kind."""
 PAUSE_S, TOY_PAUSE_S = 0.06, 0.005
+MOST_CAPTURED = 16 * 2**30
+"""Bytes that captures may hold: many sets of them."""
 TURN_S, CHAT_S = 5.0, 60.0
 """What a turn takes besides its requests for an adapter that is on the device, and a run of the chat."""
 
 
-class _Captures(NamedTuple):
+class Captures(NamedTuple):
     """Of a worker's steps, with what tells their gates what has landed, if they have any."""
 
     steps: StepGraphs | None
@@ -53,39 +55,47 @@ class _Captures(NamedTuple):
     bringer: Bringer | None
 
 
-class Modes:
-    """The worker's captures by mode: ``count`` sets of each, in turns as they were captured."""
+Sets = dict[str, Captures]
+"""By mode."""
 
-    def __init__(self, rig: EngineRig, count: int) -> None:
-        self._rig = rig
-        self._sets: dict[str, list[_Captures]] = {mode: [] for mode in MODES}
-        if rig.worker._graphs is None or rig.is_toy:
-            return
-        self._sets["auto"].append(self._captures())
-        limits = GraphLimits.of(rig.policy, None)
-        plain = dataclasses.replace(limits, num_groups=0)
-        for mode, wanted in (("wait", plain), *(("auto", limits), ("wait", plain)) * (count - 1)):
-            rig.worker.use_graphs(wanted, rig.policy.num_pages)
-            self._sets[mode].append(self._captures())
 
-    def _captures(self) -> _Captures:
-        """The worker's."""
-        copier = self._rig.worker._copier
-        return _Captures(self._rig.worker._graphs, copier._words, copier._bringer)
+def captures_of(rig: EngineRig) -> Captures:
+    """The worker's."""
+    copier = rig.worker._copier
+    return Captures(rig.worker._graphs, copier._words, copier._bringer)
 
-    def set_of(self, turn: int) -> int:
-        """Which set the turn has. Two turns in a row have the same, so that with each of them either mode comes
-        first."""
-        return turn // 2 % max(1, len(self._sets["wait"]))
 
-    def use(self, mode: str, turn: int) -> Row:
-        """From now on, until another is used; what an engine's policy is to have for it."""
-        if sets := self._sets[mode]:
-            steps, words, bringer = sets[self.set_of(turn)]
-            self._rig.worker._graphs = steps
-            if words is not None:  # under wait those of others, which nothing asks
-                self._rig.worker._copier.tell_landed(words, bringer)
-        return {"cold_start": dataclasses.replace(self._rig.policy.cold_start, mode=mode)}
+def captured(rig: EngineRig, mode: str) -> Captures:
+    """The worker's from now on, which are new: with gates under ``auto``. Raises RuntimeError where they are not
+    all of them."""
+    limits = GraphLimits.of(rig.policy, None, MOST_CAPTURED)
+    if mode == "wait":
+        limits = dataclasses.replace(limits, num_groups=0)
+    rig.worker.use_graphs(limits, rig.policy.num_pages)
+    found = captures_of(rig)
+    if found.steps is not None and found.steps.is_full:
+        raise RuntimeError("captures found no room")
+    return found
+
+
+def sets_of_turns(rig: EngineRig, turns: int) -> list[Sets]:
+    """For each turn of ``first`` captures of both modes, all of which stay where they are."""
+    if rig.is_toy:
+        return [dict.fromkeys(MODES, captures_of(rig))] * turns
+    found: list[Sets] = [{} for _ in range(turns)]
+    with few_captures((PROMPT,), 1):
+        for turn, mode in in_turns(turns):
+            found[turn][mode] = captured(rig, mode)
+    return found
+
+
+def use(rig: EngineRig, sets: Sets, mode: str) -> Row:
+    """Have the worker run steps so from now on; what an engine's policy is to have for it."""
+    steps, words, bringer = sets[mode]
+    rig.worker._graphs = steps
+    if words is not None:  # under wait those of others, which nothing asks
+        rig.worker._copier.tell_landed(words, bringer)
+    return {"cold_start": dataclasses.replace(rig.policy.cold_start, mode=mode)}
 
 
 def in_turns(turns: int) -> Iterator[tuple[int, str]]:
@@ -99,15 +109,14 @@ Taken = dict[tuple[str, str], dict[int, list[float]]]
 """Milliseconds by kind and mode, and turn."""
 
 
-async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) -> Taken:
-    """All turns but the first one, which compiles what is compiled on first use."""
+async def first(rig: EngineRig, sets: list[Sets], rank: int, warm: int) -> Taken:
+    """A turn for each of the sets; all but the first one, which compiles what is compiled on first use."""
     adapters = rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS)
     names, prompt = list(adapters), TOY_PROMPT if rig.is_toy else PROMPT
     taken: Taken = collections.defaultdict(lambda: collections.defaultdict(list))
-    for turn, mode in in_turns(turns):
-        target = rig.open(
-            adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **modes.use(mode, turn)
-        )
+    for turn, mode in in_turns(len(sets)):
+        limits = use(rig, sets[turn], mode)
+        target = rig.open(adapters, num_pages=pool_of_two(rig, rank, prompt), max_num_seqs=8, **limits)
 
         async def ask(name: str | None, target: EngineTarget = target) -> float:
             began_s, first_s = await first_token(target, rig.call(prompt, 1, name))
@@ -129,19 +138,16 @@ async def first(rig: EngineRig, modes: Modes, rank: int, turns: int, warm: int) 
     return taken
 
 
-def note_first(report: RunReport, rank: int, taken: Taken, modes: Modes) -> None:
-    """A row for each kind and mode, with the median of each set of captures, and one of both: the ratio of the
-    medians, and beside it those of the turns, with the interval of their median."""
+def note_first(report: RunReport, rank: int, taken: Taken) -> None:
+    """A row for each kind and mode, with the median of each turn, and one of both: the ratio of the medians, and
+    beside it those of the turns, with the interval of their median."""
     for kind in dict.fromkeys(kind for kind, _ in taken):
         medians: dict[str, float] = {}
         for mode in MODES:
             ms = list(itertools.chain.from_iterable(taken[kind, mode].values()))
             medians[mode] = statistics.median(ms)
             times: Row = {"ms": medians[mode], "mean_ms": statistics.fmean(ms), "most_ms": max(ms)}
-            of_sets: dict[int, list[float]] = collections.defaultdict(list)
-            for turn, each in taken[kind, mode].items():
-                of_sets[modes.set_of(turn)] += each
-            times["sets_ms"] = [round(statistics.median(of_sets[number]), 4) for number in sorted(of_sets)]
+            times["turns_ms"] = [round(statistics.median(each), 4) for each in taken[kind, mode].values()]
             report.note("first", {"rank": rank, "kind": kind, "mode": mode, **times, "count": len(ms)})
         wait, auto = (taken[kind, mode] for mode in MODES)
         of_turns = [statistics.median(auto[turn]) / statistics.median(wait[turn]) for turn in wait]
@@ -152,8 +158,9 @@ def note_first(report: RunReport, rank: int, taken: Taken, modes: Modes) -> None
         )
 
 
-async def chat(rig: EngineRig, modes: Modes, report: RunReport, turns: int) -> None:
+async def chat(rig: EngineRig, report: RunReport, turns: int) -> None:
     """A row for each turn and mode, and one of the means."""
+    sets = {mode: captures_of(rig) if rig.is_toy else captured(rig, mode) for mode in MODES}
     bench = Chat(rig)
     await bench.rehearse()
     found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
@@ -161,7 +168,7 @@ async def chat(rig: EngineRig, modes: Modes, report: RunReport, turns: int) -> N
         for turn, mode in in_turns(turns):
             if not report.has(CHAT_S, f"chat {load.offered_per_s:g}, turn {turn}, {mode}"):
                 continue
-            served = await bench.serve(load.stream(bench.scale), **modes.use(mode, turn))
+            served = await bench.serve(load.stream(bench.scale), **use(rig, sets, mode))
             summary = served.summary
             row = {"offered_per_s": load.offered_per_s, "turn": turn, "mode": mode, "summary": summary}
             report.note("chat", row)
@@ -186,14 +193,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="requests a turn for an adapter that is on the device",
     )
     parser.add_argument("--chat-turns", type=int, default=2, metavar="N")
-    parser.add_argument("--captures", type=int, default=3, metavar="N", help="sets of captures of each mode")
     parser.add_argument("--rates", default="10", help="of chat, as those of h200_aims")
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - {"first", "chat"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of first, chat")
-    if args.turns < 2 or min(args.warm, args.chat_turns, args.captures) < 1:
-        parser.error("--turns must be at least 2, --warm, --chat-turns and --captures 1")
+    if args.turns < 2 or min(args.warm, args.chat_turns) < 1:
+        parser.error("--turns must be at least 2, --warm and --chat-turns 1")
     report = RunReport(args, "0 of the chat's tokens; of each prompt its number")
     sizes = {"host_pool": "48GiB", "device_pool": "24GiB"}
     with EngineRig.of("llama-2-7b", args.toy, sizes, cold_start="auto") as rig:
@@ -202,14 +208,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.values |= {
             "build_s": rig.build_s, "num_workers": workers, "pinned_after_s": round(pinned_s, 2),
         }  # fmt: skip
-        modes = Modes(rig, args.captures)
-        for rank in args.ranks if "first" in parts else []:
-            turn_s = TURN_S + 2 * args.warm * PAUSE_S
-            if report.has(turn_s * args.turns, f"first tokens of rank {rank}"):
-                taken = asyncio.run(first(rig, modes, rank, args.turns, args.warm))
-                note_first(report, rank, taken, modes)
+        if "first" in parts:
+            sets = sets_of_turns(rig, args.turns)
+            for rank in args.ranks:
+                turn_s = TURN_S + 2 * args.warm * PAUSE_S
+                if report.has(turn_s * args.turns, f"first tokens of rank {rank}"):
+                    note_first(report, rank, asyncio.run(first(rig, sets, rank, args.warm)))
         if "chat" in parts:
-            asyncio.run(chat(rig, modes, report, args.chat_turns))
+            asyncio.run(chat(rig, report, args.chat_turns))
     report.save()
     print("DEFAULT " + json.dumps({name: report.values.get(name) for name in ("compared", "chat_compared")}))
 

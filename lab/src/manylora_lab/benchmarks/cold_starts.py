@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ColdStartConfig, parse_size
-from manylora.executor import graphs
 from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
 from manylora.memory import bringing
@@ -41,7 +40,7 @@ from manylora.protocol import SwapPages
 from manylora_lab.bench.targets import EngineTarget
 from manylora_lab.benchmarks.copy_runs import landed
 from manylora_lab.benchmarks.engine_rig import EngineRig
-from manylora_lab.benchmarks.first_runs import first_token, pages_of
+from manylora_lab.benchmarks.first_runs import few_captures, first_token, pages_of
 from manylora_lab.benchmarks.offline_runs import failed
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser, spread
 from manylora_lab.benchmarks.store_reads import drop, fetch, read_raw
@@ -411,16 +410,15 @@ PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = 
 
 
 @contextlib.contextmanager
-def _these_steps(kernel_up_to: str | None) -> Iterator[None]:
-    """Only what these requests need is captured, and a kernel brings copies of so many bytes, if any are said."""
-    was = graphs.MIXED_TOKENS, graphs.bucket_sizes, bringing.MOST_BYTES
-    graphs.MIXED_TOKENS, graphs.bucket_sizes = MIXED_TOKENS, lambda most: [1, DECODING, most]
-    if kernel_up_to is not None:
-        bringing.MOST_BYTES = parse_size(kernel_up_to)
+def _kernel_brings(up_to: str | None) -> Iterator[None]:
+    """A kernel brings copies of so many bytes, if any are said."""
+    was = bringing.MOST_BYTES
+    if up_to is not None:
+        bringing.MOST_BYTES = parse_size(up_to)
     try:
         yield
     finally:
-        graphs.MIXED_TOKENS, graphs.bucket_sizes, bringing.MOST_BYTES = was
+        bringing.MOST_BYTES = was
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -447,7 +445,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.toy:
         args.ranks = [rank for rank in args.ranks if rank <= 16]
     report = RunReport(args, "of each prompt: its number")
-    with tempfile.TemporaryDirectory() as store, _these_steps(args.kernel_up_to):
+    these = few_captures(MIXED_TOKENS, DECODING)
+    with tempfile.TemporaryDirectory() as store, _kernel_brings(args.kernel_up_to), these:
         sizes = {"host_pool": args.host_pool, "device_pool": "24GiB"}
         limits = {"max_num_seqs": 48, "max_batch_tokens": 2048, "max_model_len": 1024}
         more: dict[str, Any] = {} if args.toy else limits

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import resource
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from manylora.executor import graphs
 from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.engine_rig import EngineRig
@@ -44,6 +47,18 @@ def pool_of_two(rig: EngineRig, rank: int, prompt: int) -> int:
     """Pages for two such adapters and two prompts of so many tokens, and some."""
     room = 2 * -(-2 * prompt // rig.policy.page_tokens) + 8
     return min(2 * pages_of(rig, rank) + room, rig.policy.num_pages)
+
+
+@contextlib.contextmanager
+def few_captures(tokens: tuple[int, ...], rows: int) -> Iterator[None]:
+    """Steps are captured at these sizes alone: with prompts of so many tokens, decoding with one row, ``rows`` and
+    as many as there may be."""
+    was = graphs.MIXED_TOKENS, graphs.bucket_sizes
+    graphs.MIXED_TOKENS, graphs.bucket_sizes = tokens, lambda most: sorted({1, rows, most})
+    try:
+        yield
+    finally:
+        graphs.MIXED_TOKENS, graphs.bucket_sizes = was
 
 
 async def first(rig: EngineRig, report: RunReport) -> None:
