@@ -16,17 +16,17 @@ from manylora.config import ColdStartConfig, PolicyConfig
 from manylora.executor import graphs
 from manylora.executor.graphs import GraphLimits
 
-ADAPTERS = cold_default.NUM_ADAPTERS
+ADAPTERS, HOST_ROUNDS = 4, 2
 
 
 def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     out = tmp_path / "default.json"
-    more = ["--turns", "2", "--ranks", "8", "--warm", "3", "--chat-turns", "1"]
+    more = ["--turns", "2", "--ranks", "8", "--warm", "3", "--chat-turns", "1", "--adapters", str(ADAPTERS)]
     cold_default.main(["--toy", "--out", str(out), "--commit", "abc", *more])
     found = json.loads(out.read_text())
     assert {"command", "commit", "device", "torch", "provenance"} <= set(found)
     assert found["left_out"] == []
-    counts = {"never read": ADAPTERS - 1, "in host memory": cold_default.HOST_ROUNDS * ADAPTERS}
+    counts = {"never read": ADAPTERS - 1, "in host memory": HOST_ROUNDS * ADAPTERS}
     counts["on the device"] = 3
     rows = {(row["kind"], row["mode"]): row for row in found["first"]}
     assert set(rows) == {(kind, mode) for kind in counts for mode in cold_default.MODES}
@@ -45,6 +45,16 @@ def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     assert all(row["summary"]["failed"] == 0 for row in found["chat"])
     (compared,) = found["chat_compared"]
     assert compared["ttft_auto_over_wait"] == pytest.approx(ttft["auto"] / ttft["wait"], rel=1e-3)
+
+
+def test_of_one_adapter_that_stays_on_the_device(tmp_path: Path) -> None:
+    out = tmp_path / "warm.json"
+    more = ["--turns", "3", "--ranks", "8", "--warm", "2", "--adapters", "1", "--host-rounds", "0"]
+    cold_default.main(["--toy", "--out", str(out), "--commit", "abc", "--parts", "first", *more])
+    found = json.loads(out.read_text())
+    assert {row["kind"] for row in found["first"]} == {"on the device"}
+    assert [len(row["turns_ms"]) for row in found["first"]] == [2, 2]
+    assert [row["kind"] for row in found["compared"]] == ["on the device"]
 
 
 def test_each_mode_comes_first_as_often_as_the_other() -> None:
@@ -108,7 +118,8 @@ def test_captures_that_find_no_room_are_no_captures() -> None:
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--turns", "1"], "--turns must be at least 2"),
-        (["--warm", "0"], "--warm and --chat-turns 1"),
+        (["--warm", "0"], "--warm, --adapters and --chat-turns 1, --host-rounds 0"),
+        (["--host-rounds", "-1"], "--host-rounds 0"),
         (["--parts", "x"], "--parts: x is none"),
     ):
         with pytest.raises(SystemExit) as caught:

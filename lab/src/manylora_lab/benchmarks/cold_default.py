@@ -16,6 +16,7 @@ requests need. From the repository's root:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import dataclasses
@@ -37,14 +38,13 @@ from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 
 MODES = ("wait", "auto")
 PROMPT, TOY_PROMPT = 64, 24
-NUM_ADAPTERS, HOST_ROUNDS, LEFT_OUT = 6, 2, 1
-"""Of each engine: adapters, and how often each is asked for from host memory. Of the requests for the last one
-when it is on the device, ``LEFT_OUT`` do not count, since the request before was of another kind."""
+LEFT_OUT = 1
+"""So many of a turn's requests for an adapter on the device do not count: the request before was of another kind."""
 PAUSE_S, TOY_PAUSE_S = 0.06, 0.005
 MOST_CAPTURED = 16 * 2**30
 """Bytes that captures may hold: many sets of them."""
-TURN_S, CHAT_S = 5.0, 60.0
-"""What a turn takes besides its requests for an adapter that is on the device, and a run of the chat."""
+REQUEST_S, CHAT_S = 0.085, 60.0
+"""What a request takes with its pause, and a run of the chat."""
 
 
 class Captures(NamedTuple):
@@ -109,9 +109,9 @@ Taken = dict[tuple[str, str], dict[int, list[float]]]
 """Milliseconds by kind and mode, and turn."""
 
 
-async def first(rig: EngineRig, sets: list[Sets], rank: int, warm: int) -> Taken:
+async def first(rig: EngineRig, sets: list[Sets], rank: int, args: argparse.Namespace) -> Taken:
     """A turn for each of the sets; all but the first one, which compiles what is compiled on first use."""
-    adapters = rig.adapters(f"rank-{rank}", (rank,), NUM_ADAPTERS)
+    adapters = rig.adapters(f"rank-{rank}", (rank,), args.adapters)
     names, prompt = list(adapters), TOY_PROMPT if rig.is_toy else PROMPT
     taken: Taken = collections.defaultdict(lambda: collections.defaultdict(list))
     for turn, mode in in_turns(len(sets)):
@@ -125,12 +125,12 @@ async def first(rig: EngineRig, sets: list[Sets], rank: int, warm: int) -> Taken
 
         await ask(None)
         asked = [("never read", name) for name in names]
-        asked += [("in host memory", name) for name in names * HOST_ROUNDS]
+        asked += [("in host memory", name) for name in names * args.host_rounds]
         for number, (kind, name) in enumerate(asked):
             taken_ms = await ask(name)
             if turn and number:
                 taken[kind, mode][turn].append(taken_ms)
-        for number in range(LEFT_OUT + warm):
+        for number in range(LEFT_OUT + args.warm):
             taken_ms = await ask(names[-1])
             if turn and number >= LEFT_OUT:
                 taken["on the device", mode][turn].append(taken_ms)
@@ -192,14 +192,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="N",
         help="requests a turn for an adapter that is on the device",
     )
+    parser.add_argument("--adapters", type=int, default=6, metavar="N", help="of each engine")
+    parser.add_argument(
+        "--host-rounds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how often a turn asks for each of them from host memory",
+    )
     parser.add_argument("--chat-turns", type=int, default=2, metavar="N")
     parser.add_argument("--rates", default="10", help="of chat, as those of h200_aims")
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - {"first", "chat"}:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of first, chat")
-    if args.turns < 2 or min(args.warm, args.chat_turns) < 1:
-        parser.error("--turns must be at least 2, --warm and --chat-turns 1")
+    if args.turns < 2 or min(args.warm, args.adapters, args.chat_turns) < 1 or args.host_rounds < 0:
+        parser.error("--turns must be at least 2, --warm, --adapters and --chat-turns 1, --host-rounds 0")
     report = RunReport(args, "0 of the chat's tokens; of each prompt its number")
     sizes = {"host_pool": "48GiB", "device_pool": "24GiB"}
     with EngineRig.of("llama-2-7b", args.toy, sizes, cold_start="auto") as rig:
@@ -211,9 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "first" in parts:
             sets = sets_of_turns(rig, args.turns)
             for rank in args.ranks:
-                turn_s = TURN_S + 2 * args.warm * PAUSE_S
-                if report.has(turn_s * args.turns, f"first tokens of rank {rank}"):
-                    note_first(report, rank, asyncio.run(first(rig, sets, rank, args.warm)))
+                requests = args.turns * 2 * (args.adapters * (1 + args.host_rounds) + args.warm)
+                if report.has(requests * REQUEST_S, f"first tokens of rank {rank}"):
+                    note_first(report, rank, asyncio.run(first(rig, sets, rank, args)))
         if "chat" in parts:
             asyncio.run(chat(rig, report, args.chat_turns))
     report.save()
