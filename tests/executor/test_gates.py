@@ -12,7 +12,7 @@ import pytest
 
 from manylora.adapters.pack import layout_of
 from manylora.executor import tables
-from manylora.memory import bringing, copier, gates
+from manylora.memory import bringing, gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
 from manylora.protocol import Await, CopyDone, ReadAdapter, RunStep, StepResult, SwapPages
@@ -29,7 +29,6 @@ class Hand:
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bringing, "BY_KERNEL", False)  # which cannot be held
-        monkeypatch.setattr(copier, "HEAD_BYTES", 0)  # this thread would hold itself
         self.lane = rig.worker._copier._lanes[True].copies
         self.allowed = threading.Semaphore(0)
         self.broken: int | None = None

@@ -153,8 +153,8 @@ def test_copies_in_layer_groups(shape: PageShape, at_once: bool) -> None:
     bench = Bench(shape, chunk_bytes=4096)
     lane = bench.copier._lanes[True].copies
     assert isinstance(lane, _CudaCopyLane)
-    assert lane.is_quick, "the driver copies batches"
-    lane.is_quick = at_once
+    assert lane._by_batch, "the driver copies batches"
+    lane._by_batch = at_once
     generator = torch.Generator().manual_seed(9)
     try:
         bench.pinned()

@@ -38,25 +38,18 @@ class _Attributes(ctypes.Structure):
 _ATTRIBUTES = _Attributes(_IN_STREAM_ORDER)
 
 
-def copy_batch(
-    targets: np.ndarray,
-    sources: np.ndarray,
-    num_bytes: int,
-    stream: torch.cuda.Stream,
-    keeps_interpreter: bool = False,
-) -> None:
+def copy_batch(targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream: torch.cuda.Stream) -> None:
     """Copy ``num_bytes`` from each address to its target, in any order, behind what the stream was given before.
 
-    Addresses are int64 [N], none of pageable memory. The calling thread has used the device before. It keeps the
-    interpreter where pieces are few, or by ``keeps_interpreter``: the driver takes over a microsecond for each.
-    Raises RuntimeError.
+    Addresses are int64 [N], none of pageable memory. The calling thread has used the device before. Raises
+    RuntimeError.
     """
     if not len(targets):
         return
     targets, sources = np.ascontiguousarray(targets), np.ascontiguousarray(sources)
     sizes = np.full(len(targets), num_bytes, dtype=np.uint64)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    status = _driver(keeps_interpreter or len(targets) <= _FEW).cuMemcpyBatchAsync(
+    status = _driver(len(targets) <= _FEW).cuMemcpyBatchAsync(
         ctypes.c_void_p(targets.ctypes.data),
         ctypes.c_void_p(sources.ctypes.data),
         ctypes.c_void_p(sizes.ctypes.data),

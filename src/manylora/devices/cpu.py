@@ -127,8 +127,6 @@ class _CpuPageWriter:
 class CpuCopyLane:
     """Copies in the calling thread; large ones leave the interpreter to others meanwhile."""
 
-    is_quick = False
-
     def __init__(self) -> None:
         self._seconds = 0.0
 
@@ -142,9 +140,6 @@ class CpuCopyLane:
 
     def begin(self, issued: object) -> None:
         self._seconds = 0.0
-
-    def go_on(self) -> None:
-        pass
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         began = time.perf_counter()

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -299,19 +299,12 @@ class _CudaCopyLane:
         self._collected_bytes = self._batched_bytes = 0
         self._marks: collections.deque[torch.cuda.Event] = collections.deque()
         waits_for_nobody = moves_by_kernel(device)
-        self.is_quick = can_batch(device)
-        self._is_here = False
+        self._by_batch = can_batch(device)
         self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
         self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        self._is_here = True
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            self._is_here = False
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(self.stream)
 
     def launch(self, start: Callable[[], None]) -> None:
         self._issue()
@@ -320,13 +313,10 @@ class _CudaCopyLane:
 
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)
-        self.go_on()
-        self.stream.wait_event(issued)
-        self._begun = None
-
-    def go_on(self) -> None:
         # Of this thread alone, which has no other work on the device.
         torch.cuda.set_stream(self.stream)
+        self.stream.wait_event(issued)
+        self._begun = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._targets.append(target)
@@ -340,14 +330,13 @@ class _CudaCopyLane:
     def copy_pieces(
         self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
     ) -> None:
-        if not self.is_quick:
+        if not self._by_batch:
             for to, begin in zip(at.tolist(), of.tolist(), strict=True):
                 self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
             return
         self._issue()
         self._begin_timing()
-        places = target.data_ptr() + at, source.data_ptr() + of
-        copy_batch(*places, num_bytes, self.stream, keeps_interpreter=self._is_here)
+        copy_batch(target.data_ptr() + at, source.data_ptr() + of, num_bytes, self.stream)
         self._batched_bytes += len(at) * num_bytes
         if self._batched_bytes >= self._chunk_bytes:
             self._batched_bytes = 0
@@ -357,7 +346,7 @@ class _CudaCopyLane:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
         self._marks.append(mark)
-        while len(self._marks) > self._chunks_ahead and not self._is_here:
+        if len(self._marks) > self._chunks_ahead:
             self._marks.popleft().synchronize()
 
     def _begin_timing(self) -> None:

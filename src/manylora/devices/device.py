@@ -51,11 +51,8 @@ class CopyLane(Protocol):
     """Copies between host and device memory beside the steps, in order. Used by one thread, which has no
     other work on the device; or, from ``begin`` to ``end`` within ``here``, by another meanwhile."""
 
-    is_quick: bool
-    """Whether to ask for pieces takes much less time than they do, so that the step loop's thread may ask."""
-
     def here(self) -> AbstractContextManager[None]:
-        """For the step loop's thread, whose own work on the device stays apart. Nothing waits within."""
+        """For the step loop's thread, whose own work on the device stays apart."""
 
     def launch(self, start: Callable[[], None]) -> None:
         """``start`` launches kernels that copy, after what was asked for before."""
@@ -63,9 +60,6 @@ class CopyLane(Protocol):
     def begin(self, issued: object) -> None:
         """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``), and for none
         that was issued after it."""
-
-    def go_on(self) -> None:
-        """On the lane's own thread, with what began ``here``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one size and dtype, after those asked for before: begun at the latest

@@ -6,7 +6,6 @@ gets. Does not know what the pages hold.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -29,14 +28,6 @@ from manylora.types import PageId
 TRANSFER_BYTES = 16 * 2**20
 """The largest transfer, about a third of a millisecond: closing waits for one, and so do a step's own small ones
 where the device's copy engines move them (``devices/staging``)."""
-
-HEAD_BYTES = 128 * 2**20
-"""Of a copy in layer groups: so much is on its way before the lane's thread, which has to wait for the interpreter
-while a step is launched, asks for the rest. 0: nothing, to measure what that is worth."""
-
-_MOST_HEAD_PAGES = 256
-"""Of a copy of more pages the step loop's thread asks for nothing: a group would take it a third of a
-millisecond."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,11 +88,6 @@ class _Lane:
                 self.copies.landing()
                 pace.moved(len(at[part]) * num_bytes)
 
-    @property
-    def may_be_used_here(self) -> bool:
-        """By the step loop's thread: the lane's own has issued all that it was given, and paces nothing."""
-        return self.pace is None and (self.last is None or self.last.done())
-
     def flush(self) -> None:
         """Give its threads what was put off."""
         put_off, self.put_off = self.put_off, []
@@ -114,22 +100,6 @@ class _Lane:
             self.pace.stop()
         self.issuing.shutdown(wait=True)
         self.answering.shutdown(wait=True)
-
-
-@dataclasses.dataclass(slots=True)
-class _Given:
-    """A copy, as ``Copier.start`` was given it. ``after``: what it waits for on the device."""
-
-    command: SwapPages
-    after: object
-    landed: Callable[[], None]
-    done: Callable[[CopyDone], None]
-    gate: CopyGate | None
-    filling: Filling | None
-    num_begun: int = 0
-    """Groups of layers that the step loop's thread has asked for."""
-    error: str = ""
-    """What broke those off."""
 
 
 class Copier:
@@ -208,17 +178,16 @@ class Copier:
         if command.to_device:
             self.turns.begin_copy()
         bringer = None if gate is None or filling is not None else self._bringer_for(lane, command, gate)
-        given = _Given(command, after, landed, done, gate, filling)
+        given = lane, command, after, landed, done, gate, filling, bringer
         try:
             if bringer is not None:
                 with lane.copies.here():
-                    self._issue(lane, given, bringer)
+                    self._issue(*given)
             elif self._puts_off and not command.to_device and not self._closing:
-                lane.put_off.append((lane.issuing, functools.partial(self._issue, lane, given)))
+                lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
             else:
                 lane.flush()  # answers come in order
-                self._issue_head(lane, given)
-                lane.last = lane.issuing.submit(self._issue, lane, given)
+                lane.last = lane.issuing.submit(self._issue, *given)
         except RuntimeError:
             self._count(command, landed=False)
             raise
@@ -227,9 +196,10 @@ class Copier:
         """None: the lane's thread has the copy issued by the copy engine. It comes before what that thread has not
         issued yet, so then it is none of these."""
         bringer = self._bringer
-        if bringer is None or self._closing or not lane.may_be_used_here:
+        if bringer is None or self._closing or lane.pace is not None:
             return None
-        return bringer if bringer.can_bring(command.pairs, gate) else None
+        is_idle = lane.last is None or lane.last.done()
+        return bringer if is_idle and bringer.can_bring(command.pairs, gate) else None
 
     def flush(self) -> None:
         """Begin what was put off: a step has been launched, or none is to be launched now."""
@@ -243,45 +213,27 @@ class Copier:
             lane.close()
         self._bringer = None  # which holds views of the pools
 
-    def _issue_head(self, lane: _Lane, given: _Given) -> None:
-        """Of a copy that steps may await: its first groups, where the step loop's thread may ask for them."""
-        command, gate = given.command, given.gate
-        sources = [source for source, _ in command.pairs]
-        if (
-            gate is None
-            or given.filling is not None
-            or self._closing
-            or not (lane.copies.is_quick and lane.may_be_used_here)
-            or not 0 < len(sources) <= _MOST_HEAD_PAGES
-            or max(sources) >= self._host.pages_pinned
-        ):
-            return
-        num_bytes, num_groups = len(sources) * self._host.shape.page_bytes, len(gate.groups)
-        given.num_begun = min(-(-HEAD_BYTES * num_groups // num_bytes), num_groups - 1)
-        if not given.num_begun:
-            return
-        try:
-            with lane.copies.here():
-                lane.copies.begin(given.after)
-                given.error = self._land_groups(lane, given, range(given.num_begun))
-        except Exception as failure:
-            given.error = one_line(failure)
-
-    def _issue(self, lane: _Lane, given: _Given, bringer: Bringer | None = None) -> None:
-        command, gate = given.command, given.gate
-        error, wait = given.error, None
+    def _issue(
+        self,
+        lane: _Lane,
+        command: SwapPages,
+        after: object,
+        landed: Callable[[], None],
+        done: Callable[[CopyDone], None],
+        gate: CopyGate | None,
+        filling: Filling | None,
+        bringer: Bringer | None,
+    ) -> None:
+        error, wait = "", None
         began = time.perf_counter()
         try:
-            if given.num_begun:
-                lane.copies.go_on()
-            else:
-                lane.copies.begin(given.after)
+            lane.copies.begin(after)
             if gate is None:
                 error = self._transfer(lane, command)
             elif bringer is not None:
                 bringer.bring(lane.copies, command.pairs, gate)
-            elif not error:
-                error = self._land_groups(lane, given, range(given.num_begun, len(gate.groups)))
+            else:
+                error = self._land_groups(lane, command, gate, filling)
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -292,18 +244,17 @@ class Copier:
         if error and gate is not None:
             self._give_up(lane, gate)
         paced_since = None if lane.pace is None else began
-        answer = functools.partial(self._answer, given, error, wait, paced_since)
+        answer = functools.partial(
+            self._answer, command, error, wait, landed, done, gate, filling, paced_since
+        )
         if self._puts_off and bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
 
-    def _land_groups(self, lane: _Lane, given: _Given, numbers: range) -> str:
-        """Start the transfers of these groups of layers, each of which opens the gate; what broke them off, or
-        nothing."""
-        gate, filling = given.gate, given.filling
-        assert gate is not None
-        sources, targets = np.array(given.command.pairs, dtype=np.int64).reshape(-1, 2).T
+    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
+        """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
+        sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
         check_pages(sources.tolist(), self._host.num_pages)
         check_pages(targets.tolist(), self._arena.num_pages)
         host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
@@ -311,8 +262,7 @@ class Copier:
             sources.max(initial=0) < self._host.pages_pinned
         )
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
-        for number in numbers:
-            first, end = gate.groups[number]
+        for number, (first, end) in enumerate(gate.groups):
             if filling is not None and not filling.wait_layers(end):
                 return _NOT_READ
             if self._closing:
@@ -350,9 +300,16 @@ class Copier:
         return ""
 
     def _answer(
-        self, given: _Given, error: str, wait: Callable[[], float] | None, paced_since: float | None
+        self,
+        command: SwapPages,
+        error: str,
+        wait: Callable[[], float] | None,
+        landed: Callable[[], None],
+        done: Callable[[CopyDone], None],
+        gate: CopyGate | None,
+        filling: Filling | None,
+        paced_since: float | None,
     ) -> None:
-        command, gate, filling = given.command, given.gate, given.filling
         seconds = 0.0
         try:
             seconds = wait() if wait else 0.0
@@ -361,7 +318,7 @@ class Copier:
             if filling is not None and not filling.wait_answer():
                 error = error or _NOT_READ
             if not error:
-                given.landed()
+                landed()
         except Exception as failure:
             error = error or one_line(failure)
         self._count(command, landed=not error)
@@ -369,7 +326,7 @@ class Copier:
             gate.fail()
         if error and error not in (_CLOSING, _NOT_READ):
             _log.warning("copy %d failed: %s", command.copy, error)
-        given.done(CopyDone(command.copy, not error, seconds, error))
+        done(CopyDone(command.copy, not error, seconds, error))
         if gate is not None:
             gate.answer(not error)
 

@@ -34,7 +34,7 @@ from typing import Any
 from manylora.config import ColdStartConfig, parse_size
 from manylora.executor.direct import DirectExecutor
 from manylora.executor.graphs import GraphLimits
-from manylora.memory import bringing, copier
+from manylora.memory import bringing
 from manylora.pricing.shapes import ALL_MODULES
 from manylora.protocol import SwapPages
 from manylora_lab.bench.targets import EngineTarget
@@ -56,14 +56,8 @@ DECODING = 32
 COLD_RANK, COLD_EVERY_S = 64, 0.1
 READ_TURNS = 7
 BRING_TURNS = 6
-BROUGHT_BY = {
-    "copy engine": (False, True, copier.HEAD_BYTES),
-    "copy engine, asked by its thread": (False, True, 0),
-    "kernel": (True, True, copier.HEAD_BYTES),
-    "kernel, threads at once": (True, False, copier.HEAD_BYTES),
-}
-"""Whether a kernel brings adapters, whether what no step waits for is put off until steps are launched, and how
-much the step loop's thread asks the copy engine for."""
+BROUGHT_BY = {"copy engine": (False, True), "kernel": (True, True), "kernel, threads at once": (True, False)}
+"""Whether a kernel brings adapters, and whether what no step waits for is put off until steps are launched."""
 GATE_TURNS, GATE_REQUESTS = 16, 12
 HELD, MANY_HELD, TOY_MANY_HELD = 2, 30, 5
 """Adapters that the pool has room for. Of many, the room that the policy keeps is more than one of them takes."""
@@ -237,12 +231,12 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
             await asyncio.sleep(PAUSE_S)
             return 1e3 * (first_s - began_s)
 
-        was = bringing.BY_KERNEL, rig.worker._copier._puts_off, copier.HEAD_BYTES
+        was = bringing.BY_KERNEL, rig.worker._copier._puts_off
         for name in names:  # into the host pool
             await ask(name)
         for turn in range(TOY_ROUNDS if rig.is_toy else BRING_TURNS):
             for way in BROUGHT_BY if turn % 2 else reversed(BROUGHT_BY):
-                bringing.BY_KERNEL, rig.worker._copier._puts_off, copier.HEAD_BYTES = BROUGHT_BY[way]
+                bringing.BY_KERNEL, rig.worker._copier._puts_off = BROUGHT_BY[way]
                 for name in names[:-2]:
                     taken.setdefault((way, "host"), []).append(await ask(name))
                 for name in names[-2:]:
@@ -251,7 +245,7 @@ async def brought(rig: EngineRig, report: RunReport) -> None:
                     taken.setdefault((way, "warm, another"), []).append(await ask(name))
                 for _ in range(2):
                     taken.setdefault((way, "warm, the same"), []).append(await ask(names[-1]))
-        bringing.BY_KERNEL, rig.worker._copier._puts_off, copier.HEAD_BYTES = was
+        bringing.BY_KERNEL, rig.worker._copier._puts_off = was
         counters = await target.counters()
         await target.close()
         for (way, kind), each in sorted(taken.items()):
