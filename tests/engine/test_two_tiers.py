@@ -21,7 +21,7 @@ from manylora.engine.local import LocalEngine
 from manylora.engine.ports import Meters
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterError, Command, CopyDone, Decided, ExecutorState, Timer
+from manylora.protocol import AdapterError, Command, CopyDone, Decided, ExecutorState, SwapPages, Timer
 from manylora.reports import AdapterUse
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
@@ -82,6 +82,30 @@ def test_copies_fail_and_nobody_can_tell_from_the_tokens() -> None:
         assert stats.swap_in_s > 0.0
 
     asyncio.run(scenario())
+
+
+def test_what_clients_wait_for_is_on_its_way_before_copies_begin() -> None:
+    """What is kept or brought for later, when a step has ended, holds its tokens up for none of that."""
+
+    class Noting(FakeExecutor):
+        def swap_pages(self, command: SwapPages) -> None:
+            held.append(len(driver._ports._outbox._ready))
+            super().swap_pages(command)
+
+    held: list[int] = []
+    executor = Noting()
+    driver = Driver(SMALL, executor, INFO)
+
+    async def scenario() -> None:
+        engine = LocalEngine(driver)
+        for name in NAMES:
+            await engine.add_adapter(name, "3")
+        await turns(engine)
+        await engine.close()
+
+    asyncio.run(scenario())
+    assert len(held) > 10
+    assert not any(held)
 
 
 def test_stats_are_the_policys() -> None:

@@ -55,6 +55,7 @@ from manylora.protocol import (
     Status,
     StatusDue,
     StepResult,
+    SwapPages,
     handlers,
 )
 from manylora.reports import ClientUse, CreditUse
@@ -310,6 +311,7 @@ class EnginePorts:
         return {
             **dict.fromkeys(DEVICE_COMMANDS, self._obey),
             RunStep: self._run_step,
+            SwapPages: self._begin_copy,
             **handlers(self._outbox, CLIENT_COMMANDS),
             **handlers(self, ENGINE_COMMANDS - {SetTimer}),
         }
@@ -321,6 +323,11 @@ class EnginePorts:
         # Where the device is the caller's own processor, issuing is running.
         self._send()
         self._in_flight.append(command.step)
+        self._executor.obey(command)
+
+    def _begin_copy(self, command: SwapPages, now: float) -> None:
+        # At a step's end the policy keeps and brings pages for later, which takes the host up to a millisecond.
+        self._send()
         self._executor.obey(command)
 
     def adapter_freed(self, command: AdapterFreed, now: float) -> None:

@@ -39,7 +39,7 @@ from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 MODES = ("wait", "auto")
 PROMPT, TOY_PROMPT = 64, 24
 LEFT_OUT = 1
-"""So many of a turn's requests for an adapter on the device do not count: the request before was of another kind."""
+"""Requests of a turn for an adapter on the device that do not count: the one before was of another kind."""
 PAUSE_S, TOY_PAUSE_S = 0.06, 0.005
 MOST_CAPTURED = 16 * 2**30
 """Bytes that captures may hold: many sets of them."""
