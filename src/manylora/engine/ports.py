@@ -326,7 +326,7 @@ class EnginePorts:
         self._executor.obey(command)
 
     def _begin_copy(self, command: SwapPages, now: float) -> None:
-        # At a step's end the policy keeps and brings pages for later, which takes the host up to a millisecond.
+        # At a step's end the policy keeps and brings pages for later, which takes the host a while.
         self._send()
         self._executor.obey(command)
 
