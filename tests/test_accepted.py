@@ -202,8 +202,8 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share"):
-                assert (flag.default, default) in ((None, ()), (None, 16))
+            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start"):
+                assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default
             assert type(default) is type(held(flag.name, {}))

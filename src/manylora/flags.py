@@ -244,7 +244,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
             given,
             queue=_section(QueueConfig, given),
             merge=_section(MergeConfig, given),
-            cold_start=_section(ColdStartConfig, given),
+            cold_start=_section(ColdStartConfig, given, follows_device="cold_start" not in given),
         ),
         adapters=_section(AdapterSettings, given),
     )

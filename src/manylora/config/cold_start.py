@@ -78,8 +78,10 @@ class ColdStartConfig(Section):
         "when a request begins whose adapter or cached KV comes from the host: wait (when it is there; steps of "
         "others go on), block (at once; its step waits for it), layerwise (at once, layer group by layer group as "
         "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of "
-        "the prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall)",
+        "the prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall) (default: "
+        "auto on a GPU without --merge, else wait)",
         name="cold_start",
+        default_follows=True,
     )
     stall: Annotated[float, more_than(0), at_most(1)] = setting(
         _STALL,
@@ -108,11 +110,20 @@ class ColdStartConfig(Section):
     """Whether adapters are read to host memory in groups too (``host_read_groups``); no user's to give."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
+    follows_device: bool = False
+    """No mode was given: where the engine runs decides (``on_device``)."""
 
     def __post_init__(self) -> None:
         check_rules(self)
         if self.mode == "cpu" and self.cpu_workers != _AUTO and self.wanted_workers == 0:
             raise ConfigError("--cold-start cpu needs --cpu-lora-workers of at least 1")
+
+    def on_device(self, has_gates: bool) -> "ColdStartConfig":
+        """As an engine has it. ``has_gates``: it runs on a GPU whose steps may await what comes later, and merges
+        nothing."""
+        if not self.follows_device:
+            return self
+        return dataclasses.replace(self, mode="auto" if has_gates else self.mode, follows_device=False)
 
     @property
     def num_groups(self) -> int:
@@ -152,12 +163,13 @@ class ColdStartConfig(Section):
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
         """What one of several engines of a machine gets, ``cores`` being its share of these."""
-        count = self.workers_of(cores)
+        most = dataclasses.replace(self, mode="auto") if self.follows_device else self
+        count = most.workers_of(cores)
         if count:
             return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)
         if self.mode == "cpu":
             return ColdStartConfig("wait")
-        return dataclasses.replace(self, cpu_workers="0") if self.mode in _WITH_WORKERS else self
+        return dataclasses.replace(self, cpu_workers="0") if most.mode in _WITH_WORKERS else self
 
 
 def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:

@@ -124,8 +124,8 @@ def _planned(settings: EngineSettings) -> _Plan:
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
-    settings = with_gates(settings, device.launches_wait)
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
+    settings = with_gates(settings, kind, device.launches_wait)
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     check_mixed(settings.scheduler.merge, dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
@@ -200,14 +200,15 @@ def _with_pools(
     return worker, host, limits, copy
 
 
-def with_gates(settings: EngineSettings, launches_wait: bool) -> EngineSettings:
-    """What the device can obey: where each launch waits for its end, no step waits for what comes later."""
+def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
+    """With the way of cold starts that the device can obey: where each launch waits for its end, no step waits for
+    what comes later."""
     scheduler = settings.scheduler
-    if not launches_wait or not scheduler.cold_start.num_groups:
-        return settings
-    _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", scheduler.cold_start.mode)
-    waiting = dataclasses.replace(scheduler, cold_start=ColdStartConfig("wait"))
-    return dataclasses.replace(settings, scheduler=waiting)
+    found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
+    if launches_wait and found.num_groups:
+        _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", found.mode)
+        found = ColdStartConfig("wait")
+    return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
 
 
 def check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:

@@ -229,7 +229,7 @@ def dummy_loop(
         settings, _ = build_settings(
             {
                 "model": str(model), "device": device, "dtype": dtype_name(shape), "load_format": "dummy",
-                "max_model_len": max_tokens, "max_num_seqs": at_once,
+                "max_model_len": max_tokens, "max_num_seqs": at_once, "cold_start": "wait",
                 # Room for a whole prompt beside the decoding rows, so that none is cut.
                 "max_batch_tokens": max_tokens + at_once,
                 **({"device_pool": "128MiB", "host_pool": "256MiB"} if device == "cpu" else {}),

@@ -40,7 +40,7 @@ def _step_seconds(
         settings, _ = build_settings(
             {
                 "model": str(model), "device": device, "dtype": dtype_name(shape), "load_format": "dummy",
-                "max_model_len": longest, "page_tokens": _PAGE_TOKENS, "host_pool": 0,
+                "max_model_len": longest, "page_tokens": _PAGE_TOKENS, "host_pool": 0, "cold_start": "wait",
                 "max_num_seqs": max(len(batch.contexts) + len(batch.prefills) for batch in batches),
                 "max_batch_tokens": max(batch.num_tokens for batch in batches),
                 "device_pool": num_pages * shape.page_bytes(_PAGE_TOKENS),

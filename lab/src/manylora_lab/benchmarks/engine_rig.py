@@ -51,6 +51,7 @@ POSITIONS = 4096
 ON_GPU: Mapping[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "load_format": "dummy", "max_model_len": POSITIONS,
     "max_num_seqs": 128, "max_batch_tokens": 8192, "device_pool": "76GiB", "host_pool": "24GiB",
+    "cold_start": "wait",
 }  # fmt: skip
 ON_CPU: Mapping[str, Any] = {
     "device": "cpu", "dtype": "float32", "load_format": "dummy", "max_model_len": 256,

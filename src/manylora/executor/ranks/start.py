@@ -127,7 +127,7 @@ def _planned(settings: EngineSettings) -> _Plan:
     config = read_model_config(resolve_model(settings.model.model))
     check_count(config, count)
     kind = kind_of(settings.model.device, count)
-    settings = with_gates(settings, kind == "cuda" and launches_wait())
+    settings = with_gates(settings, kind, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     check_mixed(settings.scheduler.merge, dtype)
     sharding = lora_sharding_of(settings.lora_sharding, count)

@@ -1,0 +1,74 @@
+"""How requests with cold adapters begin where nobody says: by where the engine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manylora_lab.bench.simulate import SimulatedTarget
+from manylora_lab.sim.analytical import AnalyticalCosts
+from manylora_lab.sim.hardware import HARDWARE
+
+from manylora.cluster.node_share import with_share
+from manylora.config import ColdStartConfig, ConfigError
+from manylora.executor.build import build_worker, with_gates
+from manylora.executor.sizes import Kind
+from manylora.flags import build_settings
+from manylora.pricing.shapes import SHAPES
+
+
+def engine(**given: Any) -> Any:
+    return build_settings({"model": "demo/model", **given})[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "launches_wait", "given", "mode"),
+    [
+        ("cuda", False, {}, "auto"),
+        ("cuda", False, {"tensor_parallel_size": 2}, "auto"),
+        ("cuda", False, {"host_pool": 0}, "auto"),
+        ("cuda", False, {"cpu_lora_workers": 3}, "auto"),
+        ("cuda", False, {"cold_start": "wait"}, "wait"),
+        ("cuda", False, {"cold_start": "layerwise"}, "layerwise"),
+        ("cuda", False, {"merge": "dlora"}, "wait"),
+        ("cuda", True, {}, "wait"),
+        ("cpu", False, {}, "wait"),
+        ("cpu", False, {"cold_start": "auto"}, "auto"),
+    ],
+)
+def test_the_default_is_auto_where_steps_can_await_copies(
+    kind: Kind, launches_wait: bool, given: dict[str, Any], mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = with_gates(engine(**given), kind, launches_wait).scheduler.cold_start
+    assert found.mode == mode
+    assert not found.follows_device
+    assert found.cpu_workers == str(given.get("cpu_lora_workers", "auto"))
+    assert not caplog.records, "nothing that was asked for is refused"
+
+
+def test_merging_and_a_mode_that_was_given_are_refused_still() -> None:
+    with pytest.raises(ConfigError, match="--cold-start auto does not go with --merge dlora"):
+        engine(cold_start="auto", merge="dlora")
+
+
+def test_an_engine_on_a_cpu_has_what_it_has_without_the_setting(tmp_path: Path) -> None:
+    settings = engine(device="cpu", device_pool="8MiB", host_pool="4MiB")
+    worker, policy, info = build_worker(settings, registry_path=tmp_path / "registry.sqlite")
+    worker.close()
+    assert policy.cold_start == ColdStartConfig()
+    assert info.cold_start == "wait"
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(8, 4), (2, 0)])
+def test_a_replica_on_a_gpu_has_its_share_of_the_cores(cores: int, workers: int) -> None:
+    shared = with_share(engine(), (None, 0), 1, cores)
+    assert with_gates(shared, "cpu", False).scheduler.cold_start.wanted_workers == 0
+    found = with_gates(shared, "cuda", False).scheduler.cold_start
+    assert (found.mode, found.wanted_workers, found.cores_before) == ("auto", workers, workers)
+
+
+def test_a_simulation_waits() -> None:
+    shape = SHAPES["llama-2-7b"]
+    target = SimulatedTarget("h200", shape, AnalyticalCosts(shape, HARDWARE["h200"]), None, None)
+    assert target.cold_start(engine().scheduler.cold_start, 0, None).mode == "wait"
