@@ -47,6 +47,21 @@ def test_the_default_is_auto_where_steps_can_await_copies(
     assert not caplog.records, "nothing that was asked for is refused"
 
 
+def test_the_default_on_a_gpu_is_all_that_auto_is() -> None:
+    """What has been measured as ``--cold-start auto`` is what nobody has to ask for."""
+    for given in ({}, {"tensor_parallel_size": 2}, {"host_pool": 0}, {"cold_start_stall": 0.1}):
+        found, asked = (
+            with_gates(engine(**more), "cuda", False) for more in (given, {**given, "cold_start": "auto"})
+        )
+        assert found == asked
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(2, 0), (4, 2), (16, 8), (32, 16), (192, 16)])
+def test_how_many_cpu_workers_there_are_unless_said(cores: int, workers: int) -> None:
+    assert ColdStartConfig("auto").workers_of(cores) == workers
+    assert ColdStartConfig("auto", cpu_workers="40").workers_of(cores) == 40, "a number is honoured"
+
+
 def test_merging_and_a_mode_that_was_given_are_refused_still() -> None:
     with pytest.raises(ConfigError, match="--cold-start auto does not go with --merge dlora"):
         engine(cold_start="auto", merge="dlora")

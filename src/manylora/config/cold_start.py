@@ -22,6 +22,8 @@ SLICE_SHARE = 0.25
 """A worker takes so many tokens that their arithmetic takes this share of what handing them over and reading the
 adapter take: with fewer another worker would save little, with more cores stand still that nothing else uses."""
 LEAST_CORES = 4
+_MOST_AUTO_WORKERS = 16
+"""A step has few tokens for them, of which each takes dozens; a machine may have hundreds of cores."""
 MOST_WORKERS = 256
 _AUTO = "auto"
 
@@ -93,8 +95,8 @@ class ColdStartConfig(Section):
         str, Rule(f"auto or a whole number from 0 to {MOST_WORKERS}", _is_worker_count)
     ] = setting(
         _AUTO,
-        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, none "
-        f"below {LEAST_CORES})",
+        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, at most "
+        f"{_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
         "N|auto",
         name="cpu_lora_workers",
         takes_numbers=True,
@@ -159,7 +161,7 @@ class ColdStartConfig(Section):
             return 0
         if self.cpu_workers != _AUTO:
             return int(self.cpu_workers)
-        return cores // 2 if cores >= LEAST_CORES else 0
+        return min(cores // 2, _MOST_AUTO_WORKERS) if cores >= LEAST_CORES else 0
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
         """What one of several engines of a machine gets, ``cores`` being its share of these."""
