@@ -409,16 +409,20 @@ def _cell(row: Row) -> tuple[Any, Any, Any]:
 
 
 def cold_default(record: Record) -> str:
-    """Milliseconds to the first token by rank and where the adapter is; the ratio of each turn's medians."""
-    (run,) = (run for run in record["runs"] if run["name"] == "turns")
-    ms = {(row["rank"], row["kind"], row["mode"]): row["ms"] for row in run["first"]}
+    """Milliseconds to the first token by run, rank and where the adapter is; the ratio of each turn's medians."""
     lines = []
-    for row in run["compared"]:
-        wait, auto = (ms[row["rank"], row["kind"], mode] for mode in ("wait", "auto"))
-        low, high = row["interval"]
-        over = f"{row['of_turns']:.3f} ({low:.3f} to {high:.3f})"
-        lines.append((str(row["rank"]), row["kind"], f"{wait:.2f}", f"{auto:.2f}", over))
-    return table(("rank", "its adapter", "`wait`", "`auto`", "`auto` over `wait`"), lines)
+    for run in record["runs"]:
+        if run["name"] not in ("turns", "sets", "warm"):
+            continue
+        ms = {(row["rank"], row["kind"], row["mode"]): row["ms"] for row in run["first"]}
+        for row in run["compared"]:
+            wait, auto = (f"{ms[row['rank'], row['kind'], mode]:.2f}" for mode in ("wait", "auto"))
+            low, high = row["interval"]
+            over = f"{row['of_turns']:.3f} ({low:.3f} to {high:.3f})"
+            device = run["device"].removeprefix("NVIDIA ").partition(" ")[0]
+            lines.append((run["name"], device, row["kind"], str(row["rank"]), wait, auto, over))
+    lines.sort(key=lambda line: (line[2] == "on the device", line[2], int(line[3])))
+    return table(("run", "GPU", "its adapter", "rank", "`wait`", "`auto`", "`auto` over `wait`"), lines)
 
 
 def adapter_reads(record: Record) -> str:

@@ -95,8 +95,8 @@ class ColdStartConfig(Section):
         str, Rule(f"auto or a whole number from 0 to {MOST_WORKERS}", _is_worker_count)
     ] = setting(
         _AUTO,
-        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, at most "
-        f"{_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
+        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, at "
+        f"most {_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
         "N|auto",
         name="cpu_lora_workers",
         takes_numbers=True,
