@@ -151,7 +151,7 @@ class SchedulerSettings(Section):
     """The server's own setting, as the policy gets it. None: any number may wait."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
-    cold_start: ColdStartConfig = ColdStartConfig()
+    cold_start: ColdStartConfig = ColdStartConfig(follows_device=True)
 
     def __post_init__(self) -> None:
         check_rules(self)
