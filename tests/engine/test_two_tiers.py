@@ -50,6 +50,19 @@ async def small_engine(
     await engine.close()
 
 
+def play(driver: Driver) -> None:
+    """All turns, on an engine that ends with them."""
+
+    async def scenario() -> None:
+        engine = LocalEngine(driver)
+        for name in NAMES:
+            await engine.add_adapter(name, "3")
+        await turns(engine)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
 async def turns(engine: LocalEngine, rounds: int = 4) -> None:
     """Conversations that take turns, more than the device holds; every token is checked."""
     ids = {card.name: card.id for card in await engine.adapters()}
@@ -93,17 +106,8 @@ def test_what_clients_wait_for_is_on_its_way_before_copies_begin() -> None:
             super().swap_pages(command)
 
     held: list[int] = []
-    executor = Noting()
-    driver = Driver(SMALL, executor, INFO)
-
-    async def scenario() -> None:
-        engine = LocalEngine(driver)
-        for name in NAMES:
-            await engine.add_adapter(name, "3")
-        await turns(engine)
-        await engine.close()
-
-    asyncio.run(scenario())
+    driver = Driver(SMALL, Noting(), INFO)
+    play(driver)
     assert len(held) > 10
     assert not any(held)
 
@@ -251,18 +255,10 @@ def test_a_trace_that_cannot_be_written_ends_alone(caplog: pytest.LogCaptureFixt
 def test_a_journal_of_copies_and_timers_replays_into_the_same_commands(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     obeyed: list[Command] = []
-
-    async def scenario() -> None:
-        driver = Driver(SMALL, FakeExecutor(), INFO, journal=JournalWriter(path, SMALL))
-        decide = driver._machine.handle
-        driver._machine.handle = lambda event, now: _kept(decide(event, now), obeyed)  # type: ignore[method-assign]
-        engine = LocalEngine(driver)
-        for name in NAMES:
-            await engine.add_adapter(name, "3")
-        await turns(engine)
-        await engine.close()
-
-    asyncio.run(scenario())
+    driver = Driver(SMALL, FakeExecutor(), INFO, journal=JournalWriter(path, SMALL))
+    decide = driver._machine.handle
+    driver._machine.handle = lambda event, now: _kept(decide(event, now), obeyed)  # type: ignore[method-assign]
+    play(driver)
     config, events = read_journal(path)
     assert config == SMALL
     replica, replayed = Replica(config), list(events)

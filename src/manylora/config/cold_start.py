@@ -165,7 +165,7 @@ class ColdStartConfig(Section):
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
         """What one of several engines of a machine gets, ``cores`` being its share of these."""
-        most = dataclasses.replace(self, mode="auto") if self.follows_device else self
+        most = self.on_device(has_gates=True)  # which is not known yet
         count = most.workers_of(cores)
         if count:
             return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)

@@ -20,16 +20,16 @@ out and named.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from manylora.config import ColdStartConfig, parse_size
 from manylora.executor.direct import DirectExecutor
@@ -409,18 +409,6 @@ PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = 
 }
 
 
-@contextlib.contextmanager
-def _kernel_brings(up_to: str | None) -> Iterator[None]:
-    """A kernel brings copies of so many bytes, if any are said."""
-    was = bringing.MOST_BYTES
-    if up_to is not None:
-        bringing.MOST_BYTES = parse_size(up_to)
-    try:
-        yield
-    finally:
-        bringing.MOST_BYTES = was
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = run_parser(__doc__, time_budget=160.0)
@@ -433,7 +421,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="for large ranks: while packed files are written, all is slower",
     )
     parser.add_argument(
-        "--kernel-up-to", metavar="SIZE", help="the largest copy that a kernel brings (default: the engine's)"
+        "--kernel-up-to",
+        type=parse_size,
+        default=bringing.MOST_BYTES,
+        metavar="SIZE",
+        help="the largest copy that a kernel brings (default: the engine's)",
     )
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--host-pool", default="16GiB")
@@ -445,8 +437,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.toy:
         args.ranks = [rank for rank in args.ranks if rank <= 16]
     report = RunReport(args, "of each prompt: its number")
-    these = few_captures(MIXED_TOKENS, DECODING)
-    with tempfile.TemporaryDirectory() as store, _kernel_brings(args.kernel_up_to), these:
+    brings = mock.patch.object(bringing, "MOST_BYTES", args.kernel_up_to)
+    with tempfile.TemporaryDirectory() as store, few_captures(MIXED_TOKENS, DECODING), brings:
         sizes = {"host_pool": args.host_pool, "device_pool": "24GiB"}
         limits = {"max_num_seqs": 48, "max_batch_tokens": 2048, "max_model_len": 1024}
         more: dict[str, Any] = {} if args.toy else limits

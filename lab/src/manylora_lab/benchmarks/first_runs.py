@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import random
 import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -49,16 +49,10 @@ def pool_of_two(rig: EngineRig, rank: int, prompt: int) -> int:
     return min(2 * pages_of(rig, rank) + room, rig.policy.num_pages)
 
 
-@contextlib.contextmanager
-def few_captures(tokens: tuple[int, ...], rows: int) -> Iterator[None]:
-    """Steps are captured at these sizes alone: with prompts of so many tokens, decoding with one row, ``rows`` and
-    as many as there may be."""
-    was = graphs.MIXED_TOKENS, graphs.bucket_sizes
-    graphs.MIXED_TOKENS, graphs.bucket_sizes = tokens, lambda most: sorted({1, rows, most})
-    try:
-        yield
-    finally:
-        graphs.MIXED_TOKENS, graphs.bucket_sizes = was
+def few_captures(tokens: tuple[int, ...], rows: int) -> AbstractContextManager[object]:
+    """Within it steps are captured at these sizes alone: with prompts of so many tokens, decoding with one row,
+    ``rows`` and as many as there may be."""
+    return mock.patch.multiple(graphs, MIXED_TOKENS=tokens, bucket_sizes=lambda most: sorted({1, rows, most}))
 
 
 async def first(rig: EngineRig, report: RunReport) -> None:
