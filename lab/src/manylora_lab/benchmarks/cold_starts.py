@@ -7,9 +7,10 @@ without, in turns), ``brought`` (adapters in host memory, brought by a kernel an
 of copies that begin at once and later, in turns; beside them two that are on the device, one after the other),
 ``room`` (adapters in host memory where the pool holds two of them, so that each has to make room first, and where
 it holds 30, so that room is kept ahead, in turns), ``decode`` (32 decoding rows beside a request with a cold
-adapter of rank 64 every 100 ms), ``gates`` (what gates cost steps that await nothing: captured with and without,
-in turns), ``rates`` (copies to the device in layer groups and in whole pages, in turns). Only the captures that
-these steps need are made. From the repository's root:
+adapter of rank 64 every 100 ms), ``reads_beside`` (the same where adapters were never read, with copies that
+follow reads and without, in turns), ``gates`` (what gates cost steps that await nothing: captured with and
+without, in turns), ``rates`` (copies to the device in layer groups and in whole pages, in turns). Only the
+captures that these steps need are made. From the repository's root:
 
     python -m manylora_lab.benchmarks.cold_starts --out cold.json --commit "$(git rev-parse --short HEAD)"
 
@@ -54,6 +55,8 @@ MIXED_TOKENS = (64, 96, 128)
 """Of the captured steps: a prompt, and one beside 32 decoding rows."""
 DECODING = 32
 COLD_RANK, COLD_EVERY_S = 64, 0.1
+TURNS_BESIDE, NAMES_BESIDE = 5, 40
+"""Of reads beside decoding rows: turns, and adapters of an engine."""
 READ_TURNS = 7
 BRING_TURNS = 6
 BROUGHT_BY = {"copy engine": (False, True), "kernel": (True, True), "kernel, threads at once": (True, False)}
@@ -295,8 +298,6 @@ async def decode(rig: EngineRig, report: RunReport) -> None:
     """Milliseconds a token of decoding rows, beside nothing, beside warm requests, and beside cold ones."""
     if not report.has(25.0, "decode"):
         return
-    length = 64 if rig.is_toy else 500
-    rows = 4 if rig.is_toy else DECODING
     names = list(adapters_of(rig, COLD_RANK))
     for mode, chosen in (
         ("none", []),
@@ -304,39 +305,68 @@ async def decode(rig: EngineRig, report: RunReport) -> None:
         *((mode, names) for mode in ("wait", *report.args.modes)),
     ):
         cold_start = ColdStartConfig("wait" if mode in ("none", "warm") else mode)
-        target = opened(rig, COLD_RANK, cold_start, rows + 4)
-        for name in chosen:  # into the host pool
-            await target.generate(rig.call(PROMPT, 1, name))
-        running = [asyncio.create_task(target.generate(rig.call(PROMPT, length, None))) for _ in range(rows)]
-        await asyncio.sleep(0.3)
-        first_ms: list[float] = []
-        asked: list[asyncio.Task[None]] = []
+        row = await _beside_rows(
+            rig, opened(rig, COLD_RANK, cold_start, _rows(rig) + 4), chosen, are_read=True
+        )
+        report.note("decode", {"mode": mode, **row})
 
-        async def ask(name: str, target: EngineTarget = target, first_ms: list[float] = first_ms) -> None:
-            began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
-            first_ms.append(1e3 * (first_s - began_s))
 
-        for name in itertools.cycle(chosen) if chosen else ():
-            if any(task.done() for task in running):
-                break
-            asked.append(asyncio.create_task(ask(name)))
-            await asyncio.sleep(COLD_EVERY_S)
-        answers = await asyncio.gather(*running)
-        await asyncio.gather(*asked)
-        if failed(answers):
-            raise RuntimeError(failed(answers)[0])
-        counters = await target.counters()
-        await target.close()
-        tpot = [1e3 * (a.last_s - a.first_s) / (a.num_tokens - 1) for a in answers if a.first_s is not None]
-        steps = sorted(1e3 * gap for answer in answers for gap in answer.itls_s)
-        report.note(
-            "decode",
-            {
-                "mode": mode, "rows": rows, "tpot_ms": statistics.fmean(tpot), "requests": len(first_ms),
-                "p99_step_ms": steps[int(0.99 * len(steps))], "ttft_ms": statistics.fmean(first_ms or [0.0]),
-                "stall_s": counters["cold_start_stall_s"], "spoilt": counters["spoilt_rows"],
-            },
-        )  # fmt: skip
+async def reads_beside(rig: EngineRig, report: RunReport) -> None:
+    """The same beside adapters that were never read, with copies that follow reads and without, in turns; the
+    first turn, by which the store has them, does not count."""
+    for rank in report.args.ranks:
+        if not report.has(90.0, f"reads of rank {rank} beside decoding rows"):
+            continue
+        names = list(adapters_of(rig, rank, NAMES_BESIDE))
+        for turn in range(TOY_ROUNDS + 1 if rig.is_toy else 1 + TURNS_BESIDE):
+            for follows in (False, True) if turn % 2 else (True, False):
+                cold_start = ColdStartConfig("auto", reads_in_groups=follows)
+                target = opened(rig, rank, cold_start, _rows(rig) + 4, NAMES_BESIDE)
+                row = await _beside_rows(rig, target, names, are_read=False)
+                if turn:
+                    report.note("reads_beside", {"rank": rank, "follows": follows, "turn": turn, **row})
+                else:
+                    await _wait_kept(rig)
+
+
+def _rows(rig: EngineRig) -> int:
+    return 4 if rig.is_toy else DECODING
+
+
+async def _beside_rows(rig: EngineRig, target: EngineTarget, chosen: list[str], *, are_read: bool) -> Row:
+    """What decoding rows take beside requests for these adapters in turn, and what these take; closes the engine.
+    ``are_read``: to the host pool, before."""
+    rows = _rows(rig)
+    for name in chosen if are_read else ():
+        await target.generate(rig.call(PROMPT, 1, name))
+    length = 64 if rig.is_toy else 500
+    running = [asyncio.create_task(target.generate(rig.call(PROMPT, length, None))) for _ in range(rows)]
+    await asyncio.sleep(0.03 if rig.is_toy else 0.3)
+    first_ms: list[float] = []
+    asked: list[asyncio.Task[None]] = []
+
+    async def ask(name: str) -> None:
+        began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
+        first_ms.append(1e3 * (first_s - began_s))
+
+    for name in (itertools.cycle(chosen) if are_read else chosen) if chosen else ():
+        if any(task.done() for task in running):
+            break
+        asked.append(asyncio.create_task(ask(name)))
+        await asyncio.sleep(COLD_EVERY_S)
+    answers = await asyncio.gather(*running)
+    await asyncio.gather(*asked)
+    if failed(answers):
+        raise RuntimeError(failed(answers)[0])
+    counters = await target.counters()
+    await target.close()
+    tpot = [1e3 * (a.last_s - a.first_s) / (a.num_tokens - 1) for a in answers if a.first_s is not None]
+    steps = sorted(1e3 * gap for answer in answers for gap in answer.itls_s)
+    return {
+        "rows": rows, "tpot_ms": statistics.fmean(tpot), "requests": len(first_ms),
+        "p99_step_ms": steps[int(0.99 * len(steps))], "ttft_ms": statistics.fmean(first_ms or [0.0]),
+        "stall_s": counters["cold_start_stall_s"], "spoilt": counters["spoilt_rows"],
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- what gates cost
@@ -405,7 +435,7 @@ async def rates(rig: EngineRig, report: RunReport) -> None:
 # ---------------------------------------------------------------- the command
 
 PARTS: dict[str, Callable[[EngineRig, RunReport], Coroutine[Any, Any, None]]] = {
-    part.__name__: part for part in (rates, ranks, reads, brought, room, decode, gates)
+    part.__name__: part for part in (rates, ranks, reads, brought, room, decode, reads_beside, gates)
 }
 
 
