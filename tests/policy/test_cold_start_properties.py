@@ -92,14 +92,17 @@ class ColdStartMachine(ReplicaMachine):
         self.feed(self.device.finish_step(ok=True, cpu_fails=fails and not ends))
 
     @precondition(lambda self: self.device.steps)
-    @rule()
-    def end_step_well(self) -> None:
+    @rule(own_s=st.sampled_from([0.0, 0.01, 2.0]), stall_s=st.sampled_from([0.0, 0.001, 0.5]))
+    def end_step_well(self, own_s: float, stall_s: float) -> None:
         """What it awaits has landed by then."""
         for read in self.device.awaited_reads():
             self.end_read_of(read, True)
         for copy in self.device.awaited():
             self.end_copy_of(copy, True, 0.001)
-        self.feed(self.device.finish_step(ok=True))
+        done = self.device.finish_step(ok=True)
+        done.stall_s = stall_s
+        done.device_s = own_s + stall_s
+        self.feed(done)
 
     @precondition(lambda self: self.device.steps and self.device.steps[0].command.awaits)
     @rule(is_late=st.booleans())

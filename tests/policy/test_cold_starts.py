@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from copy import deepcopy
 from typing import Any, Literal
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from manylora.config import ColdStartConfig, CpuRates
 from manylora.policy.replica import Replica
@@ -21,6 +24,9 @@ from manylora.protocol import (
     SwapPages,
 )
 from tests.policy.rig import Rig
+
+SEEN = Counter[str]()
+"""Examples in which steps have stood still at others' cost."""
 
 
 def cold_rig(mode: str = "layerwise", follows: bool = False, **settings: Any) -> Rig:
@@ -158,6 +164,66 @@ def test_others_go_on_where_the_copy_would_hold_them_up_for_too_long() -> None:
     finish(rig)
     assert len(rig.tokens["a"]) == 2
     assert counters(rig).cold_starts == {"wait/host": 1}
+
+
+@given(
+    mode=st.sampled_from(["layerwise", "auto"]),
+    share=st.sampled_from([0.1, 0.5]),
+    times=st.lists(
+        st.tuples(
+            st.sampled_from([0.002, 0.01, 0.05]),
+            st.sampled_from([0.5, 1.0, 1.5, 20.0]),
+            st.sampled_from([1e-4, 5e-3, 0.02]),
+        ),
+        min_size=20,
+        max_size=40,
+    ),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_step_begins_that_holds_others_up_only_where_all_of_them_stay_within_the_share(
+    mode: str, share: float, times: list[tuple[float, float, float]]
+) -> None:
+    """Beside one decoding row, one request after another with an adapter of its own. ``times``: what a step takes,
+    what it stands still over what was expected, and what a page of a copy is expected to take."""
+    rig = cold_rig(mode, num_pages=200, num_host_pages=200)
+    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode, share))
+    rig.replica = Replica(rig.config)
+    cold = rig.replica._cold
+    assert cold is not None
+    earned_s = stood_s = 0.0
+    has_passed = False
+
+    def end_step(step_s: float, stall_s: float) -> None:
+        nonlocal earned_s, stood_s
+        done = rig.device.finish_step(True)
+        done.stall_s, done.device_s = stall_s, step_s + stall_s
+        earned_s += share * step_s
+        stood_s += stall_s
+        rig.now += done.device_s
+        rig.feed(done)
+
+    rig.ask("warm", 0, [7, 7, 7], 150)
+    for number, (step_s, over, page_s) in enumerate(times, start=1):
+        rig.add(number)
+        rig.ask(f"cold-{number}", number, [1, 2, 3], 1)
+        rig.land_read()
+        rig.replica._residency.rates.page_in_s = page_s
+        end_step(step_s, 0.0)
+        step = rig.device.steps[0].command
+        expected_s = cold._in_flight[step.step].stall_s if step.awaits else 0.0
+        assert expected_s == 0 or stood_s + expected_s <= earned_s + 1e-9
+        for copy in list(rig.device.copies):
+            rig.land_copy(copy)
+        if step.awaits:
+            end_step(step_s, expected_s * over)
+            has_passed |= stood_s > earned_s
+    SEEN["held up"] += stood_s > 1e-3
+    SEEN["for longer than their share"] += has_passed
+
+
+def test_the_examples_have_held_others_up() -> None:
+    """Runs after them."""
+    assert not SEEN or (len(SEEN) == 2 and min(SEEN.values()) > 0), SEEN
 
 
 def test_where_an_adapter_came_from_is_counted_for_its_own_requests() -> None:

@@ -58,6 +58,7 @@ class _Step:
     begun: _Forecast | None
     waited: list[_Forecast]
     stall_s: float
+    has_others: bool
     num_served: int
     """Tokens that the CPU serves."""
     busy_s: float
@@ -108,6 +109,7 @@ class ColdStarts:
         self._busy_s = 0.0
         self._num_served = 0
         self._stall_s = 0.0
+        self._has_others = False  # which stand still with it
 
     # ------------------------------------------------------------ copies
 
@@ -199,6 +201,7 @@ class ColdStarts:
         self._composed_s = now
         self._busy_s = self._stall_s = 0.0
         self._num_served = 0
+        self._has_others = len(self._held.admitted) > self._held.num_loading
         by_adapter: dict[AdapterId, tuple[int, bool]] = {}  # what the CPU does of it in this step
         of_cpu: tuple[int, bool] | None = None  # and of any
         for sequence in self._held.admitted if self._held.num_loading else ():
@@ -233,7 +236,7 @@ class ColdStarts:
                 of_cpu = way.of_cpu
             by_adapter[sequence.adapter] = way.of_cpu
             self._chosen[sequence.id] = way
-            self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others() else 0.0
+            self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
             sequence.foresee([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
             is_last = num_tokens == sequence.num_remaining
@@ -245,9 +248,6 @@ class ColdStarts:
         is_guess = not self._residency.rates.has_copied
         return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
-    def _has_others(self) -> bool:
-        return len(self._held.admitted) > self._held.num_loading
-
     def _most_alone_s(self, copies: Iterable[CopyId]) -> float:
         """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for
         it, so not for a read that takes its time."""
@@ -257,7 +257,7 @@ class ColdStarts:
     def _choose(self, ways: list[Beginning], now: float, most_alone_s: float) -> Beginning:
         mode = self._config.mode
         # What a row of this step has cost already, this one may cost too.
-        allowed_s = self._stall_s + self._allowed_s if self._has_others() else most_alone_s
+        allowed_s = self._stall_s + self._allowed_s if self._has_others else most_alone_s
         if mode == "auto":
             return choose(ways, now, allowed_s)
         way = next((way for way in ways if way.mode == mode), ways[0])
@@ -375,8 +375,9 @@ class ColdStarts:
                 begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
             num_groups = self._config.num_groups
             busy_s = self._busy_s * max((rows.groups for rows in cpu), default=0) / num_groups
+            stall_s, has_others = self._stall_s, self._has_others
             self._in_flight[step] = _Step(
-                awaits, cpu, begun, waited, self._stall_s, self._num_served, busy_s, num_groups
+                awaits, cpu, begun, waited, stall_s, has_others, self._num_served, busy_s, num_groups
             )
         return awaits, cpu
 
@@ -386,10 +387,13 @@ class ColdStarts:
         """The rows that count, but for what the step's failure does. ``is_idle``: no other step is in flight."""
         if is_idle:
             self._steps_end_s = 0.0
-        if event.ok:
-            spare_s = self._config.stall * (event.device_s - event.stall_s)
-            self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + max(0.0, spare_s))
         step = self._in_flight.pop(event.step, None)
+        if event.ok:
+            spare_s = max(0.0, self._config.stall * (event.device_s - event.stall_s))
+            if step is not None and step.has_others:
+                # What was expected has been taken off before it began.
+                spare_s += step.stall_s - event.stall_s
+            self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + spare_s)
         if step is not None:
             self._tell(event, step, now)
         return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
