@@ -89,11 +89,13 @@ def is_running(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads: the system lists a child under the thread that started it."""
-    children: list[int] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += map(int, listed.read_text().split())
+    """Found by their parent: the system lists them under a process's threads as well, but loses sight of those of
+    a thread that is just ending."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children += [int(stat.parent.name)] if int(parent) == pid else []
     return sorted(children)
 
 
