@@ -37,7 +37,7 @@ from tests.cluster.process import (
 from tests.cluster.profiles import objective
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal
-from tests.e2e.process import BASE, Server, assert_error, children_of, is_running, wait_until
+from tests.e2e.process import BASE, TIMEOUT_S, Server, assert_error, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.long
 
@@ -429,6 +429,22 @@ def test_strangers_at_every_port(tmp_path: Path) -> None:
             if is_running(pid):
                 assert resident(pid) - bytes_before < 100 << 20
         cluster.wait_replicas(2)
+
+
+@pytest.mark.long
+def test_a_replica_that_hangs_when_the_router_dies(tmp_path: Path) -> None:
+    """The next router knows of it by the supervisor's word alone."""
+    with Cluster("--replicas", "2", folder=tmp_path) as cluster:
+        cluster.wait_ready()
+        before = cluster.wait_replicas(2)
+        expected = cluster.ask_all(SOME[:4])
+        hung = before[0]["pid"]
+        send(hung, signal.SIGSTOP)
+        send(cluster.status()["router"]["pid"], signal.SIGKILL)
+        assert_equal(expected, cluster.ask_all(SOME[:4]))
+        cluster.wait_gone([hung], TIMEOUT_S)
+        after = cluster.wait_replicas(2)
+        assert [each["epoch"] for each in after] == [2, 1], "the other one has come back"
 
 
 def test_a_supervisor_that_dies(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterable, Mapping
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
+from manylora.policy.routing.replicas import ReplicaState
 from manylora.protocol.routing import ReplicaFacts, ReplicaId, ReplicaReport
 from manylora.types import AdapterId
 
@@ -110,6 +112,21 @@ class Members:
     def __init__(self) -> None:
         self.replicas: dict[ReplicaId, ReplicaMember] = {}
         self.frontends: dict[int, FrontendMember] = {}
+
+    def endpoints(self, up: Mapping[ReplicaId, ReplicaState]) -> messages.Endpoints:
+        """Where front ends find the replicas that are up."""
+        return messages.Endpoints(
+            [
+                messages.Endpoint(each.id, each.epoch, *each.address)
+                for each in self.replicas.values()
+                if each.id in up and up[each.id].epoch == each.epoch
+            ]
+        )
+
+    def unheard(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:
+        """Those that run and are not linked."""
+        linked = {each.id: each.epoch for each in self.replicas.values()}
+        return [slot for slot in slots if slot.state == "running" and linked.get(slot.id, 0) < slot.epoch]
 
     def tell_frontends(self, message: messages.ToFrontendFromRouter) -> None:
         """The same to all."""

@@ -245,17 +245,7 @@ class Switchboard:
     def _tell_endpoints(self) -> None:
         if self._held_back is not None:
             return  # what is not linked yet may serve: front ends keep their links to it
-        self.members.tell_frontends(self._endpoints())
-
-    def _endpoints(self) -> messages.Endpoints:
-        up = self.router.fleet.up
-        return messages.Endpoints(
-            [
-                messages.Endpoint(each.id, each.epoch, *each.address)
-                for each in self.members.replicas.values()
-                if each.id in up and up[each.id].epoch == each.epoch
-            ]
-        )
+        self.members.tell_frontends(self.members.endpoints(self.router.fleet.up))
 
     # ------------------------------------------------------------ links
 
@@ -342,6 +332,8 @@ class Switchboard:
         while (message := await link.receive()) is not None:
             match message:
                 case messages.ProcessTable():
+                    if not self.table.supervisor:  # the first one: of what another router has left
+                        self._loop.call_later(1.2 * self.config.lease_s, self._end_unheard, message.slots)
                     self.table = message
                     self._settle_if_all_are_there()
                 case messages.Exited(replica, epoch, reason, is_crash, blamed):
@@ -371,7 +363,7 @@ class Switchboard:
         self.members.frontends[member.id] = member
         link.send(self.registry.whole())
         if self._held_back is None:
-            link.send(self._endpoints())
+            link.send(self.members.endpoints(self.router.fleet.up))
         while (message := await link.receive()) is not None:
             match message:
                 case messages.Note():
@@ -469,6 +461,13 @@ class Switchboard:
         )
         if self._supervisor is not None and are_up and are_synced:
             self._settle()
+
+    def _end_unheard(self, slots: list[messages.Slot]) -> None:
+        """Of those that ran before this router did. Each has had the time of a lease to come back, or to end."""
+        for slot in self.members.unheard(slots):
+            if slot.epoch > self._fenced.get(slot.id, 0):
+                log.error("replica %d has not come back to the router: it is ended", slot.id)
+                self._fence(slot.id, slot.epoch)
 
     def _settle(self) -> None:
         """From now on decide: what front ends have said meanwhile comes first."""
