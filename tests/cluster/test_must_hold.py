@@ -431,7 +431,6 @@ def test_strangers_at_every_port(tmp_path: Path) -> None:
         cluster.wait_replicas(2)
 
 
-@pytest.mark.long
 def test_a_replica_that_hangs_when_the_router_dies(tmp_path: Path) -> None:
     """The next router knows of it by the supervisor's word alone."""
     with Cluster("--replicas", "2", folder=tmp_path) as cluster:

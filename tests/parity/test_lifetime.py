@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from manylora.config import ConfigError
 from manylora.engine.client import EngineDead
 from manylora.executor.worker import Worker
 from manylora.protocol import DeviceCommand, RunStep
+from tests.e2e.process import children_of
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
 
@@ -37,11 +39,6 @@ def num_native_threads() -> int:
 def address_space_bytes() -> int:
     """Pages of a pool that were never written count here, and not in the resident size."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-
-
-def child_processes() -> list[str]:
-    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return [pid for text in lists for pid in text.split()]
 
 
 def soon(condition: Callable[[], bool]) -> bool:
@@ -80,13 +77,13 @@ def test_nothing_is_left(bench: Bench, end: Callable[[LLM], None], is_used: bool
         use(llm, bench)
     del llm
     gc.collect()
-    children = child_processes()  # of other tests: a server that a session shares
+    children = children_of(os.getpid())  # of other tests: a server that a session shares
     names, natives = thread_names(), num_native_threads()
     for _ in range(3):
         llm = open_llm(bench)
         if is_used:
             use(llm, bench)
-        assert set(child_processes()) <= set(children)
+        assert set(children_of(os.getpid())) <= set(children)
         while_open = address_space_bytes()
         gone = weakref.ref(llm)
         end(llm)

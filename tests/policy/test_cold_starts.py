@@ -29,10 +29,11 @@ SEEN = Counter[str]()
 """Examples in which steps have stood still at others' cost."""
 
 
-def cold_rig(mode: str = "layerwise", follows: bool = False, **settings: Any) -> Rig:
+def cold_rig(mode: str = "layerwise", follows: bool = False, stall: float = 0.02, **settings: Any) -> Rig:
     """Adapters 1 and 2 are served, and were never read. ``follows``: copies may follow reads."""
     rig = Rig(**settings)
-    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode, reads_in_groups=follows))
+    cold_start = ColdStartConfig(mode, stall, reads_in_groups=follows)
+    rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
     rig.add(1)
     rig.add(2)
@@ -185,9 +186,7 @@ def test_a_step_begins_that_holds_others_up_only_where_all_of_them_stay_within_t
 ) -> None:
     """Beside one decoding row, one request after another with an adapter of its own. ``times``: what a step takes,
     what it stands still over what was expected, and what a page of a copy is expected to take."""
-    rig = cold_rig(mode, num_pages=200, num_host_pages=200)
-    rig.config = dataclasses.replace(rig.config, cold_start=ColdStartConfig(mode, share))
-    rig.replica = Replica(rig.config)
+    rig = cold_rig(mode, stall=share, num_pages=200, num_host_pages=200)
     cold = rig.replica._cold
     assert cold is not None
     earned_s = stood_s = 0.0
@@ -203,7 +202,7 @@ def test_a_step_begins_that_holds_others_up_only_where_all_of_them_stay_within_t
         rig.feed(done)
 
     rig.ask("warm", 0, [7, 7, 7], 150)
-    for number, (step_s, over, page_s) in enumerate(times, start=1):
+    for number, (step_s, over, page_s) in enumerate(times, start=3):
         rig.add(number)
         rig.ask(f"cold-{number}", number, [1, 2, 3], 1)
         rig.land_read()

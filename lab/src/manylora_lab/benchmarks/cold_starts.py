@@ -349,7 +349,7 @@ async def _beside_rows(rig: EngineRig, target: EngineTarget, chosen: list[str], 
         began_s, first_s = await first_token(target, rig.call(PROMPT, 1, name))
         first_ms.append(1e3 * (first_s - began_s))
 
-    for name in (itertools.cycle(chosen) if are_read else chosen) if chosen else ():
+    for name in itertools.cycle(chosen) if are_read else chosen:
         if any(task.done() for task in running):
             break
         asked.append(asyncio.create_task(ask(name)))
