@@ -351,10 +351,10 @@ class DeviceModel:
                 sequence.pages.append(page)
             else:
                 sequence.pages[index] = page
-        adapter = sequence.start.adapter
-        for position in range(start + num_tokens):
+        value = hash(sequence.start.adapter)
+        for position, token in enumerate(sequence.tokens[: start + num_tokens]):
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
-            value = (adapter, tuple(sequence.tokens[: position + 1]))
+            value = hash((value, token))  # of all so far: tuples of them would take the square of the memory
             if position >= start:
                 self.content[where] = value if is_right else ("wrong", value)
                 continue

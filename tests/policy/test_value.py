@@ -209,7 +209,7 @@ def test_a_full_host_drops_what_the_device_has_too_first() -> None:
         visit(residency, node, float(adapter))
     for adapter in (4, 2):
         residency.evict(5.0, nodes[adapter], "demand")
-        assert nodes[adapter].residence is Residence.STANDBY
+        assert nodes[adapter].residence is Residence.ABSENT
     dropped: list[int] = []
     for _ in nodes:
         held = {adapter for adapter, node in nodes.items() if node.host is HostState.HELD}

@@ -70,6 +70,8 @@ class Scene:
     """Of all events, how many have a request leave, or come back with its tokens."""
     keeps: float = 0.0
     """Of all events, how many have a copy of an adapter kept, or not any more."""
+    stem: int = 0
+    """The first tokens of every prompt, the same for all of one adapter: with pages of one token, a chain so deep."""
 
 
 SCENES: dict[str, Scene] = {
@@ -112,6 +114,12 @@ SCENES: dict[str, Scene] = {
     ),
 }
 
+
+DEEP = Scene(
+    12_000, 13_000, 1, 4, 6_000, 2, 300, 5_100, 40, (0.001, 0.05), failures=4, traces=True, moves=0.05, keeps=0.02,
+    stem=5_000,
+)  # fmt: skip
+"""Chains of 5,000 pages, of which either tier holds two: whatever walks them must not do so by recursion."""
 
 _STEPS = (StepTimes(1, 1, 0.004, 0.002, 0.003), StepTimes(8, 8, 0.006, 0.003, 0.004))
 
@@ -259,7 +267,8 @@ class Life:
             else:
                 # Popular ones first; an adapter that has been removed may be asked for all the same.
                 adapter = BASE if rng.random() < 0.1 else self._popular()
-                prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, scene.most_prompt // 2))]
+                most = (scene.most_prompt - scene.stem) // 2
+                prompt = [*self._stem(adapter), *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, most)))]
             params = SamplingParams(
                 n=rng.choice((1, 1, 1, 1, 1, 1, 2, 3)), max_tokens=rng.randint(1, scene.most_tokens), seed=0
             )
@@ -272,6 +281,9 @@ class Life:
             if scene.moves:
                 self._drawn[name] = [[] for _ in range(params.n)]
             self._feed(Arrive(request, more=num_more > 0))
+
+    def _stem(self, adapter: int) -> list[int]:
+        return random.Random(adapter).choices(range(VOCABULARY), k=self._scene.stem)
 
     def _move(self) -> None:
         """A request leaves, or one that has left comes back."""

@@ -1,6 +1,6 @@
-"""Records the journals that a change of form must replay: ``python -m tests.proof.record``.
+"""Records the journals that a change of form must replay: ``python -m tests.proof.record [NAME ...]``.
 
-To be run where behaviour was meant to change, never to make a failing test pass. Every policy lives through every
+A name is a journal's, or the beginning of several; without any, all are recorded. To be run where behaviour was meant to change, never to make a failing test pass. Every policy lives through every
 scene with two steps in flight, most with one, too.
 """
 
@@ -15,10 +15,12 @@ from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.journal import JournalWriter
-from tests.proof.life import MERGING_SCENES, MOVING_SCENES, SCENES, Life
+from tests.proof.life import DEEP, MERGING_SCENES, MOVING_SCENES, SCENES, Life
 
 JOURNALS = Path(__file__).parent / "journals"
 EVENTS = 3200
+DEEP_EVENTS = 60
+"""Of a life of deep chains, besides what ends it: hundreds of copies."""
 LATER = ("fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "lru-ahead", "lru-drop")
 """Policies that came later: lives a quarter as long, with two steps in flight, so that all journals together stay
 small."""
@@ -31,10 +33,10 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     life = Life(
         policy,
         pipeline_depth,
-        {**SCENES, **MERGING_SCENES, **MOVING_SCENES}[scene],
+        {**SCENES, **MERGING_SCENES, **MOVING_SCENES, "deep": DEEP}[scene],
         zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()),
     )
-    life.live(EVENTS // 4 if policy in LATER else EVENTS)
+    life.live(DEEP_EVENTS if scene == "deep" else EVENTS // 4 if policy in LATER else EVENTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
         writer = JournalWriter(path, life.config)
@@ -45,11 +47,13 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
         return path.read_bytes()
 
 
-def main() -> int:
-    """All of them, packed, into ``journals/``."""
+def main(names: list[str]) -> int:
+    """Record the journals of these names, packed, into ``journals/``."""
     JOURNALS.mkdir(exist_ok=True)
     for policy, pipeline_depth, scene in lives():
         name = f"{policy}-{pipeline_depth}-{scene}.jsonl.xz"
+        if names and not name.startswith(tuple(names)):
+            continue
         packed = lzma.compress(record(policy, pipeline_depth, scene), preset=9 | lzma.PRESET_EXTREME)
         (JOURNALS / name).write_bytes(packed)
         print(name, len(packed), file=sys.stderr)
@@ -62,9 +66,10 @@ def lives() -> list[tuple[str, int, str]]:
         *itertools.product([policy for policy in CACHE_POLICIES if policy not in LATER], (1, 2), SCENES),
         *itertools.product([policy for policy in LATER if policy not in ABLATIONS], (2,), SCENES),
         *itertools.product(ABLATIONS, (2,), ("tiny", "crush")),
+        *itertools.product(CACHE_POLICIES, (2,), ["deep"]),
         *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from manylora.policy.replica import Replica
 from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
 from tests.proof.record import JOURNALS, lives
 
-LEAST_JOURNALS, LEAST_EVENTS, MOST_BYTES = 60, 200_000, 5_000_000
+LEAST_JOURNALS, LEAST_EVENTS, MOST_BYTES = 60, 200_000, 5_300_000
 PATHS = sorted(JOURNALS.glob("*.jsonl.xz"))
 A_JOURNAL = JOURNALS / "fastlibra-pages-2-crowd.jsonl.xz"
 

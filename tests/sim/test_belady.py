@@ -161,8 +161,8 @@ def test_all_features_together_are_manylora_and_none_is_lru() -> None:
     for made, name in ((whole, "manylora"), (nothing, "lru")):
         named = find_cache(name)
         for question in (
-            "keeps_dependencies", "keeps_prefixes", "keeps_turns", "keeps_orphans", "keeps_standby", "prefetches",
-            "writes_through", "prices_pages", "counts_visits",
+            "keeps_dependencies", "keeps_prefixes", "keeps_turns", "keeps_orphans", "prefetches", "writes_through",
+            "prices_pages", "counts_visits",
         ):  # fmt: skip
             assert getattr(made, question) == getattr(named, question)
         for question in ("device_value", "host_value", "offload", "marks", "adapter_pages"):
@@ -170,11 +170,11 @@ def test_all_features_together_are_manylora_and_none_is_lru() -> None:
 
 
 def test_each_feature_is_on_and_off() -> None:
-    assert len(ABLATIONS) == 14
-    assert ablation("lru+standby").keeps_standby
-    assert not ablation("lru+standby").prefetches
-    assert ablation("manylora-standby").prefetches
-    assert not ablation("manylora-standby").keeps_standby
+    assert len(ABLATIONS) == 12
+    assert ablation("lru+orphans").keeps_orphans
+    assert not ablation("lru+orphans").prefetches
+    assert ablation("manylora-orphans").prefetches
+    assert not ablation("manylora-orphans").keeps_orphans
     assert not same("manylora", "manylora-value")
     assert not same("lru", "lru+room")
     with pytest.raises(ConfigError, match="there is no ablation 'manylora-luck'"):

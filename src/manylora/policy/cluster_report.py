@@ -48,7 +48,7 @@ class ClusterReport:
             waiting_tokens += remaining if remaining > 1 else 0
         before, self._num_preemptions = self._num_preemptions, self._held.num_preemptions
         token_s, page_in_s, page_read_s = residency.rates.learnt()
-        device, standing = residency.device, residency.tree.standing_pages
+        device = residency.device
         # What left last was worth that much a second, for as long as such things keep their worth.
         value = residency.last_value
         page_price_s = 0.0 if value is None else REUSE_S * math.exp(min(value, 0.0))
@@ -56,8 +56,8 @@ class ClusterReport:
             self._seq,
             running,
             waiting + len(self._waiting),
-            free_pages=device.num_free + device.num_deferred - standing,
-            reclaimable_pages=residency.tree.evictable_pages + standing,
+            free_pages=device.num_free + device.num_deferred,
+            reclaimable_pages=residency.tree.evictable_pages,
             waiting_tokens=waiting_tokens + self._waiting.num_tokens,
             kv_tokens=kv_tokens,
             is_full=is_full,

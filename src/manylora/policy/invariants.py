@@ -19,7 +19,6 @@ from manylora.policy.tree import HostState, Node, Residence
 from manylora.types import BASE, AdapterId, RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
-_LEAVING = (Residence.OFFLOADING, Residence.STANDBY)
 
 
 def check(
@@ -113,8 +112,6 @@ def _check_node(node: Node, is_moving: bool) -> None:
     assert node.busy == node.pins + sum(child.busy for child in node.children.values()), "busy counts pins"
     on_device = [child for child in node.children.values() if child.residence in _ON_DEVICE]
     assert node.num_on_device == len(on_device), "children on the device are counted"
-    standing = [child for child in node.children.values() if child.residence is Residence.STANDBY]
-    assert node.num_standing == len(standing), "children that stand by are counted"
     assert not node.is_dropped, "what was dropped is out of the tree"
     if node.parent is not None:
         assert node.parent.children.get(node.key) is node, "parents know their children"
@@ -128,10 +125,6 @@ def _check_node(node: Node, is_moving: bool) -> None:
         assert node.busy == 0, "pinned nodes stay"
         assert node.host is HostState.FILLING, "a node that is offloaded is being copied"
         assert is_moving, "a node that is offloaded has a copy in flight"
-    if node.residence is Residence.STANDBY:
-        assert node.busy == 0, "pinned nodes stay"
-        assert node.host is HostState.HELD, "a node that stands by has a copy on the host"
-        assert not is_moving, "a node that stands by is still"
     expected = 0 if node.host is HostState.NONE else node.num_pages
     assert len(node.host_pages) == expected, "host copies hold their pages"
     assert not node.has_landed or node.residence is Residence.LOADING, "only loading nodes wait for parents"
@@ -147,25 +140,28 @@ def _check_dependencies(node: Node, policy: CachePolicy) -> None:
         assert parent.residence in _ON_DEVICE, "a loading node's parent is resident or loading"
         if node.has_landed:
             assert parent.residence is Residence.LOADING, "what has landed waits only for its parent"
-    if parent.residence in _LEAVING:
+    if parent.residence is Residence.OFFLOADING:
         assert node.residence not in _ON_DEVICE, "a node that leaves has no resident or loading child"
-    if node.residence is Residence.STANDBY:
-        could_come_back = parent.residence is Residence.RESIDENT or parent.residence in _LEAVING
-        assert could_come_back, "a node that stands by could come back"
     if policy.loses_kv_with(parent.is_adapter):
         assert not parent.is_ghost, "device and host together stay connected"
 
 
 def _check_turns(residency: Residency, nodes: list[Node]) -> None:
+    members: collections.Counter[int] = collections.Counter()
     for node in nodes:
         turn = residency.turns.of(node)
-        assert node in turn, "a node is in its turn"
-        assert all(residency.turns.of(each) is turn for each in turn) or len(turn) == 1, "turns share no page"
+        place = node.depth - turn[0].depth
+        assert turn[place] is node, "a node is in its turn"
         if node.parent is None or not residency.turns.kept:
             assert len(turn) == 1, "an adapter is a node by itself, and so is a page where turns are not kept"
-        elif node is not turn[-1]:
+            continue
+        members[id(turn)] += 1
+        if place == 0:
+            members[id(turn)] -= len(turn)
+        if node is not turn[-1]:
             (below,) = node.children.values()
-            assert below in turn, "prefixes part from a turn at its end only"
+            assert below is turn[place + 1], "prefixes part from a turn at its end only"
+    assert not any(members.values()), "turns share no page"
 
 
 def _check_candidates(residency: Residency, nodes: list[Node]) -> None:
@@ -199,7 +195,6 @@ def _check_counts(residency: Residency, nodes: list[Node]) -> None:
     assert tree.pinned_kv_pages == pinned, "KV pages in use are counted"
     assert tree.offloading_pages == pages(Residence.OFFLOADING), "pages that are offloaded are counted"
     assert tree.loading_pages == pages(Residence.LOADING), "loading pages are counted"
-    assert tree.standing_pages == pages(Residence.STANDBY), "pages that stand by are counted"
     assert tree.host_adapter_pages == sum(len(n.host_pages) for n in nodes if n.is_adapter)
     assert tree.host_kv_pages == sum(len(n.host_pages) for n in nodes if not n.is_adapter)
     resident = sum(n.is_adapter and n.num_pages > 0 and n.residence is Residence.RESIDENT for n in nodes)
@@ -254,10 +249,6 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
         owners.update(sequence.pages[sequence.num_shared :])
     assert owners == collections.Counter(range(residency.device.num_pages)), (
         "every page has exactly one owner"
-    )
-    standing = [page for node in nodes if node.residence is Residence.STANDBY for page in node.pages]
-    assert sorted(standing) == sorted(residency.device.standing()), (
-        "what stands by can be taken, and nothing else"
     )
     assert host_owners == collections.Counter(range(residency.host.num_pages)), (
         "every host page has one owner"

@@ -46,9 +46,9 @@ class FixedMarks:
 
 
 class IntakeMarks:
-    """The high mark leaves room for what steps took lately.
+    """A high mark that leaves room for what steps took lately.
 
-    Room beyond what is asked for at once is not free: what stands by there takes pages of the host too.
+    Room beyond what is asked for at once costs host pages: what has left the device for it lies there.
     """
 
     every_step = True

@@ -1,7 +1,6 @@
 """The page ledger of one tier: which page ids are free, and which only become free when steps have ended.
 
-A page that stands by is free, but taken last and in the order in which it came; until then its node may have it
-back, with what it holds. Owners return what they took.
+Owners return what they took.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from manylora.policy.tree import Node
 from manylora.types import PageId
 
 
@@ -28,35 +26,23 @@ class PageLedger:
         self._num_deferred = 0
         self._last_started = 0
         self._last_ended = 0
-        # Pages that stand by, oldest first, with their nodes, by a number that rises; up to a certain one the
-        # steps have ended that were in flight when they came.
-        self._standing: dict[PageId, tuple[int, Node]] = {}
-        self._unripe: collections.deque[tuple[int, int, PageId]] = collections.deque()
-        self._num_stood_by = 0
-        self._last_ripe = 0
-        self._num_ripe = 0
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken now, those that stand by included."""
-        return len(self._free) + self._num_ripe
+        """Pages that can be taken now."""
+        return len(self._free)
 
     @property
     def num_deferred(self) -> int:
         """Pages that can be taken when the steps in flight have ended."""
-        return self._num_deferred + len(self._standing) - self._num_ripe
+        return self._num_deferred
 
     @property
     def is_step_in_flight(self) -> bool:
         return self._last_started > self._last_ended
 
-    def num_short(self, count: int) -> int:
-        """How many of ``count`` pages no page that is simply free can be; below 1 where all can."""
-        return count - len(self._free)
-
     def take(self, count: int) -> tuple[PageId, ...]:
-        """Exactly ``count`` pages; the caller has made sure that they are free, and that none of them stands
-        by."""
+        """Take exactly ``count`` pages; the caller has made sure that they are free."""
         if count > len(self._free):
             raise AssertionError(f"took {count} pages where {len(self._free)} are free")
         self.num_used += count
@@ -80,47 +66,6 @@ class PageLedger:
         self._deferred.append((step, pages))
         self._num_deferred += len(pages)
 
-    # ------------------------------------------------------------ standing by
-
-    def stand_by(self, page: PageId, node: Node) -> None:
-        """Return a page, likewise, which the node may have back until it is taken."""
-        self.num_used -= 1
-        self._num_stood_by += 1
-        self._standing[page] = self._num_stood_by, node
-        if self._last_started > self._last_ended:
-            self._unripe.append((self._last_started, self._num_stood_by, page))
-        else:
-            self._ripen(self._num_stood_by, page)
-
-    def call_back(self, page: PageId) -> None:
-        """The node has its page again."""
-        self.num_used += 1
-        self._leave_standing(page)
-
-    def stand_down(self, page: PageId) -> None:
-        """A page that stands by is free like any other."""
-        if self._leave_standing(page):
-            self._free.append(page)
-        else:
-            self.num_used += 1  # as if its node had it back, for release to count it down
-            self.release((page,))
-
-    def longest_standing(self) -> Node:
-        """The node whose page is taken first of those that stand by."""
-        return next(iter(self._standing.values()))[1]
-
-    def _leave_standing(self, page: PageId) -> bool:
-        """Take a page from those that stand by; whether it could have been taken."""
-        is_ripe = self._standing.pop(page)[0] <= self._last_ripe
-        self._num_ripe -= is_ripe
-        return is_ripe
-
-    def _ripen(self, number: int, page: PageId) -> None:
-        self._last_ripe = number
-        # The page may have been called back since, and stand by anew.
-        standing = self._standing.get(page)
-        self._num_ripe += standing is not None and standing[0] == number
-
     # ------------------------------------------------------------ steps
 
     def step_started(self, step: int) -> None:
@@ -134,8 +79,6 @@ class PageLedger:
             _, pages = self._deferred.popleft()
             self._free.extend(pages)
             self._num_deferred -= len(pages)
-        while self._unripe and self._unripe[0][0] <= step:
-            self._ripen(*self._unripe.popleft()[1:])
 
     def has_ended(self, step: int) -> bool:
         """Whether the step, and every one before it, has ended."""
@@ -143,10 +86,6 @@ class PageLedger:
 
     # ------------------------------------------------------------ for invariant checks
 
-    def standing(self) -> list[PageId]:
-        """Every page that stands by."""
-        return list(self._standing)
-
     def unowned(self) -> list[PageId]:
-        """Every page that no node, sequence or copy owns, those that stand by left out."""
+        """List every page that no node, sequence or copy owns."""
         return self._free + [page for _, pages in self._deferred for page in pages]

@@ -16,7 +16,7 @@ from manylora.policy.queues import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
 from manylora.policy.sequences import Sequence
-from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, STANDBY, Node, path_to
+from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
 from manylora.protocol import EndSequence
 from manylora.types import AdapterId, PageId
 
@@ -39,7 +39,6 @@ class Reservation:
     path: list[Node]
     deepest: Node
     missing: list[Node]
-    num_standing: int
     num_tokens: int
     own_pages: int
     adapter_pages: int
@@ -47,7 +46,7 @@ class Reservation:
     @property
     def kv_pages(self) -> int:
         """Device pages for KV that must be free when it is committed."""
-        return self.own_pages + len(self.missing) + self.num_standing
+        return self.own_pages + len(self.missing)
 
 
 class Reservations:
@@ -105,13 +104,11 @@ class Reservations:
     def _reserve(self, sequence: Sequence, first_chunk: int) -> Reservation:
         """What it takes for the sequence to start with up to ``first_chunk`` tokens; pins what it reuses, and
         keeps of it what was leaving.
-
-        What stands by stays so: a sequence that cannot be admitted yet takes no page from those that run.
         """
         residency, page_tokens = self._residency, self._config.page_tokens
         root = self._tree.node(sequence.adapter)
         path = self.match(sequence)
-        residency.rescue(path, with_standby=False)
+        residency.rescue(path)
         missing = [node for node in path if node.residence is ABSENT]
         if not residency.offload.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
@@ -125,7 +122,6 @@ class Reservations:
             path,
             deepest,
             missing,
-            len([node for node in path if node.residence is STANDBY]),
             num_tokens,
             self.pages_for(num_computed + num_tokens) - len(path),
             root.num_pages if root.residence is ABSENT else 0,
@@ -152,9 +148,6 @@ class Reservations:
         """The sequence holds what was reserved for it; what has to come is on its way."""
         residency, path, missing = self._residency, reservation.path, reservation.missing
         root, deepest = reservation.root, reservation.deepest
-        if reservation.num_standing:
-            residency.rescue(path)
-            missing = [node for node in path if node.residence is ABSENT]
         self._count_hits(root, path, len(sequence.tokens))
         residency.load(now, [root, *missing] if reservation.adapter_pages else missing, "demand")
         # What was about to leave below a node that is loading can be kept as well.

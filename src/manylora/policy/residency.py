@@ -20,7 +20,6 @@ from manylora.policy.tree import (
     NO_COPY,
     OFFLOADING,
     RESIDENT,
-    STANDBY,
     Node,
     subtree,
 )
@@ -77,11 +76,8 @@ class Residency(NodeStates):
                 yield other
 
     def take(self, count: int) -> tuple[PageId, ...]:
-        """Device pages that ``provide`` has freed; what stands by on them has left for good."""
-        device = self.device
-        while device.num_short(count) > 0:
-            self._end_standby(device.longest_standing())
-        return device.take(count)
+        """Device pages that ``provide`` has freed."""
+        return self.device.take(count)
 
     # ------------------------------------------------------------ leaving the device
 
@@ -109,11 +105,6 @@ class Residency(NodeStates):
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are safe, or not wanted."""
-        if self._can_stand_by(node):
-            self._set_device(node, STANDBY, node.pages)
-            self.device.stand_by(node.pages[0], node)
-            return
-        self._end_standby_below(node)
         pages = node.pages
         self._set_device(node, ABSENT, ())
         # An aborted request's rows may still be in the step in flight.
@@ -121,7 +112,7 @@ class Residency(NodeStates):
         self._has_left(node)
 
     def _has_left(self, node: Node) -> None:
-        """A node whose contents were on the device is there no more, nor stands by."""
+        """Count and announce a node whose contents have left the device."""
         if node.parent is None:
             self.counters.adapter_evictions += 1
             self._decided.append(EvictAdapter(node.adapter))
@@ -174,11 +165,10 @@ class Residency(NodeStates):
         pages, host_pages = node.pages, node.host_pages
         move = self.transfers.disown(node)
         if move is not None:
-            move.owns_pages = bool(pages)
-            move.owns_host_pages = bool(host_pages)
-        was_there = node.residence is RESIDENT or node.residence is STANDBY
-        if node.residence is STANDBY:
-            self.device.call_back(pages[0])
+            # It may own device pages already: those of a save whose node was abandoned while it loaded.
+            move.owns_pages |= bool(pages)
+            move.owns_host_pages |= bool(host_pages)
+        was_there = node.residence is RESIDENT
         if pages:
             self._set_device(node, ABSENT, ())
             if move is None:
@@ -189,27 +179,6 @@ class Residency(NodeStates):
                 self.lent.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
-
-    # ------------------------------------------------------------ standing by
-
-    def _can_stand_by(self, node: Node) -> bool:
-        """Whether a node that leaves can come back until its page is taken."""
-        parent = node.parent
-        if not self.policy.keeps_standby or parent is None or node.host is not HELD:
-            return False
-        return parent.residence is RESIDENT or parent.residence is STANDBY or parent.residence is OFFLOADING
-
-    def _end_standby(self, node: Node) -> None:
-        """Give up the page of a node that stands by, and those of what could not come back without it."""
-        self.device.stand_down(node.pages[0])
-        self._end_standby_below(node)
-        self._set_device(node, ABSENT, ())
-        self._has_left(node)
-
-    def _end_standby_below(self, node: Node) -> None:
-        if node.num_standing:
-            for child in [child for child in node.children.values() if child.residence is STANDBY]:
-                self._end_standby(child)
 
     # ------------------------------------------------------------ the host
 
@@ -236,8 +205,6 @@ class Residency(NodeStates):
         """Drop the host's copy."""
         self.counters.host_evictions += 1
         self.note("drop-host", node, "host is full", value)
-        if node.residence is STANDBY:
-            self._end_standby(node)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
         self.lent.release(node, pages)
@@ -247,16 +214,10 @@ class Residency(NodeStates):
 
     # ------------------------------------------------------------ coming
 
-    def rescue(self, path: Iterable[Node], with_standby: bool = True) -> None:
-        """Keep nodes of a path, parents first, that were about to leave or have just left, and whose parents have
-        not. What stands by below a parent that is not there has to be copied like any other."""
+    def rescue(self, path: Iterable[Node]) -> None:
+        """Keep the nodes of a path, parents first, that are about to leave and whose parents stay."""
         for node in path:
-            if node.residence is STANDBY and with_standby:
-                if not self._is_parent_there(node):
-                    self._end_standby(node)
-                    continue
-                self.device.call_back(node.pages[0])
-            elif node.residence is not OFFLOADING:
+            if node.residence is not OFFLOADING:
                 continue
             if self._is_parent_there(node):
                 self._set_device(node, RESIDENT, node.pages)
@@ -309,9 +270,7 @@ class Residency(NodeStates):
 
         Whether the sequence's page was taken; if not, it is to use the node's.
         """
-        if node.residence is STANDBY:
-            self.device.call_back(node.pages[0])
-        if node.residence is OFFLOADING or node.residence is STANDBY or node.has_landed:
+        if node.residence is OFFLOADING or node.has_landed:
             self._set_device(node, RESIDENT, node.pages)
             self._land_children(node)
             return False
@@ -398,18 +357,26 @@ class Residency(NodeStates):
             self._lose(node)
 
     def _land(self, node: Node) -> None:
-        """A loading node's contents are there: it is resident once its parent is."""
+        """Make a loading node whose contents have come resident, once its parent is."""
         if not self._is_parent_there(node):
             self.tree.mark_landed(node)
             return
         self._set_device(node, RESIDENT, node.pages)
         self._land_children(node)
 
-    def _land_children(self, node: Node) -> None:
-        """The node is resident: so are children that had landed before it, and others may enter."""
-        for child in node.children.values():
-            if child.has_landed:
-                self._land(child)
+    def _land_children(self, root: Node) -> None:
+        """Make what had landed below a node that has become resident resident too; others may enter.
+
+        Goes down without recursion: a chain may have thousands of pages.
+        """
+        stack = [iter(root.children.values())]
+        while stack:
+            child = next(stack[-1], None)
+            if child is None:
+                stack.pop()
+            elif child.has_landed:
+                self._set_device(child, RESIDENT, child.pages)
+                stack.append(iter(child.children.values()))
             elif child.residence is ABSENT:
                 self.candidates.offer(child)
 

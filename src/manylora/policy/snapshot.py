@@ -43,7 +43,7 @@ class Gauges:
         tree, device, host = self._tree, self._residency.device, self._residency.host
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
-        cached = tree.kv_pages - tree.pinned_kv_pages - tree.standing_pages + left_over
+        cached = tree.kv_pages - tree.pinned_kv_pages + left_over
         merging = MergeGauges() if self._merging is None else self._merging.gauges()
         return Snapshot(
             num_running=running.total(),

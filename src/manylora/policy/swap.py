@@ -11,7 +11,7 @@ from manylora.policy.marks import Marks
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
-from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, STANDBY, Node
+from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, Node
 
 LANE_S = 0.005
 """What it moves at a time, in seconds of the lane: a copy that a request waits for stands behind it."""
@@ -134,10 +134,7 @@ class Swapper:
             sequence.prefetched()
             root = residency.tree.node(sequence.adapter)
             for node in (root, *self._held.match(sequence)):
-                if node.residence is STANDBY and self._fits(node):
-                    residency.rescue((node,))
-                has_left = node.residence is OFFLOADING or node.residence is STANDBY
-                if has_left and residency.tree.keeps_dependencies:
+                if node.residence is OFFLOADING and residency.tree.keeps_dependencies:
                     break  # nothing comes below what leaves
                 if node.residence is not ABSENT:
                     continue

@@ -22,15 +22,13 @@ class Residence(enum.Enum):
     """Where a node stands on the device; all but ABSENT own device pages.
 
     LOADING: its contents are on the way, or there and waiting for the parent's. OFFLOADING: it leaves as soon as
-    its copy on the host is complete; until then it can still be kept. STANDBY: it has left, but no other owner has
-    taken its page yet, so it can come back for nothing.
+    its copy on the host is complete; until then it can still be kept.
     """
 
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
     OFFLOADING = "saving"
-    STANDBY = "standby"
 
 
 class HostState(enum.Enum):
@@ -47,7 +45,6 @@ ABSENT: Final = Residence.ABSENT
 LOADING: Final = Residence.LOADING
 RESIDENT: Final = Residence.RESIDENT
 OFFLOADING: Final = Residence.OFFLOADING
-STANDBY: Final = Residence.STANDBY
 NO_COPY: Final = HostState.NONE
 FILLING: Final = HostState.FILLING
 HELD: Final = HostState.HELD
@@ -75,7 +72,6 @@ class Node:
         "last_use",
         "num_on_device",
         "num_pages",
-        "num_standing",
         "pages",
         "parent",
         "pins",
@@ -94,7 +90,6 @@ class Node:
         self.num_pages = num_pages
         self.children: dict[PageKey, Node] = {}
         self.num_on_device = 0  # children that are LOADING or RESIDENT
-        self.num_standing = 0  # children that are STANDBY
         self.pages: tuple[PageId, ...] = ()
         self.host_pages: tuple[PageId, ...] = ()
         self.residence = ABSENT
@@ -143,7 +138,6 @@ class DependencyTree:
         self.pinned_kv_pages = 0
         self.offloading_pages = 0
         self.loading_pages = 0
-        self.standing_pages = 0
         self.resident_adapters = 0
         self.host_kv_pages = 0
         self.host_adapter_pages = 0
@@ -265,7 +259,6 @@ class DependencyTree:
             gone = (before is RESIDENT) - (residence is RESIDENT)
             self.invalid_pages += gone * self.idle_kv_of(node.adapter)
         else:
-            parent.num_standing += (residence is STANDBY) - (before is STANDBY)
             was_on = before is RESIDENT or before is LOADING
             is_on = residence is RESIDENT or residence is LOADING
             if was_on != is_on:
@@ -307,8 +300,6 @@ class DependencyTree:
             self.offloading_pages += size
         elif residence is LOADING:
             self.loading_pages += size
-        elif residence is STANDBY:
-            self.standing_pages += size
 
     # ------------------------------------------------------------ pins
 
@@ -407,8 +398,7 @@ class DependencyTree:
             return False
         if node.residence is RESIDENT:
             return True
-        has_left = node.residence is ABSENT or node.residence is STANDBY
-        return has_left and node.busy == 0 and not node.children
+        return node.residence is ABSENT and node.busy == 0 and not node.children
 
     def all_nodes(self) -> Iterator[Node]:
         """Every node that was asked for, parents first; for invariant checks and rare sweeps."""

@@ -1,4 +1,4 @@
-"""``manylora`` taken apart: its seven features, each on or off, between one LRU and the whole.
+"""``manylora`` taken apart: its six features, each on or off, between one LRU and the whole.
 
 Names ``lru+FEATURE`` and ``manylora-FEATURE`` stand for policies of the simulator, not of an engine.
 """
@@ -18,13 +18,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "offload": {"offload": Manylora.offload},
     "room": {"marks": Manylora.marks},
     "orphans": {"keeps_orphans": Manylora.keeps_orphans},
-    "standby": {"keeps_standby": Manylora.keeps_standby},
     "prefetch": {"prefetches": Manylora.prefetches},
 }
 """What ``manylora`` answers otherwise than ``lru``: which node leaves the device; which the host; whether KV is
 written, and brought back; when pages are freed, and nodes come unasked; KV on the host outlives its adapter; what
-has left stands by; what waiting requests need comes ahead of them. The first two are values of nodes, the others
-are about when and whether copies are made."""
+waiting requests need comes ahead of them. The first two are values of nodes, the others are about when and whether
+copies are made."""
 VALUES = ("value", "host-value")
 ABLATIONS = (*(f"manylora-{name}" for name in FEATURES), *(f"lru+{name}" for name in FEATURES))
 

@@ -15,7 +15,6 @@ class Manylora(CachePolicy):
 
     name = "manylora"
     keeps_orphans = True
-    keeps_standby = True
     prefetches = True
     prices_pages = True
 

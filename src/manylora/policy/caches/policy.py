@@ -41,8 +41,6 @@ class CachePolicy:
     """The KV of one turn is one node, which moves as a whole (FastLibra §4), not a page at a time."""
     keeps_orphans: ClassVar[bool] = False
     """The host keeps KV whose adapter is in neither tier, since that can be read again."""
-    keeps_standby: ClassVar[bool] = False
-    """KV that has left the device can be used until its page is taken."""
     prefetches: ClassVar[bool] = False
     """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
 
