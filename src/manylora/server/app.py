@@ -13,7 +13,7 @@ from manylora.metrics.requests import Metrics
 from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog
+from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
 from manylora.text.tokenizer import Tokenizer
 
@@ -43,6 +43,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        root_path=settings.root_path,
     )
     app.state.lifecycle = lifecycle
     app.state.connection_limits = settings.connections
@@ -65,4 +66,5 @@ def create_app(
     app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
     app.add_middleware(Gate, lifecycle=lifecycle)
     app.add_middleware(RequestLog)
+    app.add_middleware(RootPath)
     return app

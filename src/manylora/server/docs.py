@@ -61,10 +61,10 @@ def routes(app: FastAPI) -> APIRouter:
 
     @router.get("/docs")
     async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
+        page = get_swagger_ui_html(openapi_url=f"{app.root_path}/openapi.json", title=app.title)
         fallback = (
             f'<div id="swagger-ui"><h1>{html.escape(app.title)}</h1>{_plain_list(app.openapi())}'
-            '<p>Fields: <a href="/openapi.json">openapi.json</a></p>'
+            f'<p>Fields: <a href="{app.root_path}/openapi.json">openapi.json</a></p>'
         )
         text = bytes(page.body).decode().replace('<div id="swagger-ui">', fallback)
         return HTMLResponse(text)

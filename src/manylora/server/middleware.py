@@ -28,6 +28,21 @@ _PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
 _CLIENT_CLOSED_REQUEST = 499
 
 
+class RootPath:
+    """Takes the app's root path off a request's path where the proxy before it has not, so that a route has one path
+    for all that looks at it, such as what asks for keys."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        root = scope.get("root_path", "")
+        if root and scope["path"].startswith(root + "/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        await self._app(scope, receive, send)
+
+
 class RequestLog:
     """Gives each request its id (the client's own if it sent one) and one log line at its end."""
 
