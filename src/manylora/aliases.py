@@ -113,17 +113,8 @@ _NO_TLS = "the server speaks plain HTTP; TLS is for a proxy before it"
 _ONLY_TEXT = "what is served is text generation"
 _OFF = ("false",)
 
+# What is refused comes first, so that an error follows on no note.
 FOREIGN: tuple[Foreign, ...] = (
-    Foreign("max_loras", "vLLM", _NO_SLOTS),
-    Foreign("max_cpu_loras", "vLLM", "adapters that have been read take pages of --host-pool"),
-    Foreign("max_loras_per_batch", "SGLang", _NO_SLOTS),
-    Foreign("max_loaded_loras", "SGLang", "adapters that have been read take pages of --host-pool"),
-    Foreign("swap_space", "vLLM", "KV that leaves the device goes to --host-pool"),
-    Foreign("disable_log_requests", "vLLM", _LOG, is_switch=True),
-    Foreign("enable_log_requests", "vLLM", _LOG, is_switch=True),
-    Foreign("disable_log_stats", "vLLM", "figures are at /metrics, and not in the log", is_switch=True),
-    Foreign("disable_uvicorn_access_log", "vLLM", _LEVEL, is_switch=True),
-    Foreign("uvicorn_log_level", "vLLM", _LEVEL),
     Foreign("trust_remote_code", "vLLM, SGLang", "code from a checkpoint is never run", _OFF, True),
     Foreign("enable_auto_tool_choice", "vLLM", "answers are not searched for tool calls yet", _OFF, True),
     Foreign("tool_call_parser", "vLLM, SGLang", "answers are not searched for tool calls yet", ()),
@@ -145,6 +136,16 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("ssl_certfile", "vLLM, SGLang", _NO_TLS, ()),
     Foreign("task", "vLLM", _ONLY_TEXT, ("auto", "generate")),
     Foreign("runner", "vLLM", _ONLY_TEXT, ("auto", "generate")),
+    Foreign("max_loras", "vLLM", _NO_SLOTS),
+    Foreign("max_cpu_loras", "vLLM", "adapters that have been read take pages of --host-pool"),
+    Foreign("max_loras_per_batch", "SGLang", _NO_SLOTS),
+    Foreign("max_loaded_loras", "SGLang", "adapters that have been read take pages of --host-pool"),
+    Foreign("swap_space", "vLLM", "KV that leaves the device goes to --host-pool"),
+    Foreign("disable_log_requests", "vLLM", _LOG, is_switch=True),
+    Foreign("enable_log_requests", "vLLM", _LOG, is_switch=True),
+    Foreign("disable_log_stats", "vLLM", "figures are at /metrics, and not in the log", is_switch=True),
+    Foreign("disable_uvicorn_access_log", "vLLM", _LEVEL, is_switch=True),
+    Foreign("uvicorn_log_level", "vLLM", _LEVEL),
 )  # fmt: skip
 
 

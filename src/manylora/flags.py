@@ -56,6 +56,8 @@ class Flag:
     repeats: bool
     takes_numbers: bool
     """Whether a number stands for its text."""
+    takes_several: bool
+    """Whether one flag has several values after it."""
 
     @property
     def option(self) -> str:
@@ -87,6 +89,7 @@ def _flags(section: type) -> Iterator[Flag]:
             choices=next((rule.choices for rule in field.rules if rule.choices), ()),
             repeats=repeats,
             takes_numbers=about.takes_numbers,
+            takes_several=about.takes_several,
         )
 
 
@@ -215,6 +218,8 @@ def read_config_file(path: str) -> dict[str, Any]:
             import yaml
 
             values = yaml.safe_load(text)
+    except ImportError:
+        raise
     except Exception as error:  # each parser has its own errors
         reason = " ".join(str(error).split())
         raise ConfigError(f"the config file {path} is not valid: {reason}") from None

@@ -26,7 +26,7 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
     if flag.repeats:
         options["action"] = "append"
-    if flag.name == "served_model_name":  # as vLLM takes several
+    if flag.takes_several:
         options |= {"action": "extend", "nargs": "+"}
     if is_switch:
         options["action"] = "store_true"

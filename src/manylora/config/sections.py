@@ -55,6 +55,7 @@ class ModelSettings(Section):
         "the first",
         "NAME",
         name="served_model_name",
+        takes_several=True,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "where to run; auto takes a CUDA GPU when there is one"

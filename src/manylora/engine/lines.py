@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def private(path: Path, flags: int) -> int:
-    """Open a file for writing that its owner alone may read, since it says what clients ask: a descriptor. It is made
-    where it is not there. Raises OSError, ValueError."""
+    """Open or make a file that its owner alone may read, since it says what clients ask; its descriptor, for
+    writing. Raises OSError, ValueError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and no terminal, nor /dev/null

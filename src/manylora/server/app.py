@@ -43,7 +43,6 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        root_path=settings.root_path,
     )
     app.state.lifecycle = lifecycle
     app.state.connection_limits = settings.connections
@@ -66,5 +65,5 @@ def create_app(
     app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
     app.add_middleware(Gate, lifecycle=lifecycle)
     app.add_middleware(RequestLog)
-    app.add_middleware(RootPath)
+    app.add_middleware(RootPath, root=settings.root_path)
     return app

@@ -6,7 +6,7 @@ import html
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
@@ -60,11 +60,12 @@ def routes(app: FastAPI) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
-    async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(openapi_url=f"{app.root_path}/openapi.json", title=app.title)
+    async def docs(request: Request) -> HTMLResponse:
+        document = f"{request.scope.get('root_path', '')}/openapi.json"
+        page = get_swagger_ui_html(openapi_url=document, title=app.title)
         fallback = (
             f'<div id="swagger-ui"><h1>{html.escape(app.title)}</h1>{_plain_list(app.openapi())}'
-            f'<p>Fields: <a href="{app.root_path}/openapi.json">openapi.json</a></p>'
+            f'<p>Fields: <a href="{html.escape(document)}">openapi.json</a></p>'
         )
         text = bytes(page.body).decode().replace('<div id="swagger-ui">', fallback)
         return HTMLResponse(text)

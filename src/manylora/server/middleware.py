@@ -29,17 +29,20 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class RootPath:
-    """Takes the app's root path off a request's path where the proxy before it has not, so that a route has one path
-    for all that looks at it, such as what asks for keys."""
+    """Tells the app where a proxy serves it, and takes that off a request's path where the proxy has not.
 
-    def __init__(self, app: ASGIApp) -> None:
+    So each route has one path for all that look at it, such as what asks for keys.
+    """
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
         self._app = app
+        self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        root = scope.get("root_path", "")
-        if root and scope["path"].startswith(root + "/"):
-            scope = {**scope, "path": scope["path"].removeprefix(root)}
+        if self._root and scope["type"] == "http":
+            path = scope["path"].removeprefix(self._root)
+            scope.update(root_path=self._root, path=path if path.startswith("/") else scope["path"])
         await self._app(scope, receive, send)
 
 
