@@ -68,7 +68,6 @@ ALIASES: tuple[Alias, ...] = (
     Alias("fully_sharded_loras", "lora_sharding", "vLLM", switch=("sharded", "replicated")),
     Alias("enforce_eager", "cuda_graphs", "vLLM", switch=("off", "auto")),
     Alias("disable_cuda_graph", "cuda_graphs", "SGLang", switch=("off", "auto")),
-    Alias("tokenizer_path", "tokenizer", "SGLang"),
     Alias("lora_modules", "adapter", "vLLM", lists_adapters=True),
     Alias("lora_paths", "adapter", "SGLang", lists_adapters=True),
     Alias("enable_lora", None, "vLLM, SGLang", "adapters are served"),

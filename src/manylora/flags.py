@@ -264,7 +264,7 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
     if {"device_pool", "gpu_memory_utilization"} <= given.keys():
         raise ConfigError("--device-pool and --gpu-memory-utilization both size the pool: give one of them")
     if engine.scheduler.queue.fair_by == "key" and not http.api_keys:
-        raise ConfigError("--fair-by key needs API keys: give --api-key or --api-key-file")
+        raise ConfigError("--fair-by key needs API keys: give --api-key")
     folder = engine.adapters.adapter_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--adapter-dir {folder} is not a folder")

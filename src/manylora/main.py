@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import gc
 import logging
 import os
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +40,7 @@ from manylora.engine.lines import private
 from manylora.engine.remote import RemoteEngine
 from manylora.engine.trace import TraceWriter
 from manylora.inspection import check_named_adapters
+from manylora.listening import address_of, bound, cannot_listen
 from manylora.missing import naming_what_is_missing
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
@@ -288,7 +288,7 @@ async def _serve(
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
         except OSError as error:
-            raise _cannot_listen(http, error) from error
+            raise cannot_listen(http, error) from error
         log.info("serving %s on %s", engine.model.name, address_of(sock))
         gc.freeze()  # what start-up made lives on; do not look through it again
         code = await serve(app, sock, client, http.drain_timeout, stop_signals())
@@ -375,65 +375,6 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
         return None
     finally:
         stopping.cancel()
-
-
-@contextlib.contextmanager
-def bound(http: HttpSettings) -> Iterator[socket.socket]:
-    """The listening address, taken, and given back at the end; raises ConfigError."""
-    sock = bind(http)
-    made = None if http.uds is None else os.stat(http.uds)
-    try:
-        yield sock
-    finally:
-        sock.close()
-        with contextlib.suppress(OSError):  # another server may have taken the path since
-            if made is not None and os.path.samestat(made, os.stat(str(http.uds))):
-                os.unlink(str(http.uds))
-
-
-def address_of(sock: socket.socket) -> str:
-    """Where clients find a server, for people."""
-    name = sock.getsockname()
-    if isinstance(name, str):
-        return f"unix:{name}"
-    host, port = name[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def bind(http: HttpSettings) -> socket.socket:
-    """The listening address, taken but not yet listened on; raises ConfigError."""
-    try:
-        if http.uds is not None:
-            return _bind_path(http.uds)
-        family, kind, proto, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
-        raise _cannot_listen(http, error) from error
-    return sock
-
-
-def _bind_path(path: str) -> socket.socket:
-    """Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        # Of a server that was killed. Any other file is not ours to remove.
-        if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
-            os.unlink(path)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.bind(path)
-    os.chmod(path, 0o600)
-    sock.listen()  # at once, and clients wait: another server must see that the path is taken
-    return sock
-
-
-def _cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(f"cannot listen on {http.uds or f'{http.host}:{http.port}'}: {reason}")
 
 
 class Ending:

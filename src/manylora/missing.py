@@ -1,4 +1,4 @@
-"""Packages that are not installed, told from mistakes in manylora's own imports. Does not know who needs them."""
+"""Packages that are not installed, told from mistakes in manylora's own imports. Does not know what needs them."""
 
 from __future__ import annotations
 

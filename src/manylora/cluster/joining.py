@@ -29,7 +29,8 @@ from manylora.cluster.link import Hello, LinkError, LinkRefused, dial
 from manylora.config import ConfigError, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes
-from manylora.main import address_of, bound, check_model, configure_logging, load_tokenizer, run_loop
+from manylora.listening import address_of, bound
+from manylora.main import check_model, configure_logging, load_tokenizer, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
 from manylora.types import EngineInfo

@@ -34,7 +34,8 @@ from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
-from manylora.main import address_of, bound, check_model, configure_logging
+from manylora.listening import address_of, bound
+from manylora.main import check_model, configure_logging
 from manylora.models.source import resolve_model
 from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaId

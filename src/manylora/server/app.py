@@ -58,7 +58,7 @@ def create_app(
     app.include_router(probes.routes(lifecycle, show, settings.version))
     if routes is not None:
         app.include_router(routes)
-    docs.install(app)
+    docs.install(app, settings.root_path)
 
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes or bodies.max_bytes(client.info))

@@ -29,9 +29,9 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class RootPath:
-    """Tells the app where a proxy serves it, and takes that off a request's path where the proxy has not.
+    """Takes the path under which a proxy serves the app off a request's path, where the proxy has not.
 
-    So each route has one path for all that look at it, such as what asks for keys.
+    Nothing else does: a route has one path for all that look at it, such as what asks for keys.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -40,9 +40,8 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if self._root and scope["type"] == "http":
-            path = scope["path"].removeprefix(self._root)
-            scope.update(root_path=self._root, path=path if path.startswith("/") else scope["path"])
+        if scope["type"] == "http" and scope["path"].startswith(self._root + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
         await self._app(scope, receive, send)
 
 
