@@ -319,6 +319,16 @@ def test_what_sizes_the_pool_twice_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("option", ["--model", "--model-path"])
+def test_the_model_may_be_an_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Reached) as reached:
+        main(["serve", option, "m", "--served-model-name", "a", "b"])
+    assert reached.value.args == built(served_model_name=["a", "b"])
+    assert main(["serve", "m", option, "n"]) == 2
+    assert "MODEL and --model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stopped")
 def test_the_model_may_follow_on_its_names(tmp_path: Path) -> None:
     with pytest.raises(Reached) as reached:
         main(["serve", "--served-model-name", "a", "b", "m"])

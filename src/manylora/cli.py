@@ -147,6 +147,9 @@ def _add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
+    serve.add_argument(
+        "--model", "--model-path", dest="named", metavar="MODEL", help="vLLM, SGLang: the same as MODEL"
+    )
     serve.add_argument("--config", metavar="FILE", help="a YAML or JSON file that sets the same names")
     for flag in FLAGS:
         add_flag(serve, flag)
@@ -174,6 +177,9 @@ def _serve(args: argparse.Namespace) -> int:
 
         print(router_help(args.router_help))
         return 0
+    if args.model is not None and args.named is not None:
+        raise ConfigError("MODEL and --model are one setting: give one of them")
+    args.model = args.model or args.named
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
     names += (*(foreign.name for foreign in FOREIGN), *(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
