@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from manylora.types import InvalidRequest, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = 2**62
+KEYS = str(Path(__file__))  # any file with lines that are no comments
 HELD_BY = {
-    "served_model_name": "model.served_model_name", "adapter": "adapters.adapters",
+    "served_model_name": "model.served_model_names", "adapter": "adapters.adapters",
     "adapter_dir": "adapters.adapter_dir", "host": "host", "port": "port", "device": "model.device",
     "dtype": "model.dtype", "load_format": "model.load_format", "max_model_len": "model.max_model_len",
     "max_num_seqs": "scheduler.max_num_seqs", "max_batch_tokens": "scheduler.max_batch_tokens",
@@ -48,7 +50,9 @@ HELD_BY = {
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
     "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
     "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
-    "lora_sharding": "lora_sharding",
+    "lora_sharding": "lora_sharding", "seed": "seed", "tokenizer": "model.tokenizer", "uds": "uds",
+    "root_path": "root_path", "api_key_file": "api_key_file",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -87,7 +91,7 @@ CHOICES = {
     "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
-TEXTS = ("served_model_name", "host", "trace", "journal")
+TEXTS = ("host", "trace", "journal", "tokenizer")
 
 
 def accepted() -> list[tuple[str, Any, Any]]:
@@ -123,6 +127,11 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("cache_policy", policy, policy) for policy in (*CACHE_POLICIES, "a.b:C")]
     found += [("cache_policy", Path("lru"), "lru")]
     found += [("admission", "fcfs", "fcfs"), ("admission", "lcfs", "lcfs"), ("adapter_dir", ".", ".")]
+    found += [("served_model_name", "x", ("x",)), ("served_model_name", ["x", "y:z"], ("x", "y:z"))]
+    found += [("seed", 0, 0), ("seed", "-3", -3), ("seed", -(2**63), -(2**63)), ("seed", 2**64 - 1, 2**64 - 1)]
+    found += [("gpu_memory_utilization", "0.9", 0.9), ("gpu_memory_utilization", 1, 1.0)]
+    found += [("uds", "x", "x"), ("root_path", "", ""), ("root_path", "/a/b", "/a/b")]
+    found += [("api_key_file", KEYS, KEYS), ("api_key_file", Path(KEYS), KEYS)]
     found += [("adapter_store", "x", "x"), ("adapter_store", Path("a/b"), "a/b")]
     found += [("api_key", "k", ("k",)), ("api_key", ["k", "l"], ("k", "l")), ("api_key", ("k",), ("k",))]
     found += [("api_key", [], ()), ("adapter", [], ()), ("adapter", "a=b=c", (("a", "b=c"),))]
@@ -182,6 +191,11 @@ def refused() -> list[tuple[str, Any]]:
     found += each("cold_start_stall", 0, -1, "0", 1.01, "x", "", NAN, INF, [1], {})
     found += each("cpu_lora_workers", "", "x", "-1", -1, "257", 257, "1.5", 1.0, True, "AUTO", NAN, [1], {})
     found += each("kept_share", -0.1, 1.01, "x", "", NAN, INF, [1], {})
+    found += each("served_model_name", 1, True, [1], ["x", 2])
+    found += each("seed", *NO_WHOLE_NUMBERS, -(2**63) - 1, 2**64, 10**400, INF)
+    found += each("gpu_memory_utilization", 0, -0.1, 1.01, "x", "", NAN, INF, [1], {})
+    found += each("uds", "", " ", 1, ["x"]) + each("root_path", "x", "a/b", 1, ["/x"])
+    found += each("api_key_file", "no/such/file", ".", os.devnull, 1, ["x"])
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found
@@ -202,7 +216,7 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start"):
+            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start", "served_model_name"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import manylora.main
-from manylora.aliases import ALIASES, Alias
+from manylora.aliases import ALIASES, FOREIGN, Alias, Foreign
 from manylora.cli import _parser, main
-from manylora.config import ConfigError, EngineSettings, HttpSettings
+from manylora.config import ConfigError, EngineSettings, HttpSettings, option_of
 from manylora.extensions import find_commands
 from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
@@ -62,7 +62,16 @@ def served(*args: str) -> tuple[EngineSettings, HttpSettings]:
 
 def test_the_page_has_the_table() -> None:
     rows = re.findall(r"^\| `(--?[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    rows, others = rows[: len(ALIASES)], rows[len(ALIASES) :]
     assert [row[0] for row in rows] == [alias.option for alias in ALIASES]
+    assert [(option, engines) for option, engines, _ in others] == [
+        (foreign.option, foreign.engines) for foreign in FOREIGN
+    ]
+    for (_, _, here), foreign in zip(others, FOREIGN, strict=True):
+        does = "does nothing" if foreign.harmless is None else "refused"
+        taken = [value for value in foreign.harmless or () if not foreign.is_switch]
+        but = f", but for {' and '.join(f'`{value}`' for value in taken)}" if taken else ""
+        assert here.replace("`", "") == f"{does}{but}: {foreign.because}".replace("`", "")
     for (_, engines, here), alias in zip(rows, ALIASES, strict=True):
         assert engines == alias.engines
         if alias.of is None:
@@ -247,8 +256,121 @@ def test_other_commands_take_them_where_they_take_the_flag() -> None:
     assert canonical({"block_size": "8"}) == {"page_tokens": 8}
 
 
-@pytest.mark.parametrize("name", ["gpu_memory_utilization", "mem_fraction_static", "swap_space", "max_loras"])
-def test_what_means_something_else_is_unknown(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        built(**{name: 1})
-    assert f"`--{name.replace('_', '-')}`" in PAGE.read_text()
+def given(foreign: Foreign, value: str) -> list[str]:
+    """Words of a command line that give a flag this value."""
+    if foreign.is_switch:
+        return [foreign.option if value == "true" else option_of(f"no_{foreign.name}")]
+    return [f"{foreign.option}={value}"]
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: foreign.name)
+def test_what_has_no_counterpart_is_noted_or_refused(
+    foreign: Foreign, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = "true" if foreign.is_switch else "4"
+    noted = [] if foreign.harmless is not None else [f"{foreign.option} does nothing here: {foreign.because}"]
+    for value in (other,) if foreign.harmless is None else foreign.harmless:
+        file = tmp_path / "serve.yaml"
+        file.write_text(f"{foreign.name}: {value}")
+        keyword: Any = value == "true" if foreign.is_switch else value
+        caplog.clear()
+        assert served(*given(foreign, value)) == served("--config", str(file)) == built()
+        assert built(**{foreign.name: keyword}) == built()
+        assert caplog.messages == noted * 3
+    if foreign.harmless is None:
+        return
+    capsys.readouterr()
+    assert main(["serve", "m", *given(foreign, other)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert foreign.option in line
+    assert foreign.because in line
+    for kind in (LLM, AsyncLLM):
+        keywords: dict[str, Any] = {foreign.name: True if foreign.is_switch else other}
+        with pytest.raises(ConfigError, match=foreign.option):
+            kind("m", **keywords)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("trust-remote-code: true")
+    assert main(["serve", "m", "--config", str(file)]) == 2
+    assert served("--config", str(file), "--no-trust-remote-code") == built()
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_copied_command_is_taken() -> None:
+    found = served(
+        "--served_model_name", "a", "b:c", "--max_lora_rank=64", "--gpu_memory_utilization", "0.9",
+        "--enforce-eager", "--lora-modules", "my_de=./my_de", "--seed", "7", "--root-path=/llm", "--max-loras",
+        "4",
+    )  # fmt: skip
+    assert found == built(
+        served_model_name=["a", "b:c"], max_adapter_rank=64, gpu_memory_utilization=0.9, cuda_graphs="off",
+        adapter={"my_de": "./my_de"}, seed=7, root_path="/llm",
+    )  # fmt: skip
+    assert served("--no-enforce-eager") == built(enforce_eager=False) == built()
+
+
+def test_what_sizes_the_pool_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--device-pool and --gpu-memory-utilization"):
+        built(gpu_memory_utilization=0.9, device_pool="1GiB")
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("option", ["--model", "--model-path"])
+def test_the_model_may_be_an_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Reached) as reached:
+        main(["serve", option, "m", "--served-model-name", "a", "b"])
+    assert reached.value.args == built(served_model_name=["a", "b"])
+    assert main(["serve", "m", option, "n"]) == 2
+    assert "MODEL and --model" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stopped")
+def test_the_model_may_follow_on_its_names(tmp_path: Path) -> None:
+    with pytest.raises(Reached) as reached:
+        main(["serve", "--served-model-name", "a", "b", "m"])
+    assert reached.value.args[0] == built(served_model_name=["a", "b"])[0]
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\nserved-model-name: [x]")
+    with pytest.raises(Reached) as reached:
+        main(["serve", "--config", str(file), "--served-model-name", "a", "b"])
+    assert reached.value.args[0].model.names == ("a", "b")
+
+
+def test_a_base_has_several_names() -> None:
+    engine, _ = built(served_model_name=["a", "", "b", "a"], lora_modules=[
+        {"name": "x", "path": "./x", "base_model_name": "b"}, {"name": "y", "path": "./y", "base_model_name": "m"},
+    ])  # fmt: skip
+    assert (engine.model.names, engine.model.name) == (("a", "b"), "a")
+    assert [name for name, _ in engine.adapters.adapters] == ["x", "y"]
+    assert built(served_model_name="")[0].model.names == built()[0].model.names == ("m",)
+
+
+KEYS = "\ufeff# one a line\n\nfirst\n  second \n#third\n"
+
+
+@pytest.mark.usefixtures("stopped")
+def test_keys_come_from_a_file_and_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEYS, encoding="utf-8")
+    assert served("--api-key-file", str(file))[1].api_keys == ("first", "second")
+    assert served("--api-key", "own", "--api-key-file", str(file))[1].api_keys == ("own", "first", "second")
+    monkeypatch.setenv("MANYLORA_API_KEY", "of the environment")
+    assert served()[1].api_keys == ("of the environment",)
+    assert served("--api-key", "own")[1].api_keys == ("own",)
+    assert served("--api-key-file", str(file))[1].api_keys == ("first", "second")
+    assert built()[1].api_keys == ()
+    monkeypatch.setenv("MANYLORA_API_KEY", " ")
+    assert main(["serve", "m"]) == 2
+    file.write_text("# none\n")
+    assert main(["serve", "m", "--api-key-file", str(file)]) == 2
+    file.write_bytes(b"\xff")
+    assert main(["serve", "m", "--api-key-file", str(file)]) == 2
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == [
+        "MANYLORA_API_KEY", "--api-key-file", "cannot",
+    ]  # fmt: skip

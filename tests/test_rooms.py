@@ -39,14 +39,16 @@ ROOMS: dict[str, set[str]] = {
     "pricing": BOTTOM,
     "solving": {"config", "protocol", "types"},
     "cluster": BOTTOM
-    | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "main", "memory.shares"}
-    | {"metrics", "models.errors", "models.source", "policy", "pricing", "server", "signals", "solving"}
-    | {"text"},
+    | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
+    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "pricing", "server"}
+    | {"signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
     "options": {"aliases", "config", "flags"},
     "extensions": set(),
+    "listening": {"config"},
+    "missing": {"config"},
     "progress": set(),
     "signals": set(),
     "arguments": {"types"},
@@ -65,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "flags",
         "main",
         "inspection",
+        "missing",
         "options",
         "policy.routing",
         "progress",
@@ -80,6 +83,8 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "executor",
         "inspection",
+        "listening",
+        "missing",
         "models",
         "policy",
     }

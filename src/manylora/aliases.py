@@ -1,17 +1,21 @@
-"""Flags of vLLM and SGLang that mean exactly what one of ours means, or what is always so here.
+"""Flags of vLLM and SGLang: those that mean exactly what one of ours means, or what is always so here, and those
+that copied commands have and that do nothing here, or cannot be had.
 
-One table for the command line, config files and keyword arguments of ``LLM``; docs/flags.md shows it. Whatever
-means something else, however slightly, is not in it and is refused as unknown.
+Two tables for the command line, config files and keyword arguments of ``LLM``; docs/flags.md shows them. Whatever
+is in neither is refused as unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from manylora.config import ConfigError, option_of
+
+log = logging.getLogger("manylora")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("tp", "tensor_parallel_size", "vLLM", is_short=True),
     Alias("tp_size", "tensor_parallel_size", "SGLang"),
     Alias("fully_sharded_loras", "lora_sharding", "vLLM", switch=("sharded", "replicated")),
+    Alias("enforce_eager", "cuda_graphs", "vLLM", switch=("off", "auto")),
+    Alias("disable_cuda_graph", "cuda_graphs", "SGLang", switch=("off", "auto")),
     Alias("lora_modules", "adapter", "vLLM", lists_adapters=True),
     Alias("lora_paths", "adapter", "SGLang", lists_adapters=True),
     Alias("enable_lora", None, "vLLM, SGLang", "adapters are served"),
@@ -70,6 +76,75 @@ ALIASES: tuple[Alias, ...] = (
         "enable_prefix_caching", None, "vLLM", "KV of earlier requests is reused",
         contradicts=("cache_policy", "s-lora"),
     ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Foreign:
+    """Another engine's flag with no counterpart."""
+
+    name: str
+    engines: str
+    because: str
+    """Why it does nothing, or cannot be had."""
+    harmless: tuple[str, ...] | None = None
+    """Values, in lower case, that ask for what is so anyway; any other is refused. None: all are accepted with a
+    note."""
+    is_switch: bool = False
+
+    @property
+    def option(self) -> str:
+        return option_of(self.name)
+
+    def check(self, value: Any) -> None:
+        """Accept a value, with a note where it does nothing; raise ConfigError where it cannot be had."""
+        if self.harmless is None:
+            log.warning("%s does nothing here: %s", self.option, self.because)
+        elif str(value).lower() not in self.harmless:
+            given = self.option if self.is_switch else f"{self.option} {value}"
+            raise ConfigError(f"{given} cannot be had: {self.because}")
+
+
+_NO_SLOTS = "there are no adapter slots, adapters take pages of one pool; --adapter-batch-limit bounds a batch"
+_LOG = "the log has a line for each request, without its text"
+_LEVEL = "MANYLORA_LOG_LEVEL sets what is logged"
+_NO_TLS = "the server speaks plain HTTP; TLS is for a proxy before it"
+_ONLY_TEXT = "what is served is text generation"
+_OFF = ("false",)
+
+# What is refused comes first, so that an error follows on no note.
+FOREIGN: tuple[Foreign, ...] = (
+    Foreign("trust_remote_code", "vLLM, SGLang", "code from a checkpoint is never run", _OFF, True),
+    Foreign("enable_auto_tool_choice", "vLLM", "answers are not searched for tool calls yet", _OFF, True),
+    Foreign("tool_call_parser", "vLLM, SGLang", "answers are not searched for tool calls yet", ()),
+    Foreign("reasoning_parser", "vLLM, SGLang", "reasoning is not told from the answer", ()),
+    Foreign("quantization", "vLLM, SGLang", "weights are float32, float16 or bfloat16 (--dtype)", ("none",)),
+    Foreign("kv_cache_dtype", "vLLM, SGLang", "KV has the type of the weights (--dtype)", ("auto",)),
+    Foreign("lora_dtype", "vLLM", "adapters have the type of the weights (--dtype)", ("auto",)),
+    Foreign("tokenizer_mode", "vLLM, SGLang", "tokenizers are read from tokenizer.json", ("auto", "hf")),
+    Foreign("distributed_executor_backend", "vLLM", "ranks are processes of one host", ("mp",)),
+    Foreign("pipeline_parallel_size", "vLLM", "--tensor-parallel-size alone cuts a model", ("1",)),
+    Foreign("cpu_offload_gb", "vLLM, SGLang", "weights stay on the device", ("0", "0.0")),
+    Foreign("mem_fraction_static", "SGLang", "its share leaves steps out: see --gpu-memory-utilization", ()),
+    Foreign(
+        "disable_radix_cache", "SGLang",
+        "KV is reused by every --cache-policy but s-lora; with a cache_salt of its own a request reuses none",
+        _OFF, True,
+    ),
+    Foreign("ssl_keyfile", "vLLM, SGLang", _NO_TLS, ()),
+    Foreign("ssl_certfile", "vLLM, SGLang", _NO_TLS, ()),
+    Foreign("task", "vLLM", _ONLY_TEXT, ("auto", "generate")),
+    Foreign("runner", "vLLM", _ONLY_TEXT, ("auto", "generate")),
+    Foreign("max_loras", "vLLM", _NO_SLOTS),
+    Foreign("max_cpu_loras", "vLLM", "adapters that have been read take pages of --host-pool"),
+    Foreign("max_loras_per_batch", "SGLang", _NO_SLOTS),
+    Foreign("max_loaded_loras", "SGLang", "adapters that have been read take pages of --host-pool"),
+    Foreign("swap_space", "vLLM", "KV that leaves the device goes to --host-pool"),
+    Foreign("disable_log_requests", "vLLM", _LOG, is_switch=True),
+    Foreign("enable_log_requests", "vLLM", _LOG, is_switch=True),
+    Foreign("disable_log_stats", "vLLM", "figures are at /metrics, and not in the log", is_switch=True),
+    Foreign("disable_uvicorn_access_log", "vLLM", _LEVEL, is_switch=True),
+    Foreign("uvicorn_log_level", "vLLM", _LEVEL),
 )  # fmt: skip
 
 

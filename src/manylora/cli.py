@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
-from manylora.aliases import ALIASES
+from manylora.aliases import ALIASES, FOREIGN
 from manylora.cluster.command import add_cluster
 from manylora.config import ConfigError, option_of
 from manylora.config.cluster import TLS_OPTIONS
@@ -29,9 +29,11 @@ from manylora.flags import (
     build_http,
     build_settings,
     canonical,
+    key_of_environment,
     read_config_file,
     split_cluster,
 )
+from manylora.missing import naming_what_is_missing
 from manylora.options import SIZING, add_flag, add_settings, settings_of
 from manylora.progress import LOG_FORMAT
 
@@ -68,18 +70,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    # Other distributions' commands need not be imported for one of our own.
-    others = {} if words and words[0] in _OWN else find_commands()
-    if words and words[0] in LAB and words[0] not in others:
-        return _refuse(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
-    args = _parser(others).parse_args(words)
-    if args.run not in (_serve, _frontend):  # whose log is the engine's
-        _announce_compilation()
+    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
-        code = int(args.run(args))
-        sys.stdout.flush()
-        return code
+        return _run(words)
     except ConfigError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -89,6 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@naming_what_is_missing()
+def _run(words: Sequence[str]) -> int:
+    """A command; its exit code. Raises ConfigError."""
+    # Other distributions' commands need not be imported for one of our own.
+    others = {} if words and words[0] in _OWN else find_commands()
+    if words and words[0] in LAB and words[0] not in others:
+        raise ConfigError(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
+    args = _parser(others).parse_args(words)
+    if args.run not in (_serve, _frontend):  # whose log is the engine's
+        _announce_compilation()
+    code = int(args.run(args))
+    sys.stdout.flush()
+    return code
+
+
+def _dashed(word: str) -> str:
+    """An option with dashes where it is written with underscores, as vLLM takes it."""
+    option, equals, value = word.partition("=")
+    return option.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _refuse(reason: object) -> int:
@@ -133,19 +147,27 @@ def _add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
+    serve.add_argument(
+        "--model", "--model-path", dest="named", metavar="MODEL", help="vLLM, SGLang: the same as MODEL"
+    )
     serve.add_argument("--config", metavar="FILE", help="a YAML or JSON file that sets the same names")
     for flag in FLAGS:
         add_flag(serve, flag)
     for alias in ALIASES:
         if alias.of is None:
             text = f"{alias.engines}: always on, {alias.means}"
-            serve.add_argument(alias.option, action="store_true", default=None, help=text)
+            serve.add_argument(alias.option, action=argparse.BooleanOptionalAction, help=text)
     cluster = serve.add_argument_group("several replicas behind one port")
     for flag in CLUSTER_FLAGS:
         add_flag(cluster, flag)
     cluster.add_argument("--router-help", metavar="NAME", help="name a router's parameters, and end")
     for name, of in CLUSTER_ALIASES.items():
         cluster.add_argument(option_of(name), dest=name, help=f"vLLM: the same as {option_of(of)}")
+    others = serve.add_argument_group("flags of other engines that do nothing here, or cannot be had")
+    for foreign in FOREIGN:
+        action = argparse.BooleanOptionalAction if foreign.is_switch else "store"
+        text = f"{foreign.engines}: {foreign.because}"
+        others.add_argument(foreign.option, action=action, help=text)
     serve.set_defaults(run=_serve)
 
 
@@ -155,11 +177,16 @@ def _serve(args: argparse.Namespace) -> int:
 
         print(router_help(args.router_help))
         return 0
+    if args.model is not None and args.named is not None:
+        raise ConfigError("MODEL and --model are one setting: give one of them")
+    args.model = args.model or args.named
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
-    names += (*(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
+    names += (*(foreign.name for foreign in FOREIGN), *(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    cluster, layers = split_cluster(settings, given)
+    if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
+        given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names
+    cluster, layers = split_cluster(key_of_environment(settings, given), settings, given)
     engine, http = build_settings(canonical(*layers))
     _leave_when_told()
     if cluster is not None:
@@ -195,7 +222,8 @@ def _add_frontend(commands: Any) -> None:
 
 
 def _frontend(args: argparse.Namespace) -> int:
-    http = build_http(settings_of(args, _HTTP_FLAGS))
+    given = settings_of(args, _HTTP_FLAGS)
+    http = build_http({**key_of_environment(given), **given})
     _leave_when_told()
     from manylora.cluster.joining import run_frontend
 

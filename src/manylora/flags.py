@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from manylora.aliases import ALIASES, Alias, adapter_pairs, check_switch
+from manylora.aliases import ALIASES, FOREIGN, Alias, adapter_pairs, check_switch
 from manylora.config import (
     AdapterSettings,
     CacheConfig,
@@ -31,6 +33,8 @@ from manylora.config import (
 )
 from manylora.config.cluster import ClusterOptions
 from manylora.rules import fields_of
+
+log = logging.getLogger("manylora")
 
 _Section = TypeVar("_Section")
 
@@ -52,6 +56,8 @@ class Flag:
     repeats: bool
     takes_numbers: bool
     """Whether a number stands for its text."""
+    takes_several: bool
+    """Whether one flag has several values after it."""
 
     @property
     def option(self) -> str:
@@ -83,6 +89,7 @@ def _flags(section: type) -> Iterator[Flag]:
             choices=next((rule.choices for rule in field.rules if rule.choices), ()),
             repeats=repeats,
             takes_numbers=about.takes_numbers,
+            takes_several=about.takes_several,
         )
 
 
@@ -119,7 +126,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError where one layer gives a setting different values under different names.
     """
     plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
-    bases = [str(plain[name]) for name in ("served_model_name", "model") if name in plain]
+    bases = {str(plain.get("model")), *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ()))}
     merged: dict[str, Any] = {}
     switches: list[tuple[Alias, Any]] = []
     for layer in layers:
@@ -145,6 +152,9 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
         merged.update(own)
     for alias, value in switches:
         check_switch(alias, value, merged)
+    for foreign in FOREIGN:
+        if (value := merged.pop(foreign.name, None)) is not None:
+            foreign.check(value)
     return merged
 
 
@@ -208,6 +218,8 @@ def read_config_file(path: str) -> dict[str, Any]:
             import yaml
 
             values = yaml.safe_load(text)
+    except ImportError:
+        raise
     except Exception as error:  # each parser has its own errors
         reason = " ".join(str(error).split())
         raise ConfigError(f"the config file {path} is not valid: {reason}") from None
@@ -248,7 +260,9 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         ),
         adapters=_section(AdapterSettings, given),
     )
-    http = _section(HttpSettings, given)
+    http = _http(given)
+    if {"device_pool", "gpu_memory_utilization"} <= given.keys():
+        raise ConfigError("--device-pool and --gpu-memory-utilization both size the pool: give one of them")
     if engine.scheduler.queue.fair_by == "key" and not http.api_keys:
         raise ConfigError("--fair-by key needs API keys: give --api-key")
     folder = engine.adapters.adapter_dir
@@ -260,7 +274,39 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
 def build_http(values: Mapping[str, Any]) -> HttpSettings:
     """A server's own side from values by flag name; raises ConfigError."""
     given = {name: convert(_BY_NAME[name], value) for name, value in values.items()}
-    return _section(HttpSettings, {name: value for name, value in given.items() if value is not None})
+    return _http({name: value for name, value in given.items() if value is not None})
+
+
+def _http(given: Mapping[str, Any]) -> HttpSettings:
+    """With the keys of --api-key-file."""
+    keys = given.get("api_key", ())
+    if "api_key_file" in given:
+        keys = (*keys, *_keys_in(given["api_key_file"]))
+    if "uds" in given and {"host", "port"} & given.keys():
+        log.warning("--host and --port do nothing beside --uds")
+    return _section(HttpSettings, {**given, "api_key": keys})
+
+
+def _keys_in(path: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise ConfigError(f"cannot read --api-key-file {path}: {reason}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} holds no key")
+    return keys
+
+
+def key_of_environment(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting that MANYLORA_API_KEY makes where no layer gives keys; raises ConfigError where it is empty."""
+    key = os.environ.get("MANYLORA_API_KEY")
+    if key is None or any(layer.get(name) for layer in layers for name in ("api_key", "api_key_file")):
+        return {}
+    if not key.strip():
+        raise ConfigError("MANYLORA_API_KEY must not be empty: unset it to serve without a key")
+    return {"api_key": key}
 
 
 def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, list[dict[str, Any]]]:

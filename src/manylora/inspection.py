@@ -41,7 +41,7 @@ def check_named_adapters(settings: EngineSettings) -> None:
         for name, path in adapters.adapters:
             if fault := adapter_name_fault(name):
                 raise ConfigError(f"the adapter name {name[:200]!r} cannot be served: a name {fault}")
-            if reason := why_reserved(name, settings.model.name):
+            if reason := why_reserved(name, settings.model.names):
                 raise ConfigError(f"adapter {name!r} cannot be served: {reason}")
             try:
                 registry.inspect(Path(path), adapters.max_adapter_rank)

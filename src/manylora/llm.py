@@ -105,7 +105,7 @@ class AsyncLLM:
                 raise ConfigError(f"an adapter's name must hold no '=', got {taken!r}")
             values["adapter"] = [f"{name}={path}" for name, path in adapters.items()]
         engine, http = build_settings(values)
-        self._tokenizer: Tokenizer | None = load_tokenizer(engine.model.model)
+        self._tokenizer: Tokenizer | None = load_tokenizer(engine.model)
         self._driver: Driver = build_driver(engine)
         self._engine: LocalEngine | None = None
         self._ids = itertools.count()

@@ -24,14 +24,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
-from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, QueueConfig
+from manylora.config import (
+    AdapterSettings,
+    ConfigError,
+    EngineSettings,
+    HttpSettings,
+    ModelSettings,
+    QueueConfig,
+)
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
+from manylora.engine.lines import private
 from manylora.engine.remote import RemoteEngine
 from manylora.engine.trace import TraceWriter
 from manylora.inspection import check_named_adapters
+from manylora.listening import address_of, bound, cannot_listen
+from manylora.missing import naming_what_is_missing
 from manylora.models.config import ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.policy.caches import find_cache
@@ -62,6 +72,7 @@ _Writer = TypeVar("_Writer")
 # ---------------------------------------------------------------- an engine in this process
 
 
+@naming_what_is_missing()
 def build_driver(
     settings: EngineSettings,
     *,
@@ -83,7 +94,7 @@ def build_driver(
         # A policy that is not there, or a path that cannot be written, must not, either.
         find_cache(settings.cache.policy.policy)
         if settings.journal is not None:
-            open_output("journal", settings.journal, lambda path: path.open("a").close())
+            open_output("journal", settings.journal, lambda path: os.close(private(path, os.O_APPEND)))
         trace = None
         if settings.cache.trace is not None:
             trace = open_output("trace", settings.cache.trace, TraceWriter)
@@ -105,6 +116,8 @@ def build_driver(
         except ModelError as error:
             raise ConfigError(str(error)) from error
         undo.callback(executor.close)
+        if settings.cache.gpu_memory_utilization is not None and info.device.startswith("cpu"):
+            log.warning("--gpu-memory-utilization does nothing on a CPU: --device-pool sizes the pool")
         journal = None
         if settings.journal is not None:
             rotate = settings.journal_part_bytes
@@ -120,7 +133,7 @@ def build_driver(
             trace=trace,
             step_timeout_s=settings.step_timeout_s,
         )
-        add_initial_adapters(driver, settings.adapters, base=settings.model.name)
+        add_initial_adapters(driver, settings.adapters, settings.model.names)
         if settings.scheduler.queue.fair_by == "adapter" and has_all_adapters:
             served = {settings.model.name, *(card.name for card in driver.adapters())}
             warn_of_shares(settings.scheduler.queue, served)
@@ -137,10 +150,11 @@ def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Wri
         raise ConfigError(f"cannot write the {what} {path}: {reason}") from error
 
 
-def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -> None:
+def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Collection[str]) -> None:
     """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
 
-    None of the latter can have a name that means the base ``base`` or another adapter (``why_reserved``).
+    None of the latter can have a name that means the base, by one of ``bases``, or another adapter
+    (``why_reserved``).
     """
     for name, path in settings.adapters:
         try:
@@ -158,7 +172,7 @@ def add_initial_adapters(driver: Driver, settings: AdapterSettings, base: str) -
         if name in named:
             continue
         try:
-            if reason := why_reserved(name, base):
+            if reason := why_reserved(name, bases):
                 raise AdapterError(reason)
             driver.add_adapter(name, str(folder), verify=False)
         except AdapterError as error:
@@ -172,11 +186,14 @@ def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
             log.warning("--fair-share: there is no %s %r at the moment", queue.fair_by, name)
 
 
-def load_tokenizer(model: str) -> Tokenizer | None:
-    """The model folder's tokenizer; None, with a warning, where it has none. Raises ConfigError."""
+def load_tokenizer(model: ModelSettings) -> Tokenizer | None:
+    """The model folder's tokenizer, or the one that was asked for instead; None, with a warning, where the model
+    has none. Raises ConfigError."""
     try:
-        return Tokenizer.from_folder(resolve_model(model))
+        return Tokenizer.from_folder(resolve_model(model.tokenizer or model.model))
     except MissingTokenizer as error:
+        if model.tokenizer is not None:
+            raise ConfigError(f"--tokenizer: {model.tokenizer} has no tokenizer.json") from error
         log.warning("%s", str(error))  # not the exception: a log handler that keeps it would keep this engine
         return None
     except (TokenizerError, ModelError) as error:
@@ -193,10 +210,9 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if engine.scheduler.queue.fair_by == "key":
         warn_of_shares(engine.scheduler.queue, [str(place) for place in range(len(http.api_keys))])
-    sock = bind(http)  # first: a taken port must not cost a model load
-    try:
+    with bound(http) as sock:  # first: a taken port must not cost a model load
         check_model(engine.model.model)
-        tokenizer = load_tokenizer(engine.model.model)
+        tokenizer = load_tokenizer(engine.model)
         ours, theirs = socket.socketpair()
         ending = Ending(_start_engine(theirs))
         try:
@@ -207,8 +223,6 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         finally:
             ours.close()
             ending.reap()
-    finally:
-        sock.close()
 
 
 def check_model(model: str) -> None:
@@ -274,9 +288,8 @@ async def _serve(
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
         except OSError as error:
-            raise _cannot_listen(http, error) from error
-        host, port = sock.getsockname()[:2]
-        log.info("serving %s on http://%s:%d", engine.model.name, f"[{host}]" if ":" in host else host, port)
+            raise cannot_listen(http, error) from error
+        log.info("serving %s on %s", engine.model.name, address_of(sock))
         gc.freeze()  # what start-up made lives on; do not look through it again
         code = await serve(app, sock, client, http.drain_timeout, stop_signals())
         ending.begin(app.state.lifecycle.left_s(), code)
@@ -297,11 +310,13 @@ def server_settings(
 
     return ServerSettings(
         served_model_name=engine.model.name,
+        other_names=engine.model.names[1:],
         model_root=engine.model.model,
         version=VERSION,
         adapter_dir=Path(engine.adapters.adapter_dir) if engine.adapters.adapter_dir else None,
         api_keys=http.api_keys,
         metrics_open=http.metrics_key == "open",
+        root_path=http.root_path.rstrip("/"),
         max_body_bytes=http.max_body_size,
         connections=connections,
     )
@@ -360,26 +375,6 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
         return None
     finally:
         stopping.cancel()
-
-
-def bind(http: HttpSettings) -> socket.socket:
-    """The listening address, taken but not yet listened on; raises ConfigError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, proto)
-        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
-        raise _cannot_listen(http, error) from error
-    return sock
-
-
-def _cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(f"cannot listen on {http.host}:{http.port}: {reason}")
 
 
 class Ending:

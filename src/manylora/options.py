@@ -26,6 +26,8 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
     if flag.repeats:
         options["action"] = "append"
+    if flag.takes_several:
+        options |= {"action": "extend", "nargs": "+"}
     if is_switch:
         options["action"] = "store_true"
     elif flag.choices:
@@ -39,7 +41,7 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
             if alias.lists_adapters:
                 also |= {"action": "extend", "nargs": "+"}
             if alias.switch is not None:
-                also = {"dest": alias.name, "help": also["help"], "action": "store_true", "default": None}
+                also = {"dest": alias.name, "help": also["help"], "action": argparse.BooleanOptionalAction}
             parser.add_argument(alias.option, **also)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -21,6 +22,8 @@ class Bar:
     def __call__(self, done: int, total: int) -> None:
         bar = self._bar
         if bar is None:
+            from tqdm import tqdm  # here: the command line needs this module to say what is missing
+
             # disable=None: only where stderr is a terminal.
             bar = tqdm(
                 total=total,

@@ -50,12 +50,13 @@ def adapter_name_fault(name: str) -> str | None:
 MAX_LOGPROBS = 20
 
 
-def why_reserved(name: str, base: str) -> str | None:
-    """Why no adapter may have this name beside a base model of that name; None where it may."""
-    if name == base:
-        return f"{name!r} is the name of the base model"
-    if name.startswith(base + ":"):
-        return f"{name!r} begins with '{base}:', by which requests name the base model's other adapters"
+def why_reserved(name: str, bases: Iterable[str]) -> str | None:
+    """Why no adapter may have this name beside a base model of those names; None where it may."""
+    for base in bases:
+        if name == base:
+            return f"{name!r} is the name of the base model"
+        if name.startswith(base + ":"):
+            return f"{name!r} begins with '{base}:', by which requests name the base model's other adapters"
     return None
 
 
@@ -278,7 +279,7 @@ class EngineInfo:
     needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters are
     ``lora_sharding`` among; both empty where there is one. ``cold_start``: the mode in which it serves;
     ``cold_start_kinds``: how requests may begin whose adapter is not on the device, by mode and source with a
-    slash between."""
+    slash between. ``seed``: of requests that give none; None: each draws one."""
 
     model: str
     max_model_len: int
@@ -300,3 +301,4 @@ class EngineInfo:
     lora_sharding: str = ""
     cold_start: str = "wait"
     cold_start_kinds: tuple[str, ...] = ()
+    seed: int | None = None

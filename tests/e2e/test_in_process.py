@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from manylora_lab.sim.conformance import replay_difference
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
 from manylora.adapters.tensorfile import StoredTensor, read_header
+from manylora.config import ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput
+from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 from tests.e2e.process import MODEL
+from tests.text import made
 
 PROMPT = list(range(5, 45))
 
@@ -103,6 +107,30 @@ def test_a_journal_in_parts_replays(tmp_path: Path) -> None:
     config, entries = read_answered(journal)
     assert replay_difference(config, entries, fingerprint) is None
     assert sum(1 for _ in read_answered(journal)[1]) > 40
+
+
+def test_vllms_keywords_mean_what_they_mean_there(
+    adapters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    german = {"lora-model:1234": str(adapters / "german")}
+    folder = made.layout_5(tmp_path)
+    settings: dict[str, Any] = {
+        "seed": 7, "tokenizer": str(folder), "gpu_memory_utilization": 0.9, "enforce_eager": True, "max_loras": 4,
+    }  # fmt: skip
+    with LLM(MODEL, german, device="cpu", host_pool="8MiB", **settings) as llm:
+        drawn = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+        seeded = dataclasses.replace(drawn, seed=7)
+        answers = llm.generate(["One coffee"] * 3, [drawn, drawn, seeded], "lora-model:1234")
+        assert {tuple(answer.outputs[0].token_ids) for answer in answers} == {
+            tuple(answers[0].outputs[0].token_ids)
+        }
+        other = dataclasses.replace(drawn, seed=8)
+        (differs,) = llm.generate("One coffee", other, "lora-model:1234")
+        assert differs.outputs[0].token_ids != answers[0].outputs[0].token_ids
+        assert answers[0].prompt_token_ids == list(Tokenizer.from_folder(folder).encode("One coffee"))
+    assert sum("--gpu-memory-utilization does nothing on a CPU" in message for message in caplog.messages) == 1
+    with pytest.raises(ConfigError, match=r"--tokenizer: .* has no tokenizer.json"):
+        LLM(MODEL, device="cpu", tokenizer=str(adapters))
 
 
 def test_priorities_and_fairness_in_process(adapters: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
+import stat
 import threading
 import tracemalloc
 from collections.abc import Sequence
@@ -15,12 +17,16 @@ import msgspec
 import pytest
 from manylora_lab.sim.conformance import replay_difference
 
+from manylora.cluster.recording import without_what_fails
+from manylora.config import EngineSettings, ModelSettings
 from manylora.engine import journal
 from manylora.engine.driver import Driver
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import JournalWriter, read_answered, read_journal
+from manylora.engine.ledger import Ledger
 from manylora.engine.lines import LineFile
 from manylora.engine.local import LocalEngine
+from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
@@ -148,6 +154,22 @@ def test_damage_says_where(tmp_path: Path, line: str, says: str) -> None:
         read_journal(path)
 
 
+def test_requests_without_a_seed_have_the_engines(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        writer = JournalWriter(tmp_path / "journal", CONFIG)
+        info = dataclasses.replace(INFO, seed=7)
+        engine = LocalEngine(Driver(CONFIG, FakeExecutor(), info, journal=writer))
+        for name, params in (("a", {}), ("b", {}), ("c", {"seed": 0})):
+            await drain(engine.generate(request(name, (1, 2), None, **params)))
+        await engine.close()
+
+    asyncio.run(scenario())
+    _, events = read_journal(tmp_path / "journal")
+    assert [event.request.params.seed for _, event in events if isinstance(event, Arrive)] == [7, 7, 0]
+    for given, expected in ((None, 7), (3, 3)):
+        assert Ledger(request("a", (1,), None, seed=given), lambda: 0.0, 7).begin().params.seed == expected
+
+
 # ---------------------------------------------------------------- parts
 
 
@@ -187,6 +209,26 @@ def test_a_journal_in_parts_is_read_and_replayed_as_one(tmp_path: Path) -> None:
     # A shorter run in the same place: what is left of the longer one is not its own.
     serve(path, None)
     assert len(list(read_journal(path)[1])) == len(path.read_text().splitlines()) - 1
+
+
+def test_what_it_says_of_clients_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.touch(0o644)  # of a version that left it to all
+    before = os.umask(0)
+    try:
+        serve(path, 4096)
+        TraceWriter(tmp_path / "trace").close()
+        without_what_fails(EngineSettings(ModelSettings("m"), journal=str(tmp_path / "tried")))
+    finally:
+        os.umask(before)
+    assert len(list(tmp_path.iterdir())) > 4
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_what_is_no_file_keeps_its_mode() -> None:
+    mode = os.stat(os.devnull).st_mode
+    LineFile(Path(os.devnull), "trace").close()
+    assert os.stat(os.devnull).st_mode == mode
 
 
 def test_a_part_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def settings_for(
     pool = 64 * 2**20 if num_pages is None else num_pages * page_bytes
     host_pool = 64 * 2**20 if num_host_pages is None else num_host_pages * page_bytes
     return EngineSettings(
-        model=ModelSettings(str(model), None, device, dtype, load_format, max_model_len),
+        model=ModelSettings(str(model), (), device, dtype, load_format, max_model_len),
         cache=CacheSettings(page_tokens=page_tokens, device_pool=pool, host_pool=host_pool),
         scheduler=SchedulerSettings(
             max_num_seqs,

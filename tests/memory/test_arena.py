@@ -85,6 +85,18 @@ def test_default_sizes() -> None:
         pool_bytes(FakeDevice("cuda", gib), 2 * gib, 0)
 
 
+def test_a_share_of_the_whole_gpu_is_less_what_the_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    card = FakeDevice("cuda", 50 * gib)
+    monkeypatch.setattr(card, "share_bytes", lambda share: int(share * 80 * gib) - 20 * gib)
+    assert pool_bytes(card, None, 3 * gib, 5 * gib, share=0.5) == 12 * gib
+    assert pool_bytes(card, None, 3 * gib, share=0.25) == 0
+    assert pool_bytes(card, gib, 3 * gib, share=0.5) == gib
+    with pytest.raises(ConfigError, match=r"5\.222e\+04 MiB does not fit"):
+        pool_bytes(card, None, gib, share=0.9)
+    assert pool_bytes(FakeDevice("cpu", 8 * gib), None, gib, share=0.9) == 2 * gib
+
+
 def test_too_few_pages() -> None:
     assert pool_pages(4 * 1024, 1024) == 4
     with pytest.raises(ConfigError, match=r"holds 3 pages.*at least 4") as raised:

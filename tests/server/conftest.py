@@ -47,11 +47,16 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 class RunningServer:
     """``serve`` on a thread with an event loop of its own."""
 
-    def __init__(self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0, sock: socket.socket | None = None
+    ) -> None:
+        """``sock``: what it listens on, where that is no port of its own."""
         self.app, self.engine = app, engine
         self.exit_code: int | None = None
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        if sock is None:
+            sock = socket.socket()
+            sock.bind(("127.0.0.1", 0))
+        self._socket = sock
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._drain_timeout_s = drain_timeout_s
         self._started = threading.Event()
@@ -62,9 +67,9 @@ class RunningServer:
         serving = asyncio.create_task(serve(self.app, self._socket, self.engine, self._drain_timeout_s))
         while True:
             await asyncio.sleep(0.01)
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection(*self._socket.getsockname())
-                writer.close()
+            with contextlib.suppress(OSError), socket.socket(self._socket.family) as probe:
+                probe.setblocking(False)
+                await self.loop.sock_connect(probe, self._socket.getsockname())
                 break
         self._started.set()
         self.exit_code = await serving

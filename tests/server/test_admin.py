@@ -138,7 +138,7 @@ def test_no_adapter_takes_over_the_name_of_another(
             assert (
                 await client.post(LOAD, json={"lora_name": "de:x", "lora_path": "good"})
             ).status_code == 200
-            for name, adapter in (("demo:x", "x"), ("x", "x"), ("de:x", "de:x"), ("demo:de:x", None)):
+            for name, adapter in (("demo:x", "x"), ("x", "x"), ("de:x", "de:x"), ("demo:de:x", "de:x")):
                 answer = await client.get(f"/v1/models/{name}")
                 assert answer.json().get("id") == adapter
             assert set(engine.cards) == {"x", "de:x"}
@@ -289,6 +289,23 @@ def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
         assert "repetition_penalty" in document["components"]["schemas"][name]["properties"]
 
     run(engine, tokenizer, scenario)
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_proxys_path_comes_or_is_taken_off(engine: FakeEngine, tokenizer: Tokenizer, prefix: str) -> None:
+    key = {"Authorization": "Bearer secret"}
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for path in ("/v1/models", "/metrics"):
+            assert (await client.get(prefix + path)).status_code == 401
+            assert (await client.get(prefix + path, headers=key)).status_code == 200
+        for path in ("/llm", "/llm/", "/llmv1/models", "/llm/llm/v1/models"):
+            assert (await client.get(path)).status_code == 404
+        assert '"/llm/openapi.json"' in (await client.get(f"{prefix}/docs")).text
+        document = (await client.get(f"{prefix}/openapi.json")).json()
+        assert document["servers"] == [{"url": "/llm"}]
+
+    run(engine, tokenizer, scenario, root_path="/llm", api_keys=("secret",))
 
 
 LABELS = ["tier", "use", "direction", "model_name"]

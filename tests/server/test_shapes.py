@@ -252,6 +252,54 @@ def test_adapter_selection(engine: FakeEngine, tokenizer: Tokenizer, model: str)
     assert response.json()["model"] == model
 
 
+NAMES = ("llama3", "org/llama3:8b", "llama3:8b")
+ADAPTERS = ("lora-model:1234", "ft:base:org::id", "8b:x", "a/b")
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        *((f"{base}:{adapter}", adapter) for base in NAMES for adapter in ADAPTERS),
+        *((adapter, adapter) for adapter in ADAPTERS), *((base, None) for base in NAMES),
+        ("llama3:8b:x", "8b:x"), ("llama3:x", ""), ("llama3:", ""), (":a/b", ""), ("llama3::a/b", ""),
+        ("8b:a/b", ""), ("org/llama3:a/b", ""),
+    ],
+)  # fmt: skip
+def test_a_name_is_split_after_the_base(tokenizer: Tokenizer, model: str, adapter: str | None) -> None:
+    engine = FakeEngine()
+
+    async def scenario() -> None:
+        async with client_of(make_app(engine, tokenizer, other_names=NAMES)) as client:
+            for name in ADAPTERS:
+                await engine.add_adapter(name, "/adapters/ad")
+            response = await client.post("/v1/completions", json=COMPLETION | {"model": model})
+            card = (await client.get(f"/v1/models/{model}")).json()
+        if adapter == "":
+            assert response.json()["error"]["code"] == card["error"]["code"] == 404
+            return
+        assert engine.requests[0].adapter == adapter
+        assert response.json()["model"] == (BASE if adapter is None else model)
+        assert card["id"] == (model if adapter is None else adapter)
+
+    asyncio.run(scenario())
+
+
+def test_the_longest_name_is_the_base(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine()
+
+    async def scenario() -> None:
+        async with client_of(make_app(engine, tokenizer, other_names=NAMES)) as client:
+            for name in ("8b:x", "x"):
+                await engine.add_adapter(name, "/adapters/ad")
+            await client.post("/v1/completions", json=COMPLETION | {"model": "llama3:8b:x"})
+            listed = (await client.get("/v1/models")).json()["data"]
+        assert engine.requests[0].adapter == "x"
+        assert [card["id"] for card in listed] == [BASE, *NAMES, "8b:x", "x"]
+        assert {card["parent"] for card in listed[4:]} == {BASE}
+
+    asyncio.run(scenario())
+
+
 def test_bench_bodies(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     """What ``vllm bench serve`` sends."""
     common = {

@@ -120,9 +120,8 @@ class ClusterClient:
             self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
-        found = TakenRequest(
-            asked, Ledger(asked, time.monotonic), version, prefix, self._most_tokens(asked, version)
-        )
+        ledger = Ledger(asked, time.monotonic, self._info.seed)
+        found = TakenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
         self._tell_router().asked.append(found.as_asked())
         if self._router is None:

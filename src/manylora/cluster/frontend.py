@@ -32,7 +32,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
         credentials = credentials_of(launch.secret, launch.cluster.tls)
-        tokenizer = load_tokenizer(launch.engine.model.model)
+        tokenizer = load_tokenizer(launch.engine.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED

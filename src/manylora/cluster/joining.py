@@ -29,7 +29,8 @@ from manylora.cluster.link import Hello, LinkError, LinkRefused, dial
 from manylora.config import ConfigError, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes
-from manylora.main import bind, check_model, configure_logging, load_tokenizer, run_loop
+from manylora.listening import address_of, bound
+from manylora.main import check_model, configure_logging, load_tokenizer, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
 from manylora.types import EngineInfo
@@ -50,17 +51,16 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
     files = tls_files(args.cluster_tls_cert, args.cluster_tls_key, args.cluster_tls_ca)
     credentials = credentials_of(secret, files)
     router = _address(args.connect)
-    sock = bind(http)
-    try:
+    with bound(http) as sock:
         joining, info = asyncio.run(_join(router, credentials))
         engine = joining.engine
         if args.model is not None:
-            model = dataclasses.replace(engine.model, model=args.model, served_model_name=engine.model.name)
+            model = dataclasses.replace(engine.model, model=args.model, served_model_names=engine.model.names)
             engine = dataclasses.replace(engine, model=model)
         check_model(engine.model.model)
         if model_digest(resolve_model(engine.model.model)) != joining.model:
             raise ConfigError(f"the model in {engine.model.model} is not the cluster's: its files differ")
-        tokenizer = load_tokenizer(engine.model.model)
+        tokenizer = load_tokenizer(engine.model)
         number = MOST_FRONTENDS + secrets.randbelow(2**31)  # those below are the supervisor's
         client = ClusterClient(
             info,
@@ -72,16 +72,12 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         )
 
         def is_ready(stop: Callable[[], None]) -> None:
-            host, port = sock.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            log.info("serving %s on http://%s:%d", engine.model.name, shown, port)
+            log.info("serving %s on %s", engine.model.name, address_of(sock))
 
         scopes = CacheScopes(secret)
         return run_loop(
             serve_clients(client, tokenizer, engine, http, sock, scopes, is_ready, stop_signals())
         )
-    finally:
-        sock.close()
 
 
 async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[messages.Joining, EngineInfo]:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import sys
 
 from manylora.cluster import messages
-from manylora.cluster.children import PairedStarter, ignore_signals_of_terminals, leave
+from manylora.cluster.children import REFUSED, Launch, PairedStarter, ignore_signals_of_terminals, leave
+from manylora.config import ConfigError
+from manylora.engine.wire import Failed
 from manylora.main import configure_logging
+from manylora.missing import naming_what_is_missing
 
 
 def main(descriptor: int) -> int:
@@ -18,6 +21,15 @@ def main(descriptor: int) -> int:
     launch = starter.read_launch()
     if launch is None:
         return 1
+    try:
+        return _run(launch, starter)
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return REFUSED
+
+
+@naming_what_is_missing()
+def _run(launch: Launch, starter: PairedStarter) -> int:
     if launch.role == messages.REPLICA:
         from manylora.cluster import replica
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ from manylora.cluster.names import journal_name
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.routing import RouterConfig
 from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import LineFile
+from manylora.engine.lines import LineFile, private
 from manylora.main import open_output
 
 log = logging.getLogger(__name__)
@@ -61,5 +62,5 @@ def _opened(
 
 
 def _tried(path: Path) -> str:
-    path.open("a").close()
+    os.close(private(path, os.O_APPEND))
     return str(path)

@@ -74,7 +74,7 @@ def _named_adapters(settings: EngineSettings) -> list[tuple[str, str]]:
         except AdapterError as error:
             raise ConfigError(str(error)) from error
         for name, folder in found:
-            if reason := why_reserved(name, settings.model.name):
+            if reason := why_reserved(name, settings.model.names):
                 log.warning("adapter %r in %s is skipped: %s", name, adapters.adapter_dir, reason)
             else:
                 named.setdefault(name, str(folder))

@@ -7,6 +7,7 @@ request: the router decides, front ends and replicas serve.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -33,7 +34,7 @@ from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
-from manylora.main import bind as bind_http
+from manylora.listening import address_of, bound
 from manylora.main import check_model, configure_logging
 from manylora.models.source import resolve_model
 from manylora.policy.router import Router
@@ -60,9 +61,10 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if cluster.launcher == "ray":
         check_ray()
-    sock = _bind(http, cluster)  # first: a taken port must not cost a model load
-    folder = None
-    try:
+    if http.uds is not None and cluster.cluster_dir is None:
+        raise ConfigError("--uds with several replicas needs --cluster-dir: a cluster's own folder is by port")
+    with contextlib.ExitStack() as stack:
+        sock = _bind(stack, http, cluster)  # first: a taken port must not cost a model load
         check_model(engine.model.model)
         check_named_adapters(engine)
         cluster = with_profile(cluster, engine)
@@ -70,6 +72,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
+        stack.callback(folder.close)
         secret = read_secret(folder.secret_path)
         credentials_of(secret, cluster.tls, cluster.cluster_host)
         launch = children.Launch(
@@ -86,19 +89,15 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             host=cluster.cluster_host,
         )
         return asyncio.run(_serve(launch, sock))
-    finally:
-        sock.close()
-        if folder is not None:
-            folder.close()
 
 
-def _bind(http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
+def _bind(stack: contextlib.ExitStack, http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
     """The port; where front ends of a supervisor that has died have it, once they end. Raises ConfigError."""
     folder = default_folder(http.port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
     until_s = time.monotonic() + LEFT_S
     while True:
         try:
-            return bind_http(http)
+            return stack.enter_context(bound(http))
         except ConfigError:
             if not was_left(folder) or time.monotonic() > until_s:
                 raise
@@ -331,8 +330,6 @@ class _Supervisor:
     def _say_serving(self) -> None:
         if not self._is_serving:
             self._is_serving = True
-            host, port = self._sock.getsockname()[:2]
-            name = self._launch.engine.model.name
             log.info("the cluster's folder is %s", self._launch.folder)
             log.info(
                 "front ends join by: manylora frontend --connect %s:%d --secret-file %s%s",
@@ -340,7 +337,7 @@ class _Supervisor:
                 Path(self._launch.folder) / SECRET,
                 "".join(f" {option} FILE" for option in TLS_OPTIONS if self._launch.cluster.tls),
             )
-            log.info("serving %s on http://%s:%d", name, f"[{host}]" if ":" in host else host, port)
+            log.info("serving %s on %s", self._launch.engine.model.name, address_of(self._sock))
 
     # ------------------------------------------------------------ the end
 

@@ -60,6 +60,8 @@ class UserSetting:
     """Whether a number stands for its text, as a file has it: 2 beside "auto"."""
     default_follows: bool
     """Whether its default depends on other settings, as ``help`` says."""
+    takes_several: bool
+    """Whether one flag has several values after it."""
 
 
 def setting(
@@ -71,9 +73,10 @@ def setting(
     is_size: bool = False,
     takes_numbers: bool = False,
     default_follows: bool = False,
+    takes_several: bool = False,
 ) -> _Value:
     """Declares a field of a section that users set; its type and rules are its annotation."""
-    about = UserSetting(help, metavar, name, is_size, takes_numbers, default_follows)
+    about = UserSetting(help, metavar, name, is_size, takes_numbers, default_follows, takes_several)
     field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
     return field
 

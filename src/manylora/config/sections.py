@@ -29,7 +29,7 @@ from manylora.config.policy import (
     check_objective,
 )
 from manylora.config.queueing import QueueConfig
-from manylora.rules import FINITE, Rule, at_least, at_most, between
+from manylora.rules import FINITE, Rule, at_least, at_most, between, more_than
 
 MOST_SEQS = 2**15
 """No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
@@ -40,13 +40,22 @@ def _are_keys(texts: tuple[str, ...]) -> bool:
     return all(text.strip() for text in texts)
 
 
+def _is_root(path: str) -> bool:
+    return not path or path.startswith("/")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSettings(Section):
     """Which base model, and how its weights are held."""
 
     model: str
-    served_model_name: str | None = setting(
-        None, "the base model's id for clients (default: MODEL as given)", "NAME"
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        "the base model's id for clients (default: MODEL as given); of several each is taken, and answers have "
+        "the first",
+        "NAME",
+        name="served_model_name",
+        takes_several=True,
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "where to run; auto takes a CUDA GPU when there is one"
@@ -62,11 +71,17 @@ class ModelSettings(Section):
     max_model_len: Count | None = setting(
         None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
     )
+    tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: MODEL's own)", "PATH")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All ids of the base model for clients."""
+        return tuple(dict.fromkeys(filter(None, self.served_model_names))) or (self.model,)
 
     @property
     def name(self) -> str:
-        """The base model's id for clients."""
-        return self.served_model_name or self.model
+        """The base model's id in answers."""
+        return self.names[0]
 
 
 _STORE_BYTES = 50 * 2**30
@@ -190,6 +205,12 @@ class CacheSettings(Section):
         "memory), on CUDA most of what the weights leave)",
         is_size=True,
     )
+    gpu_memory_utilization: Annotated[float, more_than(0), at_most(1)] | None = setting(
+        None,
+        "instead of --device-pool: the share of the whole GPU's memory that weights, steps and the pool take "
+        "together, such as 0.9",
+        "SHARE",
+    )
     host_pool: int | None = setting(
         None,
         "host memory for adapters that have been read and for KV that had to leave the device; 0 for none "
@@ -224,6 +245,9 @@ class EngineSettings(Section):
         "with --tensor-parallel-size: sharded (a part of every adapter in each process, one exchange more for "
         "each group of projections), replicated (one of A and B whole in each, no exchange) or auto (replicated "
         "with two processes, else sharded)",
+    )
+    seed: Annotated[int, at_least(-(2**63)), at_most(2**64 - 1)] | None = setting(
+        None, "seed of requests that give none (default: another one for each)"
     )
     cuda_graphs: Literal["auto", "on", "off"] = setting(
         "auto",
@@ -272,6 +296,12 @@ class HttpSettings(Section):
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: Annotated[int, between(0, 65535)] = setting(8000, "port to listen on")
+    uds: Annotated[str, Rule("a socket's path", str.strip)] | None = setting(
+        None, "listen on a Unix socket at PATH, which is this user's alone, not on --host and --port", "PATH"
+    )
+    root_path: Annotated[str, Rule("empty or begin with /", _is_root)] = setting(
+        "", "path under which a proxy serves this server, such as /llm; requests may have it or not", "PATH"
+    )
     drain_timeout: Annotated[float, at_least(0), FINITE] = setting(
         5.0,
         "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
@@ -279,6 +309,12 @@ class HttpSettings(Section):
     )
     api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(
         (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"
+    )
+    api_key_file: str | None = setting(
+        None,
+        "take keys from FILE, one a line, blank lines and those that begin with # left out; processes show "
+        "--api-key to other users of the host, and neither this nor MANYLORA_API_KEY in the environment",
+        "FILE",
     )
     metrics_key: Literal["required", "open"] = setting(
         "required", "where keys are set, whether /metrics asks for one too"

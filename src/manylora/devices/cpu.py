@@ -31,6 +31,9 @@ class CpuDevice:
         """What the machine could give without swapping, within the limits of this process's cgroups."""
         return free_bytes()
 
+    def share_bytes(self, share: float) -> int:
+        return int(share * self.free_bytes())
+
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # torch.zeros would write every byte, and a large pool would take seconds and all its memory at once;
         # numpy's come untouched from the system. torch aligns its own tensors likewise.

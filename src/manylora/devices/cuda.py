@@ -82,6 +82,10 @@ class CudaDevice:
         held = torch.cuda.memory_reserved(self.torch_device)
         return free + held - torch.cuda.memory_allocated(self.torch_device)
 
+    def share_bytes(self, share: float) -> int:
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(share * total) - torch.cuda.memory_allocated(self.torch_device)
+
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype, device=self.torch_device)
 

@@ -107,6 +107,10 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that could be allocated now."""
 
+    def share_bytes(self, share: float) -> int:
+        """What this process does not hold yet of this share of a GPU's whole memory, whatever others hold. On a
+        CPU it is a share of what is free."""
+
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A large tensor of zeros. Where the system can, memory is taken only as it is first written."""
 

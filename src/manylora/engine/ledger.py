@@ -16,11 +16,14 @@ from manylora.engine.client import RELEASED, Delta, GenerationRequest
 class Ledger:
     """Of one request, from when it is accepted. Attempts are numbered from 0."""
 
-    def __init__(self, request: GenerationRequest, clock: Callable[[], float]) -> None:
-        """``clock``: seconds, any origin, never decreasing. The seed is drawn here, once, where there is none."""
+    def __init__(
+        self, request: GenerationRequest, clock: Callable[[], float], seed: int | None = None
+    ) -> None:
+        """``clock``: seconds, any origin, never decreasing. ``seed``: of a request that gives none; None: one is
+        drawn here, once."""
         params = request.params
         if params.seed is None:
-            params = dataclasses.replace(params, seed=secrets.randbits(63))
+            params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
         self._request = dataclasses.replace(request, params=params)
         self._clock = clock
         self._accepted_s = clock() - request.waited_s

@@ -7,10 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import stat
 from pathlib import Path
 from typing import TextIO
 
 log = logging.getLogger(__name__)
+
+
+def private(path: Path, flags: int) -> int:
+    """Open or make a file that its owner alone may read, since it says what clients ask; its descriptor, for
+    writing. Raises OSError, ValueError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and no terminal, nor /dev/null
+            os.fchmod(descriptor, 0o600)  # it may have been there, with another mode
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class LineFile:
@@ -21,7 +36,7 @@ class LineFile:
 
     def __init__(self, path: Path, what: str) -> None:
         self._what = what
-        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
         self._has_news = False
 
     @property

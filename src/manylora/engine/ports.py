@@ -219,7 +219,8 @@ class EnginePorts:
         params = asked.params
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
-            params = dataclasses.replace(params, seed=secrets.randbits(63))
+            seed = self._info.seed
+            params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
         # An attempt before it may still be told of what steps bring, until the policy hears of this one.
         self._more_follow = asked.more and not asked.attempt
         client = str(asked.client) if self._by_key else asked.adapter or self._info.model

@@ -276,7 +276,8 @@ def _num_pages(
 ) -> tuple[int, int]:
     """Pages of the device's pool and of the host's."""
     size = page.page_bytes
-    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, copy.on_device(kind)), size)
+    beside, share = copy.on_device(kind), cache.gpu_memory_utilization
+    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, beside, share), size)
     promised = num_pages * size if kind == "cpu" else 0
     machine, of_copy = open_device("cpu"), copy.on_host(kind)
     num_host_pages = host_pool_pages(machine, cache.host_pool, kind, promised, size, of_copy)

@@ -129,6 +129,7 @@ def engine_info(
         cold_start_kinds=limits.cold_start.begins(
             limits.num_host_pages > 0, settings.adapters.store is not None
         ),
+        seed=settings.seed,
     )
 
 

@@ -22,14 +22,23 @@ _COPY = "a copy of the base's weights"
 _CUDA_SHARE = 0.90
 
 
-def pool_bytes(device: Device, asked: int | None, activation_bytes: int, pristine_bytes: int = 0) -> int:
-    """Bytes for the pool: as asked, else the device's default share of what is free now.
+def pool_bytes(
+    device: Device,
+    asked: int | None,
+    activation_bytes: int,
+    pristine_bytes: int = 0,
+    share: float | None = None,
+) -> int:
+    """Bytes for the pool: as asked, else what ``share`` of the GPU's whole memory leaves of it, else the device's
+    default share of what is free now.
 
     ``activation_bytes``: what a step may need beside the pool; ``pristine_bytes``: what a copy of the base's
     weights will take on this device. A default on CUDA is smaller by it. Call it when the weights are loaded.
     Raises ConfigError when more is asked for than is free.
     """
     free = device.free_bytes()
+    if asked is None and share is not None and device.torch_device.type != "cpu":
+        asked = max(0, device.share_bytes(share) - activation_bytes - pristine_bytes)
     if asked is not None:
         if asked + pristine_bytes > free:
             beside = f"{_COPY} of {in_mib(pristine_bytes)} beside " if pristine_bytes else ""

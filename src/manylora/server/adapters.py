@@ -77,7 +77,7 @@ def routes(
         note_model(request, name)
         if fault := adapter_name_fault(name) or ("must hold no '/'" if "/" in name else None):
             raise _invalid(f"lora_name {fault}", "lora_name")
-        if reason := why_reserved(name, settings.served_model_name):
+        if reason := why_reserved(name, settings.names):
             raise _invalid(f"{reason}.", "lora_name")
         replaces = in_place and isinstance(client, ReplacesAdapters)
         if not replaces and await is_served(name):

@@ -13,7 +13,7 @@ from manylora.metrics.requests import Metrics
 from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog
+from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
 from manylora.text.tokenizer import Tokenizer
 
@@ -58,11 +58,12 @@ def create_app(
     app.include_router(probes.routes(lifecycle, show, settings.version))
     if routes is not None:
         app.include_router(routes)
-    docs.install(app)
+    docs.install(app, settings.root_path)
 
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes or bodies.max_bytes(client.info))
     app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
     app.add_middleware(Gate, lifecycle=lifecycle)
     app.add_middleware(RequestLog)
+    app.add_middleware(RootPath, root=settings.root_path)
     return app

@@ -29,10 +29,11 @@ _BODY_OF = {
 }
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, root: str) -> dict[str, Any]:
     """FastAPI's document with the request bodies, which are read by hand and so unknown to it."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        servers = [{"url": root}] if root else None
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
         _, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
         document.setdefault("components", {}).setdefault("schemas", {}).update(components)
         for path, body in _BODY_OF.items():
@@ -55,16 +56,16 @@ def _plain_list(document: dict[str, Any]) -> str:
     return f"<ul>{''.join(rows)}</ul>"
 
 
-def routes(app: FastAPI) -> APIRouter:
+def routes(app: FastAPI, root: str) -> APIRouter:
     """/docs: Swagger's page, which a browser takes from the network; the plain list shows without one."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
     async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title)
+        page = get_swagger_ui_html(openapi_url=f"{root}/openapi.json", title=app.title)
         fallback = (
             f'<div id="swagger-ui"><h1>{html.escape(app.title)}</h1>{_plain_list(app.openapi())}'
-            '<p>Fields: <a href="/openapi.json">openapi.json</a></p>'
+            f'<p>Fields: <a href="{html.escape(root)}/openapi.json">openapi.json</a></p>'
         )
         text = bytes(page.body).decode().replace('<div id="swagger-ui">', fallback)
         return HTMLResponse(text)
@@ -72,7 +73,7 @@ def routes(app: FastAPI) -> APIRouter:
     return router
 
 
-def install(app: FastAPI) -> None:
-    """Serve the document at /openapi.json and the page at /docs."""
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.include_router(routes(app))
+def install(app: FastAPI, root: str) -> None:
+    """Serve the document at /openapi.json and the page at /docs. ``root``: where a proxy serves them."""
+    app.openapi = lambda: _openapi(app, root)  # type: ignore[method-assign]
+    app.include_router(routes(app, root))

@@ -28,6 +28,23 @@ _PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
 _CLIENT_CLOSED_REQUEST = 499
 
 
+class RootPath:
+    """Takes the path under which a proxy serves the app off a request's path, where the proxy has not.
+
+    Nothing else does: a route has one path for all that look at it, such as what asks for keys.
+    """
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app = app
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["path"].startswith(self._root + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
+        await self._app(scope, receive, send)
+
+
 class RequestLog:
     """Gives each request its id (the client's own if it sent one) and one log line at its end."""
 

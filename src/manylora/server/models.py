@@ -17,7 +17,8 @@ from manylora.types import AdapterCard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
-    """The model of a request: ``name`` in the client's words, ``adapter`` None for the base."""
+    """The model of a request: ``name`` for the answer, in the client's words but for the base, whose first name
+    it is; ``adapter`` None for the base."""
 
     name: str
     adapter: str | None
@@ -35,7 +36,7 @@ class Models:
         self._names: frozenset[str] = frozenset()
 
     async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:
-        """Match a name whole, else split at its last colon (``base:adapter``); else ApiError 404.
+        """Match a name whole, else as ``base:adapter``, after one of the base's names; else ApiError 404.
 
         ``asked``: a field beside ``model`` that names an adapter, and the name. Beside the base that adapter is
         chosen (ApiError 404 where none has the name), beside another adapter the two contradict (400).
@@ -74,33 +75,35 @@ class Models:
         self._names -= {name}
 
     def _match(self, name: str) -> Chosen | None:
-        base = self._settings.served_model_name
-        if name == base:
-            return Chosen(name, None)
+        bases = self._settings.names
+        if name in bases:
+            return Chosen(bases[0], None)
         if name in self._names:
             return Chosen(name, name)
-        left, _, right = name.rpartition(":")
-        if left == base and right in self._names:
-            return Chosen(name, right)
+        # Either side may hold colons. Of names that begin alike the longest is the base.
+        for base in sorted(bases, key=len, reverse=True):
+            adapter = name.removeprefix(base + ":")
+            if adapter != name and adapter in self._names:
+                return Chosen(name, adapter)
         return None
 
     async def cards(self) -> list[dict[str, Any]]:
-        """The base's card, then the adapters' in the order they were added."""
-        return [self._base_card(), *(self._adapter_card(card) for card in await self._client.adapters())]
+        """The base's card under each of its names, then the adapters' in the order they were added."""
+        bases = map(self._base_card, self._settings.names)
+        return [*bases, *(self._adapter_card(card) for card in await self._client.adapters())]
 
     async def card(self, name: str) -> dict[str, Any]:
         """One model's card; raises ApiError 404."""
         adapter = (await self.choose(name)).adapter
         if adapter is None:
-            return self._base_card()
+            return self._base_card(name)
         for card in await self._client.adapters():
             if card.name == adapter:
                 return self._adapter_card(card)
         raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
 
-    def _base_card(self) -> dict[str, Any]:
-        settings = self._settings
-        return self._card(settings.served_model_name, self._created_s, settings.model_root, None)
+    def _base_card(self, name: str) -> dict[str, Any]:
+        return self._card(name, self._created_s, self._settings.model_root, None)
 
     def _adapter_card(self, card: AdapterCard) -> dict[str, Any]:
         return self._card(card.name, card.created_s, card.path, self._settings.served_model_name)

@@ -10,11 +10,13 @@ from manylora.server.connection import ConnectionLimits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``served_model_name`` is the base's id for clients, ``model_root`` where it came from.
+    """``served_model_name`` is the base's id in answers, ``other_names`` are others that clients may give it, and
+    ``model_root`` is where it came from.
 
     ``adapter_dir`` is the only folder that runtime loads may read; without it runtime loading is off.
     Without ``api_keys`` everyone may use /v1/* and /metrics; ``metrics_open``: with them, too, /metrics.
-    ``max_body_bytes``: None for what the model's context and vocabulary need.
+    ``max_body_bytes``: None for what the model's context and vocabulary need. ``root_path``: where a proxy serves
+    the app, without a slash at its end.
     """
 
     served_model_name: str
@@ -25,3 +27,10 @@ class ServerSettings:
     metrics_open: bool = False
     max_body_bytes: int | None = None
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
+    other_names: tuple[str, ...] = ()
+    root_path: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All ids of the base."""
+        return (self.served_model_name, *self.other_names)

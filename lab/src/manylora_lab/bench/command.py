@@ -46,6 +46,8 @@ _REPORT: tuple[Option, ...] = (
     ("--out", Path, "FILE", "write the report and every request's times as JSON"),
     ("--plot", Path, "FILE", "draw times to the first token, between tokens, and requests over time"),
 )
+# --seed is the workload's here: requests are greedy.
+_ENGINE = [flag for flag in FLAGS if not flag.is_http and flag.name != "seed"]
 _CLIENT: tuple[Option, ...] = (
     ("--url", str, "URL", "a running OpenAI-compatible server"),
     ("--api-key", str, "KEY", "for the server"),
@@ -108,9 +110,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--progress", action="store_true", help="a line on stderr every two seconds")
     engine = parser.add_argument_group("an engine in this process, with the settings of manylora serve")
     engine.add_argument("--model", metavar="MODEL", help="a local folder, or a hub id")
-    for flag in FLAGS:
-        if not flag.is_http:
-            add_flag(engine, flag)
+    for flag in _ENGINE:
+        add_flag(engine, flag)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -156,7 +157,7 @@ def _settings(args: argparse.Namespace) -> Any:
     from manylora_lab.bench.replay import ReplaySettings, show_on_stderr
     from manylora_lab.bench.serve import BenchSettings
 
-    names = ("model", *(flag.name for flag in FLAGS if not flag.is_http))
+    names = ("model", *(flag.name for flag in _ENGINE))
     notes = {name: getattr(args, name, None) for name in _NOTED}
     notes = {name: value for name, value in notes.items() if value is not None and value is not False}
     if args.trace_file is not None:

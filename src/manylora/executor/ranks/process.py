@@ -210,7 +210,8 @@ class _Rank:
         merge = begin.settings.scheduler.merge
         copy = copy_of_weights(merge, own, loaded.decoder, device, begin.activation_bytes)
         if begin.device == "cuda":
-            held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"))
+            share = begin.settings.cache.gpu_memory_utilization
+            held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"), share)
         size = share_bytes(loaded.decoder.config, loaded.ranked, loaded.dtype)
         return Loaded(size, held, device.name, copy.place, copy.num_bytes)
 

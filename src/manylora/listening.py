@@ -1,0 +1,72 @@
+"""Where a server listens: an address or a path, from when it is taken until it is given back. Knows no HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from manylora.config import ConfigError, HttpSettings
+
+
+@contextlib.contextmanager
+def bound(http: HttpSettings) -> Iterator[socket.socket]:
+    """The listening address, taken, and given back at the end; raises ConfigError."""
+    sock = bind(http)
+    made = None if http.uds is None else os.stat(http.uds)
+    try:
+        yield sock
+    finally:
+        sock.close()
+        with contextlib.suppress(OSError):  # another server may have taken the path since
+            if made is not None and os.path.samestat(made, os.stat(str(http.uds))):
+                os.unlink(str(http.uds))
+
+
+def address_of(sock: socket.socket) -> str:
+    """Where clients find a server, for people."""
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind(http: HttpSettings) -> socket.socket:
+    """The listening address, taken but not yet listened on; raises ConfigError."""
+    try:
+        if http.uds is not None:
+            return _bind_path(http.uds)
+        family, kind, proto, _, address = socket.getaddrinfo(
+            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, ValueError) as error:  # the latter for what cannot be a host's name, or a path
+        raise cannot_listen(http, error) from error
+    return sock
+
+
+def _bind_path(path: str) -> socket.socket:
+    """Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        # Of a server that was killed. Any other file is not ours to remove.
+        if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(path)
+    os.chmod(path, 0o600)
+    sock.listen()  # at once, and clients wait: another server must see that the path is taken
+    return sock
+
+
+def cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
+    """What the user is told."""
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot listen on {http.uds or f'{http.host}:{http.port}'}: {reason}")
