@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable
 from manylora.engine.client import Delta, EngineBusy, EngineDead, GenerationRequest
 from manylora.types import InvalidRequest, RequestId
 
-
 MAX_WAITING_BYTES = 256 * 2**20
 """What all requests that wait may take in a front end's process; what the engine keeps of them is about as much.
 Prompts of 6 million tokens fit, or 3,000 of 2,000 tokens each; without it 10,000 requests with as many parameters
@@ -24,7 +23,7 @@ as they may have would take 40 GB."""
 _SAMPLE_BYTES = 1024
 _ID_BYTES = 40  # an int, and its place in a tuple
 _BIAS_BYTES = 150  # an int and a float in a tuple, and the place of that one
-_STOP_CHAR_BYTES = 48  # with what is prepared to find it
+_STOP_CHAR_BYTES = 8  # with what is prepared to find it
 
 
 def _size_bytes(request: GenerationRequest) -> int:
