@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from fastapi import FastAPI
-from hypothesis import given
+from hypothesis import given, settings
 
 from manylora.server import generation, packed_logprobs
 from manylora.server.errors import unavailable
@@ -76,6 +76,7 @@ ENTRIES = st.builds(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(ENTRIES, max_size=4), max_size=4))
 def test_what_is_packed_comes_out_as_it_was(parts: list[list[TokenLogprobs]]) -> None:
     packed = PackedLogprobs()
@@ -195,20 +196,20 @@ def test_a_request_that_waits_does_not_keep_its_body(tokenizer: Tokenizer) -> No
     engine = FakeEngine()
     engine.is_held = True
 
-    async def scenario() -> int:
+    async def scenario() -> None:
         app = make_app(engine, tokenizer)
         body = COMPLETION[1] | {"user": "u" * 2**22, "max_tokens": 5}
         waiting = asyncio.create_task(ask(app, COMPLETION[0], body))
         del body
-        while not engine.requests:
-            await asyncio.sleep(0.005)
-        kept, _ = tracemalloc.get_traced_memory()
+        # The thread that has decoded it lets go of it a moment later.
+        async with asyncio.timeout(60):
+            while not engine.requests or tracemalloc.get_traced_memory()[0] > 2**22:
+                await asyncio.sleep(0.005)
         engine.is_held = False
         await waiting
-        return kept
 
     tracemalloc.start()
     try:
-        assert asyncio.run(scenario()) < 2**22
+        asyncio.run(scenario())
     finally:
         tracemalloc.stop()
