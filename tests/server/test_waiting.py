@@ -56,7 +56,8 @@ class Waiting(FakeEngine):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_waits_takes_about_as_much_memory_as_it_counts_for(kind: str, tokenizer: Tokenizer) -> None:
     raw = msgspec.msgpack.encode(request(0, **KINDS[kind]))
-    engine, streams = Waiting(4e6), []
+    engine = Waiting(4e6)
+    streams: list[TextStream] = []
     tracemalloc.start()
     try:
         with contextlib.suppress(EngineBusy):
@@ -114,7 +115,7 @@ def test_servers_and_front_ends_are_bounded(kind: str) -> None:
     async def scenario() -> None:
         client = await of_one_engine() if kind == "one engine" else of_a_cluster(10_000)
         params = SamplingParams(**KINDS["stop ids"], **KINDS["biases"])
-        streams = []
+        streams: list[AsyncIterator[Delta]] = []
         with contextlib.suppress(EngineBusy):
             while len(streams) < 1000:
                 streams.append(client.generate(GenerationRequest(f"r{len(streams)}", (1,), params)))
