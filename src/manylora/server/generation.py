@@ -165,7 +165,7 @@ class GenerationResponse(Response):
                 streams.append(self._submit(prompt, params, more=number < len(job.prompts)))
                 recorders.append(self._recorder(prompt, params))
             if len(streams) > 1:
-                await asyncio.sleep(0)  # to listen to thousands of them takes as long again
+                await asyncio.sleep(0)  # beginning to listen to thousands of them takes as long again
             async with contextlib.aclosing(merged(streams)) as deltas:
                 async for number, delta in deltas:
                     recorders[number].observe(delta)
