@@ -17,8 +17,8 @@ from manylora.types import InvalidRequest, RequestId
 
 MAX_WAITING_BYTES = 256 * 2**20
 """What all requests that wait may take in a front end's process; what the engine keeps of them is about as much.
-Prompts of 6 million tokens fit, such as 3,000 of 2,000 tokens each; 10,000 requests with 65,536 stop ids each would
-take 26 GB."""
+Prompts of 6 million tokens fit, such as 3,000 of 2,000 tokens each; 10,000 requests with 65,536 stop ids each
+would take 26 GB."""
 
 _SAMPLE_BYTES = 1024
 _ID_BYTES = 40  # an int, and its place in a tuple
