@@ -24,7 +24,7 @@ from manylora.cluster.replica_link import ReplicaLink
 from manylora.cluster.taken_request import TakenRequest
 from manylora.engine.client import Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.ledger import Ledger
-from manylora.engine.mailboxes import Mailboxes
+from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.wire import Deltas
 from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol import AdapterError
@@ -69,8 +69,9 @@ class ClusterClient:
         self._hello = hello
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
-        self._mailboxes = Mailboxes()
+        self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
         self._open: dict[RequestId, TakenRequest] = {}
+        self._waiting: set[RequestId] = set()  # of them, for which the router has no replica yet
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
         self._names: dict[str, messages.Listing] = {}
@@ -114,7 +115,7 @@ class ClusterClient:
                 error = RequestError(404, f"The model `{asked.adapter}` does not exist.", "model")
             else:
                 version = listing.id
-        if self._num_waiting() >= self._max_waiting:
+        if len(self._waiting) >= self._max_waiting:
             error = RequestError(429, f"{self._max_waiting} requests wait already; try again later")
         if error is not None:
             self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
@@ -123,15 +124,10 @@ class ClusterClient:
         ledger = Ledger(asked, time.monotonic, self._info.seed)
         found = TakenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
+        self._waiting.add(asked.id)
         self._tell_router().asked.append(found.as_asked())
         if self._router is None:
             self._spawn(self._give_up_without_router(found))
-
-    def _num_waiting(self) -> int:
-        """Requests for which the router has no replica yet."""
-        if len(self._open) < self._max_waiting:
-            return 0
-        return sum(each.replica is None for each in self._open.values())
 
     def _most_tokens(self, asked: GenerationRequest, version: AdapterId) -> int:
         if asked.params.max_tokens is not None:
@@ -151,7 +147,7 @@ class ClusterClient:
                 self._tell_client(found.asked, Delta(request, each, finish_reason=reason))
         self._send(found, messages.CancelAttempt(request, ledger.attempt, sample, reason))
         if ledger.has_ended:
-            del self._open[request]
+            self._forget(found)
             self._tell_router().cancelled.append(Cancelled(request))
 
     def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
@@ -164,13 +160,17 @@ class ClusterClient:
             if link is not None and link.endpoint.epoch == found.epoch:
                 link.send(message)
 
-    def _end(self, found: TakenRequest) -> None:
+    def _forget(self, found: TakenRequest) -> None:
         del self._open[found.asked.id]
+        self._waiting.discard(found.asked.id)
+
+    def _end(self, found: TakenRequest) -> None:
+        self._forget(found)
         self._tell_router().ended.append(found.as_ended())
 
     def _refuse(self, found: TakenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""
-        del self._open[found.asked.id]
+        self._forget(found)
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
         for sample in samples:
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
@@ -229,6 +229,7 @@ class ClusterClient:
 
     def _give_up_attempt(self, found: TakenRequest) -> None:
         found.replica = None
+        self._waiting.add(found.asked.id)
         self._tell_router().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
@@ -328,6 +329,7 @@ class ClusterClient:
         if found is None or order.attempt <= found.ledger.attempt:
             return  # it has ended, or the order is an old one
         self._send(found, messages.CancelAttempt(order.request, found.ledger.attempt))
+        self._waiting.discard(order.request)
         link = self._replicas.get(order.replica)
         request = found.assign(order, link.endpoint.epoch if link is not None else -1)
         if link is None or link.is_lost:

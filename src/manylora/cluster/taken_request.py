@@ -76,7 +76,7 @@ class TakenRequest:
         blocks = [
             block
             for reply in replies
-            for block in reply_hashes(self.version, asked.cache_scope, asked.prompt, reply)
+            for block in reply_hashes(self.version, asked.cache_scope, asked.prompt, reply, self._prefix)
         ]
         return Ended(asked.id, sum(map(len, replies)) // len(replies), tuple(blocks))
 

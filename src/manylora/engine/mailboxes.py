@@ -9,17 +9,42 @@ import asyncio
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable
 
-from manylora.engine.client import Delta, EngineDead, GenerationRequest
+from manylora.engine.client import Delta, EngineBusy, EngineDead, GenerationRequest
 from manylora.types import InvalidRequest, RequestId
+
+MAX_WAITING_BYTES = 256 * 2**20
+"""What all requests that wait may take in a front end's process; what the engine keeps of them is about as much.
+Prompts of 6 million tokens fit, such as 3,000 of 2,000 tokens each; 10,000 requests with 65,536 stop ids each
+would take 26 GB."""
+
+_SAMPLE_BYTES = 1024
+_ID_BYTES = 40  # an int, and its place in a tuple
+_BIAS_BYTES = 150  # an int and a float in a tuple, and the place of that one
+_STOP_CHAR_BYTES = 8  # with what is prepared to find it
+
+
+def _size_bytes(request: GenerationRequest) -> int:
+    """What a request takes in memory while it waits, about."""
+    params = request.params
+    num_ids = len(request.prompt) + len(params.stop_token_ids)
+    return (
+        _SAMPLE_BYTES * params.n
+        + _ID_BYTES * num_ids
+        + _BIAS_BYTES * len(params.logit_bias)
+        + _STOP_CHAR_BYTES * sum(map(len, params.stop))
+    )
 
 
 class _Box:
     """What has come for one request and has not been read. One reader at a time: asyncio.Queue, which lets many
     wait, takes as long for a token as all the rest of the token's way."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting_bytes: int) -> None:
+        """``waiting_bytes``: the request's, until something has come for it."""
+        self.waiting_bytes = waiting_bytes
         self._items: collections.deque[Delta | EngineDead] = collections.deque()
         self._reader: asyncio.Future[None] | None = None
 
@@ -78,7 +103,10 @@ class Mailboxes:
     or closed, and what the engine still says of it then is not taken for its next request's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting_bytes: float = math.inf) -> None:
+        """A request that finds ``max_waiting_bytes`` of others waiting is refused."""
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
         self._boxes: dict[int, _Box] = {}
         self._open_ids: set[RequestId] = set()
         self._serials = itertools.count(1)
@@ -96,15 +124,20 @@ class Mailboxes:
             raise self._dead
         if request.id in self._open_ids:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
+        if self._waiting_bytes >= self._max_waiting_bytes:
+            raise EngineBusy(f"requests that wait take {self._waiting_bytes >> 20} MiB; try again later")
         asked = dataclasses.replace(request, serial=next(self._serials))
-        box = self._boxes[asked.serial] = _Box()
+        box = self._boxes[asked.serial] = _Box(_size_bytes(asked))
+        self._waiting_bytes += box.waiting_bytes
         self._open_ids.add(asked.id)
         submit(asked)
         return DeltaStream(asked, box, lambda is_open: self._close(asked, is_open, abort))
 
     def _close(self, asked: GenerationRequest, is_open: bool, abort: Callable[[RequestId], None]) -> None:
-        if self._boxes.pop(asked.serial, None) is None:
+        box = self._boxes.pop(asked.serial, None)
+        if box is None:
             return
+        self._waiting_bytes -= box.waiting_bytes
         self._open_ids.remove(asked.id)
         if is_open and self._dead is None:
             abort(asked.id)
@@ -114,6 +147,8 @@ class Mailboxes:
         for delta in deltas:
             box = self._boxes.get(delta.serial)
             if box is not None:
+                self._waiting_bytes -= box.waiting_bytes
+                box.waiting_bytes = 0
                 box.put(delta)
 
     def die(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from manylora.engine.client import (
     EngineStats,
     GenerationRequest,
 )
-from manylora.engine.mailboxes import Mailboxes
+from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
@@ -49,7 +49,7 @@ class RemoteEngine:
         self._info = info
         self._step_timeout_s = step_timeout_s
         self._pulse: Pulse | None = None  # that has come and has not been looked at
-        self._mailboxes = Mailboxes()
+        self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._loads: dict[int, list[AdapterLoad]] = {}  # that came before the answers to their calls
         self._call_ids = itertools.count()

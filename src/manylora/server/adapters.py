@@ -106,7 +106,7 @@ def routes(
     async def load(request: Request) -> PlainTextResponse:
         if settings.adapter_dir is None:
             permitted_folder("", None)
-        body = await read_body(request, LoadAdapterBody)
+        body, _ = await read_body(request, LoadAdapterBody)
         name = body.lora_name
         if not name or not body.lora_path:
             missing = "lora_path" if name else "lora_name"
@@ -116,7 +116,7 @@ def routes(
 
     @router.post("/v1/unload_lora_adapter", summary="Stop serving an adapter; answers once it is gone")
     async def unload(request: Request) -> PlainTextResponse:
-        body = await read_body(request, UnloadAdapterBody)
+        body, _ = await read_body(request, UnloadAdapterBody)
         name = body.lora_name
         if not name:
             raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -132,7 +132,7 @@ def routes(
     async def load_lora(request: Request) -> JSONResponse:
         if settings.adapter_dir is None:
             permitted_folder("", None)
-        body = await read_body(request, LoraBody)
+        body, _ = await read_body(request, LoraBody)
         name, uri = body.lora_name, None if body.source is None else body.source.uri
         if not name or not uri:
             raise _invalid(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from fastapi import APIRouter, Request, Response
 
 from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
-from manylora.server.logprobs import ChatLogprobs, TokenNames
+from manylora.server.logprobs import ChatLogprobs, TokenNames, logprob_parts
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
 from manylora.server.sampling import chat_params, max_chat_tokens
 from manylora.server.schemas import ChatBody, check_supported, read_body
-from manylora.server.streaming import ChunkWriter, Usage, encode
+from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.chat import render_chat
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
@@ -54,20 +54,14 @@ class ChatShape:
     def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
         """See Shape."""
         content = b'"delta":{"content":' + encode(delta.text) + b"}"
-        return writer.chunk(index, content, delta, self._encode(delta.logprobs), usage)
+        logprobs = None if self._logprobs is None else self._logprobs.encode(delta.logprobs)
+        return writer.chunk(index, content, delta, logprobs, usage)
 
-    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
         """See Shape."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._encode(output.logprobs),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-
-    def _encode(self, logprobs: tuple[TokenLogprobs, ...] | list[TokenLogprobs]) -> dict[str, Any] | None:
-        return None if self._logprobs is None else self._logprobs.encode(logprobs)
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        parts = logprob_parts(self._logprobs, logprobs)
+        return choice_parts(index, b'"message":' + encode(message), parts, output)
 
 
 def routes(service: Service, models: Models) -> APIRouter:
@@ -87,7 +81,7 @@ def routes(service: Service, models: Models) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Continue a conversation")
     async def chat(request: Request) -> Response:
         start_s = time.perf_counter()
-        body = await read_body(request, ChatBody)
+        body, raw = await read_body(request, ChatBody)
         note_model(request, body.model)
         chosen = await models.choose(body.model, adapter_asked(body))
         note_model(request, chosen.name)
@@ -95,7 +89,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         priority = service.priority(body)
         params = chat_params(body)
         tokenizer = require_tokenizer(service.tokenizer, "messages")
-        text = await run_beside(await request.body(), rendered, tokenizer, body)
+        text = await run_beside(raw, rendered, tokenizer, body)
         # The template has written the special tokens already.
         add_special_tokens = bool(body.add_special_tokens)
         prompt = await encode_text(

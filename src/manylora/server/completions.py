@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
-from manylora.server.logprobs import CompletionLogprobs, TokenNames
+from manylora.server.logprobs import CompletionLogprobs, TokenNames, logprob_parts
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
 from manylora.server.sampling import check_parameters, completion_params
 from manylora.server.schemas import CompletionBody, check_supported, read_body
-from manylora.server.streaming import ChunkWriter, Usage, encode
+from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_texts, fit_params, require_tokenizer
-from manylora.types import InvalidRequest, SamplingParams
+from manylora.types import InvalidRequest, SamplingParams, TokenLogprobs
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
@@ -53,26 +54,22 @@ class CompletionShape:
 
     def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
         """See Shape."""
-        text = self._unechoed.pop(index, "") + delta.text
-        return writer.chunk(index, b'"text":' + encode(text), delta, self._encode(index, delta), usage)
+        text, names = self._unechoed.pop(index, "") + delta.text, self._writer(index)
+        logprobs = None if names is None else names.encode(delta.logprobs)
+        return writer.chunk(index, b'"text":' + encode(text), delta, logprobs, usage)
 
-    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
         """See Shape."""
-        return {
-            "index": index,
-            "text": self._unechoed.pop(index, "") + output.text,
-            "logprobs": self._encode(index, output),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        content = b'"text":' + encode(self._unechoed.pop(index, "") + output.text)
+        return choice_parts(index, content, logprob_parts(self._writer(index), logprobs), output)
 
-    def _encode(self, index: int, news: TextDelta | TextOutput) -> dict[str, Any] | None:
+    def _writer(self, index: int) -> CompletionLogprobs | None:
         if self._logprobs is None:
             return None
         writer = self._writers.get(index)
         if writer is None:
             writer = self._writers[index] = CompletionLogprobs(*self._logprobs)
-        return writer.encode(news.logprobs)
+        return writer
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
@@ -131,13 +128,12 @@ def routes(service: Service, models: Models) -> APIRouter:
     @router.post("/v1/completions", summary="Complete a prompt")
     async def complete(request: Request) -> Response:
         start_s = time.perf_counter()
-        body = await read_body(request, CompletionBody)
+        body, raw = await read_body(request, CompletionBody)
         note_model(request, body.model)
         chosen = await models.choose(body.model, adapter_asked(body))
         note_model(request, chosen.name)
         check_supported(body)
         priority = service.priority(body)
-        raw = await request.body()
         prompts = await run_beside(raw, split_prompts, body.prompt)
         token_ids = await encoded(body, prompts)
         params = await run_beside(raw, fitted, body, token_ids)

@@ -6,13 +6,13 @@ ends it when the client goes, the server stops or the engine dies.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from typing import Protocol
 
-import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,10 +20,11 @@ from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics, RequestRecorder
 from manylora.server.errors import as_api_error
-from manylora.server.lifecycle import Lifecycle
+from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.server.models import Chosen
+from manylora.server.packed_logprobs import PackedLogprobs, check_packed
 from manylora.server.schemas import SamplingFields
-from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, error_events, merged
+from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode, error_events, merged
 from manylora.text.generate import (
     GenerationFailed,
     TextDelta,
@@ -34,7 +35,12 @@ from manylora.text.generate import (
 )
 from manylora.text.prompts import check_priority
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import SamplingParams
+from manylora.types import SamplingParams, TokenLogprobs
+
+PIECE_BYTES = 64 * 2**10
+"""Of a whole answer so much is put together, and sent, before others have their turn."""
+
+_JSON = [(b"content-type", b"application/json")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,8 +114,8 @@ class Shape(Protocol):
     def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
         """A delta of one choice as a chunk."""
 
-    def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
-        """A whole choice."""
+    def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+        """A whole choice as JSON, in pieces. Those of ``output`` are elsewhere: its log-probabilities."""
 
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
@@ -136,13 +142,15 @@ class GenerationResponse(Response):
         try:
             # The last byte is sent outside: a client may leave once it has that, which is no interruption.
             async with self._service.lifecycle.interruptible(receive), closing as deltas:
-                ending = await (self._stream(deltas, send) if self._plan.is_on else self._whole(deltas))
+                ending = await (self._stream if self._plan.is_on else self._whole)(deltas, send)
         except Exception as error:
             known = as_api_error(error)
             if known is None or not self._has_begun:
                 raise
+            if not self._plan.is_on:
+                raise Disconnected from error  # half of an answer has no place for an error
             ending = error_events(known)
-        if self._plan.is_on:
+        if self._plan.is_on or self._has_begun:
             await self._begin(send)
             await send({"type": "http.response.body", "body": ending, "more_body": False})
         else:
@@ -156,6 +164,8 @@ class GenerationResponse(Response):
             for number, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True), 1):
                 streams.append(self._submit(prompt, params, more=number < len(job.prompts)))
                 recorders.append(self._recorder(prompt, params))
+            if len(streams) > 1:
+                await asyncio.sleep(0)  # beginning to listen to thousands of them takes as long again
             async with contextlib.aclosing(merged(streams)) as deltas:
                 async for number, delta in deltas:
                     recorders[number].observe(delta)
@@ -194,7 +204,8 @@ class GenerationResponse(Response):
     async def _begin(self, send: Send) -> None:
         if not self._has_begun:
             self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            headers = HEADERS if self._plan.is_on else _JSON
+            await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
 
     async def _stream(self, deltas: Deltas, send: Send) -> bytes:
         """Send all chunks but the end of the stream, which it returns."""
@@ -209,17 +220,31 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
 
-    async def _whole(self, deltas: Deltas) -> bytes:
-        """The whole answer, once all of it is there."""
-        outputs = [TextOutput(index) for index in range(len(self._job.prompts) * self._job.n)]
+    async def _whole(self, deltas: Deltas, send: Send) -> bytes:
+        """Send the whole answer, once all of it is there, but its last piece, which it returns."""
+        job, piece = self._job, bytearray()
+        check_packed(job.prompts, job.params, self._service.client.info.max_model_len)
+        outputs = [(TextOutput(index), PackedLogprobs()) for index in range(len(job.prompts) * job.n)]
         async for index, delta in deltas:
-            add_delta(outputs[index], delta)
-        answer = {
-            **self._shape.identity(is_chunk=False),
-            "choices": [self._shape.choice(index, output) for index, output in enumerate(outputs)],
-            "usage": self._usage.encode(),
-        }
-        return msgspec.json.encode(answer)
+            output, logprobs = outputs[index]
+            logprobs.add(delta.logprobs)
+            add_delta(output, delta._replace(token_ids=(), logprobs=()))
+        for part in self._parts(outputs):
+            piece += part
+            if len(piece) >= PIECE_BYTES:
+                await self._begin(send)
+                await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+                piece.clear()
+                await asyncio.sleep(0)  # sending waits for nothing while the client reads
+        return bytes(piece)
+
+    def _parts(self, outputs: Sequence[tuple[TextOutput, PackedLogprobs]]) -> Iterator[bytes]:
+        yield encode(self._shape.identity(is_chunk=False))[:-1] + b',"choices":['
+        for index, (output, logprobs) in enumerate(outputs):
+            if index:
+                yield b","
+            yield from self._shape.choice(index, output, logprobs)
+        yield b'],"usage":%b}' % self._usage.encode()
 
 
 def answer_id(prefix: str, request: Request) -> str:

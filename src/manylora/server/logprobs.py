@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from manylora.server.streaming import encode
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import TokenLogprobs
 
@@ -81,3 +82,27 @@ class ChatLogprobs:
             "logprob": max(logprob, _LOWEST),
             "bytes": list(raw),
         }
+
+
+def logprob_parts(
+    writer: CompletionLogprobs | ChatLogprobs | None, logprobs: Iterable[TokenLogprobs]
+) -> Iterator[bytes]:
+    """What ``writer`` makes of all positions, as JSON. The last list, which holds the alternatives, comes first:
+    it goes out as it grows, and the short ones follow."""
+    if writer is None:
+        yield b"null"
+        return
+    lists = writer.encode(())
+    name, last = lists.popitem()
+    yield b'{"%b":[%b' % (name.encode(), encode(last)[1:-1])
+    comma = b"," if last else b""
+    for entry in logprobs:
+        more = writer.encode([entry])
+        yield comma + encode(more[name])[1:-1]
+        comma = b","
+        for key, values in lists.items():
+            values.extend(more[key])
+    yield b"]"
+    for key, values in lists.items():
+        yield b',"%b":%b' % (key.encode(), encode(values))
+    yield b"}"

@@ -156,10 +156,11 @@ BODIES = (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody, LoraBody
 _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The request's JSON body as ``kind``, whatever its content type; raises ApiError 400."""
-    raw = await request.body()
-    return await run_beside(raw, _decode, raw, kind)
+async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
+    """The request's JSON body as ``kind``, whatever its content type, and as it came; raises ApiError 400."""
+    # The request, which lives until it is answered, would keep what its ``body`` gives.
+    raw = b"".join([piece async for piece in request.stream()])
+    return await run_beside(raw, _decode, raw, kind), raw
 
 
 def _decode(raw: bytes, kind: type[Body]) -> Body:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 
 from manylora.server.errors import ApiError
-from manylora.text.generate import TextDelta, TextStream
+from manylora.text.generate import TextDelta, TextOutput, TextStream
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -39,9 +39,9 @@ class Usage:
         self.num_completion += len(delta.token_ids)
         self.num_cached += delta.num_cached_tokens
 
-    def encode(self) -> msgspec.Raw:
+    def encode(self) -> bytes:
         """The usage in OpenAI's shape."""
-        return msgspec.Raw(
+        return (
             b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'
             b'"prompt_tokens_details":{"cached_tokens":%d}}'
             % (self.num_prompt, self.num_prompt + self.num_completion, self.num_completion, self.num_cached)
@@ -77,6 +77,14 @@ class ChunkWriter:
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk, without choices, that ``stream_options.include_usage`` asks for."""
         return b'%b],"usage":%b}\n\n' % (self._start, usage.encode())
+
+
+def choice_parts(index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput) -> Iterator[bytes]:
+    """A choice of a whole answer. ``content`` as of a chunk."""
+    yield b'{"index":%d,%b,"logprobs":' % (index, content)
+    yield from logprobs
+    ends = encode(output.finish_reason), encode(output.stop_reason)
+    yield b',"finish_reason":%b,"stop_reason":%b}' % ends
 
 
 def error_events(error: ApiError) -> bytes:

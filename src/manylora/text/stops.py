@@ -5,6 +5,7 @@ The string that is complete first ends the text; of two complete at the same cha
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 
 
@@ -24,9 +25,9 @@ class StopStrings:
         return matched + 1 if text[matched] == char else 0
 
 
-def _fallbacks(text: str) -> list[int]:
+def _fallbacks(text: str) -> Sequence[int]:
     """Knuth-Morris-Pratt: for each prefix, the length of its longest proper prefix that also ends it."""
-    table = [0] * len(text)
+    table = array.array("i", bytes(4 * len(text)))
     matched = 0
     for i in range(1, len(text)):
         while matched and text[matched] != text[i]:

@@ -31,8 +31,11 @@ BLOCK_BYTES = 8 * BLOCK_TOKENS
 
 def prefix_hashes(adapter: AdapterId, cache_scope: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """For each full block of a prompt its hash and that of all before it, as ``Asked.prefix`` has them."""
-    cells = array.array("q", tokens).tobytes()
-    found, last = [], prefix_root(adapter, cache_scope.encode())
+    return _chain(prefix_root(adapter, cache_scope.encode()), tokens)
+
+
+def _chain(last: int, tokens: Sequence[int]) -> tuple[int, ...]:
+    cells, found = array.array("q", tokens).tobytes(), []
     for start in range(0, len(cells) - BLOCK_BYTES + 1, BLOCK_BYTES):
         last = block_hash(last, cells[start : start + BLOCK_BYTES])
         found.append(last)
@@ -40,12 +43,17 @@ def prefix_hashes(adapter: AdapterId, cache_scope: str, tokens: Sequence[int]) -
 
 
 def reply_hashes(
-    adapter: AdapterId, cache_scope: str, prompt: Sequence[int], reply: Sequence[int]
+    adapter: AdapterId,
+    cache_scope: str,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    prefix: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Likewise for the full blocks that a reply has made after those of the prompt. No step computes its last
-    token."""
-    all_blocks = prefix_hashes(adapter, cache_scope, (*prompt, *reply[:-1]))
-    return all_blocks[len(prompt) // BLOCK_TOKENS :]
+    token. ``prefix``: the prompt's own hashes, where they are known: of a long one they take long."""
+    known = prefix_hashes(adapter, cache_scope, prompt) if prefix is None else prefix
+    last = known[-1] if known else prefix_root(adapter, cache_scope.encode())
+    return _chain(last, (*prompt[len(known) * BLOCK_TOKENS :], *reply[:-1]))
 
 
 def prefix_root(adapter: AdapterId, cache_scope: bytes) -> int:
