@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from manylora.cluster import messages
+from manylora.cluster.status import state_of
 from manylora.cluster.switchboard import Switchboard
+from manylora.cluster.tasks import Tasks
 from manylora.config.cluster import MOST_REPLICAS, ClusterOptions
 from manylora.protocol.routing import Drain, MoveAsked, ReplicaId, ScaleHint
 
@@ -22,6 +24,10 @@ LOOK_S = 0.05
 WATCH_S = 0.1
 MOVE_S = 10.0
 """A move that has not happened by then is not waited for."""
+ANSWER_S = 300.0
+"""What has not been done by then goes on, and is not waited for."""
+
+_T = TypeVar("_T")
 
 
 class Refusal(Exception):
@@ -38,12 +44,13 @@ class Operations:
         self._asked: set[ReplicaId] = set()  # replicas that the supervisor is to start
         self._drained: set[tuple[ReplicaId, int]] = set()  # epochs whose drain was begun here
         self._hint: ScaleHint | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     async def watch(self) -> None:
         """Go on with what another router was asked for; with ``--autoscale on`` follow the router's hints."""
         while True:
             await asyncio.sleep(WATCH_S)
+            self._board.look()
             for slot in self._board.table.slots:
                 is_begun = (slot.id, slot.epoch) in self._drained
                 if slot.drains_to and not is_begun and self._is_up(slot.id, slot.epoch):
@@ -88,6 +95,39 @@ class Operations:
             left_s -= LOOK_S
         return True
 
+    async def _until_up(self, epochs: dict[ReplicaId, int]) -> None:
+        """Until these replicas run, in these epochs or later ones. Raises Refusal where a start fails; it is tried
+        again all the same."""
+
+        def are_up() -> bool:
+            there = self._used()
+            for replica, epoch in epochs.items():
+                slot = self._slot(replica)
+                if slot is not None and slot.epoch >= epoch and slot.why:
+                    raise Refusal(f"replica {replica} does not come up, and is tried again: {slot.why}")
+            return all(self._is_up(*each) or each[0] not in there for each in epochs.items())
+
+        await self._until(are_up)
+
+    async def in_time(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What an operation gives. Raises Refusal, also where it takes too long; it goes on then."""
+
+        async def outcome() -> _T | Refusal:
+            try:
+                return await work
+            except Refusal as error:
+                return error
+
+        task = self._tasks.spawn(outcome())
+        if not (await asyncio.wait([task], timeout=ANSWER_S))[0]:
+            states = [(slot.id, state_of(slot, self._board.router)) for slot in self._board.table.slots]
+            missing = ", ".join(f"replica {replica} is {state}" for replica, state in states)
+            raise Refusal(f"not done within {ANSWER_S:g} s, and going on: {missing}")
+        found: _T | Refusal = task.result()
+        if isinstance(found, Refusal):
+            raise found
+        return found
+
     # ------------------------------------------------------------ drains
 
     async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
@@ -108,11 +148,11 @@ class Operations:
 
     def _resume(self, slot: messages.Slot) -> None:
         if slot.drains_to == "remove":
-            self._spawn(self._remove(slot.id))
+            self._tasks.spawn(self._by_itself(self._remove(slot.id)))
         elif slot.drains_to == "restart":
-            self._spawn(self._start_anew(slot.id))
+            self._tasks.spawn(self._by_itself(self._start_anew(slot.id)))
         else:
-            self._spawn(self._empty(slot.id, slot.drains_to, migrate=False))
+            self._tasks.spawn(self._by_itself(self._empty(slot.id, slot.drains_to, migrate=False)))
 
     # ------------------------------------------------------------ scaling
 
@@ -140,7 +180,7 @@ class Operations:
             new = [next(free) for _ in range(count - len(staying))]
             self._asked.update(new)
             self._board.tell_supervisor(messages.StartReplicas(new))
-            await self._until(lambda: all(self._is_up(each, 1) for each in new))
+            await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
         """Its requests go elsewhere, then it ends for good. Raises Refusal."""
@@ -165,30 +205,36 @@ class Operations:
         low, high = self._options.bounds
         staying = self._staying()
         if hint.delta > 0 and len(staying) < high:
-            self._spawn(self._scale_by_itself(len(staying) + 1))
+            self._tasks.spawn(self._by_itself(self._resize(len(staying) + 1)))
         elif hint.delta < 0 and len(staying) > low:
             if hint.replica is not None and hint.replica in staying:
-                self._spawn(self._remove(hint.replica))
+                self._tasks.spawn(self._by_itself(self._remove(hint.replica)))
             else:
-                self._spawn(self._scale_by_itself(len(staying) - 1))
+                self._tasks.spawn(self._by_itself(self._resize(len(staying) - 1)))
 
-    async def _scale_by_itself(self, count: int) -> None:
+    async def _by_itself(self, work: Coroutine[Any, Any, Any]) -> None:
+        """What no person has asked for."""
         try:
-            await self._resize(count)
+            await work
         except Refusal as error:
-            log.info("the number of replicas stays: %s", error)
+            log.warning("%s", error)
 
     async def restart(self) -> int:
-        """Start all replicas anew, one after the other; returns how many."""
+        """Start all replicas anew, one after the other; returns how many. Raises Refusal where one does not come
+        up again: the others stay as they are."""
         replicas = self._staying()
-        for replica in replicas:
-            await self._start_anew(replica)
+        for done, replica in enumerate(replicas):
+            try:
+                await self._start_anew(replica)
+            except Refusal as error:
+                left = len(replicas) - done - 1
+                raise Refusal(f"{error}; {left} others were not started anew") from error
         return len(replicas)
 
     async def _start_anew(self, replica: ReplicaId) -> None:
         epoch = await self._empty(replica, "restart", migrate=True)
         self._board.tell_supervisor(messages.EndReplica(replica, epoch))
-        await self._until(lambda: self._is_up(replica, epoch + 1) or self._slot(replica) is None)
+        await self._until_up({replica: epoch + 1})
 
     # ------------------------------------------------------------ moves
 
@@ -222,8 +268,3 @@ class Operations:
         if not there:
             raise Refusal(f"the request {request!r} ended before it could move")
         return len(there)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
