@@ -74,8 +74,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def group_of(leader: int) -> list[int]:
-    """The processes of a process group."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    """The processes of a process group; none where the system does not say."""
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
     return [pid for pid in pids if (found := _fields(pid)) and int(found[2]) == leader]
 
 

@@ -96,14 +96,14 @@ class Operations:
         return True
 
     async def _until_up(self, epochs: dict[ReplicaId, int]) -> None:
-        """Until these replicas run, in these epochs or later ones. Raises Refusal where a start fails; it is tried
-        again all the same."""
+        """Until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where such a start
+        fails; it is tried again all the same."""
 
         def are_up() -> bool:
             there = self._used()
             for replica, epoch in epochs.items():
                 slot = self._slot(replica)
-                if slot is not None and slot.epoch >= epoch and slot.why:
+                if slot is not None and slot.epoch >= epoch and slot.state == "waiting" and slot.why:
                     raise Refusal(f"replica {replica} does not come up, and is tried again: {slot.why}")
             return all(self._is_up(*each) or each[0] not in there for each in epochs.items())
 
@@ -162,6 +162,8 @@ class Operations:
         await self._resize(count)
         drained = [replica for replica in self._staying() if self._is_drained(replica)]
         await asyncio.gather(*(self._start_anew(replica) for replica in drained))
+        staying = [slot for slot in self._board.table.slots if slot.id not in self._removing]
+        await self._until_up({slot.id: slot.epoch + (slot.state == "waiting") for slot in staying})
 
     async def _resize(self, count: int) -> None:
         options, most = self._options, self._board.table.most
