@@ -15,7 +15,7 @@ import pytest
 from manylora.cluster import local, messages, place
 from manylora.cluster.children import Launch
 from manylora.cluster.local import LocalProcess, NotStarted, start_child
-from manylora.cluster.place import Place
+from manylora.cluster.place import ProcessPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import EngineSettings, HttpSettings, ModelSettings
 from manylora.config.cluster import ClusterOptions
@@ -128,7 +128,7 @@ def test_a_start_that_is_refused_is_tried_again_later_each_time(
     monkeypatch.setattr(place.asyncio, "sleep", sleep)
 
     async def scenario() -> None:
-        tried = Place("the router", Refusing(error), 1.0)
+        tried = ProcessPlace("the router", Refusing(error), 1.0)
         for _ in range(8):
             with pytest.raises(NotStarted, match="the router cannot be started: (Too many|can't start)"):
                 await tried.start(LAUNCH)

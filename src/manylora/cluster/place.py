@@ -21,7 +21,7 @@ LEAST_WAIT_S, MOST_WAIT_S = 0.2, 10.0
 """Before the next start: twice as long each time, until a process settles."""
 
 
-class Place:
+class ProcessPlace:
     """``process``: what runs here; ``was_silent``: the last one was ended because it said nothing."""
 
     def __init__(self, name: str, launcher: Launcher, silence_s: float, settled_s: float = 0.0) -> None:

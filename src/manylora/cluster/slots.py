@@ -16,7 +16,7 @@ from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import read_step
 from manylora.cluster.local import Launcher, NotStarted
 from manylora.cluster.names import journal_name
-from manylora.cluster.place import Place
+from manylora.cluster.place import ProcessPlace
 from manylora.config import AdapterSettings, ConfigError
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
@@ -51,7 +51,7 @@ class ReplicaPlace:
         self.failed: Failed | None = None
         self.why = ""
         self._launch = launch
-        self._place = Place(f"replica {replica}", launcher, launch.cluster.silence_s, SETTLED_S)
+        self._place = ProcessPlace(f"replica {replica}", launcher, launch.cluster.silence_s, SETTLED_S)
         self._changed = changed
         self._exited = exited
         self._is_wanted = True

@@ -26,7 +26,7 @@ from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left,
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
 from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.node_share import NodeShare
-from manylora.cluster.place import Place
+from manylora.cluster.place import ProcessPlace
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
 from manylora.cluster.slots import ReplicaPlace, raise_if_failed
@@ -139,9 +139,9 @@ class _Supervisor:
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
         self._listings: dict[AdapterId, messages.Listing] = {}  # as the router has told, should its file vanish
         self._last_adapter: AdapterId = BASE
-        self._frontends: dict[int, Place] = {}
+        self._frontends: dict[int, ProcessPlace] = {}
         lease_s = launch.cluster.lease
-        self._router = Place("the router", launcher, max(1.0, 0.6 * lease_s))  # replicas live by its word
+        self._router = ProcessPlace("the router", launcher, max(1.0, 0.6 * lease_s))  # replicas live by its word
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
@@ -324,7 +324,7 @@ class _Supervisor:
         epoch = 0
         descriptor = self._sock.fileno()
         silence_s = self._launch.cluster.silence_s
-        place = self._frontends[number] = Place(f"front end {number}", self._launcher, silence_s)
+        place = self._frontends[number] = ProcessPlace(f"front end {number}", self._launcher, silence_s)
         while not self._is_stopping:
             epoch += 1
             launch = msgspec.structs.replace(
