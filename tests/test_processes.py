@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,20 +41,27 @@ print(children[0].pid, children[0].poll(), flush=True)
 time.sleep(1000)
 """
 
+COMPUTES = """
+import sys
+print("up", flush=True)
+for line in sys.stdin:
+    sum(range(10**7))
+    print("done", flush=True)
+"""
+
 
 @pytest.fixture
-def parent(tmp_path: Path, request: pytest.FixtureRequest) -> subprocess.Popen[str]:
+def parent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "a_child.py").write_text(CHILD)
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[1] / 'src'}"
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PARENT, *request.param],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
-    )
-    request.addfinalizer(process.wait)
-    request.addfinalizer(process.kill)
-    return process
+    ) as process:
+        yield process
+        process.kill()
 
 
 @pytest.mark.parametrize("parent", [["the main thread"], ["a thread"]], indirect=True)
@@ -94,9 +102,8 @@ def test_a_child_is_the_module_with_its_arguments() -> None:
 
 
 def test_effort_tells_what_computes_from_what_waits() -> None:
-    code = "import sys\nprint(1, flush=True)\nfor line in sys.stdin:\n    sum(range(10**7))\n    print(1, flush=True)"
     with subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", COMPUTES],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -49,8 +49,8 @@ def test_a_folder_is_its_owners_alone_and_one_clusters(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "cluster", is_lasting=True)
     secret = read_secret(folder.secret_path)
-    for vanishes in (folder.secret_path.unlink, lambda: shutil.rmtree(folder.path)):
-        vanishes()
+    for vanished in (folder.secret_path, folder.path):
+        shutil.rmtree(vanished) if vanished.is_dir() else vanished.unlink()
         folder.mend()
         assert folder.path == tmp_path / "cluster"
         assert read_secret(folder.secret_path) == secret == folder.secret

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from manylora.cluster import local, messages, place
+from manylora.cluster import local, messages
 from manylora.cluster.children import Launch
 from manylora.cluster.local import LocalProcess, NotStarted, start_child
 from manylora.cluster.place import ProcessPlace
@@ -24,7 +24,8 @@ from tests.e2e.process import is_running
 
 READY, PONG = frame(messages.ChildReady()), frame(messages.Pong())
 LAUNCH = Launch(
-    messages.ROUTER, 0, 1, EngineSettings(ModelSettings("none")), HttpSettings(), ClusterOptions(), "", b"", ("", 0), ""
+    messages.ROUTER, 0, 1, EngineSettings(ModelSettings("none")), HttpSettings(), ClusterOptions(),
+    folder="", secret=b"", router=("", 0), model="",
 )  # fmt: skip
 HANGS = "time.sleep(1000)"
 ANSWERS = f"""
@@ -75,7 +76,7 @@ def test_a_start_that_hangs_is_ended(child: Child, role: str) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-@pytest.mark.parametrize(("code", "role"), [(ANSWERS, messages.FRONTEND), (COMPUTES, messages.REPLICA)])
+@pytest.mark.parametrize(("code", "role"), [(ANSWERS, messages.FRONTEND), (COMPUTES, messages.ROUTER)])
 def test_a_start_that_gets_on_takes_its_time(child: Child, code: str, role: str) -> None:
     async def scenario() -> None:
         process = await child(code, role)
@@ -103,7 +104,7 @@ class Refusing:
     """A launcher of a system that gives no process."""
 
     name = "refusing"
-    most_replicas = None
+    most_replicas: int | None = None
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -125,12 +126,12 @@ def test_a_start_that_is_refused_is_tried_again_later_each_time(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(place.asyncio, "sleep", sleep)
+    monkeypatch.setattr("manylora.cluster.place.asyncio.sleep", sleep)
 
     async def scenario() -> None:
         tried = ProcessPlace("the router", Refusing(error), 1.0)
         for _ in range(8):
-            with pytest.raises(NotStarted, match="the router cannot be started: (Too many|can't start)"):
+            with pytest.raises(NotStarted, match=r"the router cannot be started: (Too many|can't start)"):
                 await tried.start(LAUNCH)
             assert tried.process is None
             await tried.pause()

@@ -59,7 +59,7 @@ def test_what_is_stopped_or_swept_away(tmp_path: Path) -> None:
     supervisor, while others stand still."""
     root, folder = tmp_path / "adapters", tmp_path / "cluster"
     shutil.copytree(ADAPTERS, root)
-    args = ("--replicas", "1", "--adapter-dir", str(root), "--lease", "2")
+    args = ("--replicas", "1", "--adapter-dir", str(root))
     with Cluster(*args, folder=tmp_path) as cluster:
         cluster.wait_ready()
         cluster.wait_replicas(1)

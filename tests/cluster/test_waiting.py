@@ -96,7 +96,7 @@ def test_a_restart_stops_where_a_replica_does_not_come_up_again(tmp_path: Path) 
             asked = asyncio.ensure_future(cluster.operations.in_time(cluster.operations.restart()))
             assert (await cluster.hear(messages.EndReplica)).replica == 0
             cluster.say(cluster.slot(0, "waiting", 2, "no memory"), cluster.slot(1))
-            with pytest.raises(Refusal, match="replica 0 does not come up.*no memory; 1 others were not"):
+            with pytest.raises(Refusal, match=r"replica 0 does not come up.*no memory"):
                 await asyncio.wait_for(asked, 30.0)
 
     asyncio.run(run())
@@ -113,7 +113,7 @@ def test_what_takes_long_is_answered_and_goes_on(tmp_path: Path, monkeypatch: py
                 await done.wait()
                 done.clear()
 
-            with pytest.raises(Refusal, match="not done within 0.3 s, and going on: replica 0 is running"):
+            with pytest.raises(Refusal, match=r"not done within 0\.3 s, and going on: replica 0 is running"):
                 await cluster.operations.in_time(work())
             done.set()
             await until(lambda: not done.is_set())

@@ -24,11 +24,9 @@ from manylora.processes import LEAST_EFFORT, command, effort, group_of
 
 PING_S = 0.5
 START_S = 30.0
-"""A start that does not answer within so long hangs."""
-LOAD_S = 60.0
-"""A replica's start that neither computes nor reads for so long does."""
-RAY_START_S = 150.0
-"""What speaks to Ray waits for Ray's nodes."""
+"""A start that neither answers nor computes nor reads for so long hangs."""
+LOAD_S, RAY_START_S = 60.0, 150.0
+"""The same of a replica, and of what speaks to Ray, which waits for Ray's nodes."""
 
 _LENGTH = struct.Struct("<I")
 _from_child = msgspec.msgpack.Decoder(messages.FromChild)
@@ -150,8 +148,7 @@ class LocalProcess:
                 said = await self._listen()
             except TimeoutError:
                 idle_s += PING_S
-                now = effort(group_of(self.pid)) if self._role == messages.REPLICA else before
-                if abs(now - before) > LEAST_EFFORT:
+                if abs((now := effort(group_of(self.pid))) - before) > LEAST_EFFORT:
                     idle_s, before = 0.0, now
                 continue
             if not isinstance(said, messages.Pong):

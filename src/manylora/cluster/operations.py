@@ -111,22 +111,13 @@ class Operations:
 
     async def in_time(self, work: Coroutine[Any, Any, _T]) -> _T:
         """What an operation gives. Raises Refusal, also where it takes too long; it goes on then."""
-
-        async def outcome() -> _T | Refusal:
-            try:
-                return await work
-            except Refusal as error:
-                return error
-
-        task = self._tasks.spawn(outcome())
-        if not (await asyncio.wait([task], timeout=ANSWER_S))[0]:
-            states = [(slot.id, state_of(slot, self._board.router)) for slot in self._board.table.slots]
-            missing = ", ".join(f"replica {replica} is {state}" for replica, state in states)
-            raise Refusal(f"not done within {ANSWER_S:g} s, and going on: {missing}")
-        found: _T | Refusal = task.result()
-        if isinstance(found, Refusal):
-            raise found
-        return found
+        doing = asyncio.ensure_future(work)
+        try:
+            return await asyncio.wait_for(asyncio.shield(doing), ANSWER_S)
+        except TimeoutError as error:
+            board = self._board
+            states = (f"replica {slot.id} is {state_of(slot, board.router)}" for slot in board.table.slots)
+            raise Refusal(f"not done within {ANSWER_S:g} s, and going on: {', '.join(states)}") from error
 
     # ------------------------------------------------------------ drains
 
@@ -225,12 +216,8 @@ class Operations:
         """Start all replicas anew, one after the other; returns how many. Raises Refusal where one does not come
         up again: the others stay as they are."""
         replicas = self._staying()
-        for done, replica in enumerate(replicas):
-            try:
-                await self._start_anew(replica)
-            except Refusal as error:
-                left = len(replicas) - done - 1
-                raise Refusal(f"{error}; {left} others were not started anew") from error
+        for replica in replicas:
+            await self._start_anew(replica)
         return len(replicas)
 
     async def _start_anew(self, replica: ReplicaId) -> None:

@@ -30,7 +30,7 @@ STOP_S = 2.0
 
 
 class ReplicaPlace:
-    """One place. ``run`` keeps a replica there until ``end``."""
+    """One place. ``run`` keeps a replica there until ``end``. ``folder``: the cluster's, from the next start on."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class ReplicaPlace:
         self.info: EngineInfo | None = None
         self.failed: Failed | None = None
         self.why = ""
+        self.folder = launch.folder
         self._launch = launch
         self._place = ProcessPlace(f"replica {replica}", launcher, launch.cluster.silence_s, SETTLED_S)
         self._changed = changed
@@ -62,10 +63,6 @@ class ReplicaPlace:
         process = self._place.process
         pid = 0 if process is None else process.pid
         return messages.Slot(self.id, self.epoch, pid, self.state, self.drains_to, self.why)
-
-    def move(self, folder: str) -> None:
-        """The cluster's folder is another from the next start on."""
-        self._launch = msgspec.structs.replace(self._launch, folder=folder)
 
     async def run(self) -> None:
         """Until ``end``."""
@@ -81,7 +78,7 @@ class ReplicaPlace:
     async def _live(self) -> None:
         """One epoch."""
         self._is_ended = False
-        folder = Path(self._launch.folder)
+        folder = Path(self.folder)
         try:
             await self._place.start(self._launch_of_epoch())
             self._set("starting")
@@ -124,7 +121,9 @@ class ReplicaPlace:
                 store_bytes=settings.adapters.store_bytes,
             ),
         )
-        return msgspec.structs.replace(self._launch, id=self.id, epoch=self.epoch, engine=engine)
+        return msgspec.structs.replace(
+            self._launch, id=self.id, epoch=self.epoch, engine=engine, folder=self.folder
+        )
 
     def _set(self, state: str) -> None:
         self.state = state

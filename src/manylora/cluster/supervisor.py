@@ -145,7 +145,6 @@ class _Supervisor:
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
-        self._stops = 0
         self._stopped = asyncio.Event()
         self._hurried = asyncio.Event()
         self._failed: asyncio.Future[Failed]
@@ -182,17 +181,13 @@ class _Supervisor:
 
     async def _keep_folder(self) -> None:
         """Make it again where it vanishes."""
-        said = ""
         while True:
             await asyncio.sleep(MEND_S)
-            try:
+            with contextlib.suppress(ConfigError):  # what needs it says so
                 self._folder.mend()
-            except ConfigError as error:
-                if said != str(error):
-                    log.error("%s", said := str(error))
             self._launch = msgspec.structs.replace(self._launch, folder=str(self._folder.path))
             for slot in self._slots.values():
-                slot.move(self._launch.folder)
+                slot.folder = self._launch.folder
 
     # ------------------------------------------------------------ replicas
 

@@ -23,7 +23,7 @@ class Tasks:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Begin one."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(work, name=getattr(work, "__qualname__", None))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -36,5 +36,5 @@ class Tasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s has failed", task.get_coro().__qualname__, exc_info=error)
+            log.error("%s has failed", task.get_name(), exc_info=error)
             self.one_failed.set()
