@@ -30,7 +30,7 @@ STOP_S = 2.0
 
 
 class ReplicaPlace:
-    """One place. ``run`` keeps a replica there until ``end``. ``folder``: the cluster's, from the next start on."""
+    """One place. ``run`` keeps a replica there until ``end``. ``folder``: the cluster's, for the next start."""
 
     def __init__(
         self,
