@@ -25,23 +25,24 @@ ROOMS: dict[str, set[str]] = {
     "reports": {"types"},
     "protocol": {"types", "reports"},
     "policy": BOTTOM,
-    "engine": BOTTOM | {"policy"},
+    "processes": set(),
+    "engine": BOTTOM | {"policy", "processes"},
     "devices": BOTTOM,
-    "kernels": BOTTOM | {"devices"},
+    "kernels": BOTTOM | {"devices", "processes"},
     "memory": BOTTOM | {"devices", "kernels"},
     "models": BOTTOM | {"devices", "kernels"},
     "adapters": BOTTOM | {"devices", "kernels"},
-    "assist": BOTTOM,
-    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist"},
+    "assist": BOTTOM | {"processes"},
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
     "pricing": BOTTOM,
-    "solving": {"config", "protocol", "types"},
+    "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
-    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "pricing", "server"}
-    | {"signals", "solving", "text"},
+    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "pricing", "processes"}
+    | {"server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -87,6 +88,7 @@ ROOMS: dict[str, set[str]] = {
         "missing",
         "models",
         "policy",
+        "processes",
     }
     | {"server", "text"}
     | BOTTOM,
@@ -133,6 +135,7 @@ PERSONS_IN_TEXTS = {
 TORCH = {"torch", "triton"}
 NO_TORCH = {
     "assist",
+    "processes",
     "rules",
     "types",
     "config",

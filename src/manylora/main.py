@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from manylora import processes
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
 from manylora.config import (
@@ -242,9 +243,7 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
     signals = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "manylora.main", str(sock.fileno())], pass_fds=[sock.fileno()]
-        )
+        child = processes.start("manylora.main", str(sock.fileno()), pass_fds=[sock.fileno()])
 
         def leave(number: int, frame: object) -> None:
             child.kill()  # nothing is served yet, so nothing needs an orderly end

@@ -107,8 +107,8 @@ class Router:
         self.log = AdapterLog(folder / "registry.sqlite")
         self.board = Switchboard(self.launch, self.log, [(name, f"/{name}") for name in names])
 
-    async def link(self, role: str, number: int, told: Any) -> Link:
-        hello = Hello(role, number, 1, 0, VERSION, "model")
+    async def link(self, role: str, number: int, told: Any, epoch: int = 1) -> Link:
+        hello = Hello(role, number, epoch, 0, VERSION, "model")
         return await dial(
             self.launch.router,
             credentials_of(SECRET, None, "127.0.0.1"),
@@ -123,9 +123,9 @@ class Router:
         supervisor.send(messages.ProcessTable(slots, [], 0, "local"))
         await until(lambda: self.board.table.slots)
 
-    async def replica(self, number: int, lacks: set[str]) -> Link:
+    async def replica(self, number: int, lacks: set[str], epoch: int = 1) -> Link:
         """One that is up, without these adapters."""
-        link = await self.link(messages.REPLICA, number, messages.ToReplicaFromRouter)
+        link = await self.link(messages.REPLICA, number, messages.ToReplicaFromRouter, epoch)
         link.send(messages.Up(FACTS, "127.0.0.1", 1))
         left = len(self.log.current)
         while left:

@@ -36,8 +36,8 @@ from tests.cluster.certificates import authority, certificate, expired, run
 
 SECRET = b"s" * 32
 PLAIN = Credentials(SECRET)
-_ping = msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor)
-_pong = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
+_question = msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor)
+_answer = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,13 @@ def hello(**changes: Any) -> Hello:
     return msgspec.structs.replace(Hello(messages.SUPERVISOR, 0, 1, 1, VERSION, "model"), **changes)
 
 
+def asked(number: int) -> messages.Exited:
+    """A question; EndSlot of the same number answers it."""
+    return messages.Exited(number, 1, "", is_crash=False)
+
+
 class Echo:
-    """A listener that answers each Ping, and notes what it has seen."""
+    """A listener that answers each question, and notes what it has seen."""
 
     def __init__(self, good: Credentials = PLAIN, silence_s: float = 60.0) -> None:
         self.good = good
@@ -75,7 +80,7 @@ class Echo:
             good,
             7,
             silence_s,
-            lambda role: _ping if role == messages.SUPERVISOR else None,
+            lambda role: _question if role == messages.SUPERVISOR else None,
             lambda said: why_strange(said, "model"),
             self._serve,
         )
@@ -84,15 +89,15 @@ class Echo:
         self.num_met += 1
         self.links.append(met)
         while (message := await met.receive()) is not None:
-            met.send(messages.Pong(message.number))
+            met.send(messages.EndSlot(message.replica))
 
     async def is_well(self) -> bool:
         """Whether a good peer is served."""
-        found = await dial(self.listener.address, self.good, hello(), _pong)
-        found.send(messages.Ping(3))
+        found = await dial(self.listener.address, self.good, hello(), _answer)
+        found.send(asked(3))
         answer = await asyncio.wait_for(found.receive(), 30.0)
         found.abort()
-        return bool(answer == messages.Pong(3))
+        return bool(answer == messages.EndSlot(3))
 
 
 def running(work: Coroutine[Any, Any, None]) -> None:
@@ -122,12 +127,12 @@ def test_what_is_said_comes_through(good: Credentials) -> None:
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        found = await dial(echo.listener.address, good, hello(), _pong)
+        found = await dial(echo.listener.address, good, hello(), _answer)
         assert found.epoch == 7
         for number in range(100):
-            found.send(messages.Ping(number))
+            found.send(asked(number))
         for number in range(100):
-            assert await found.receive() == messages.Pong(number)
+            assert await found.receive() == messages.EndSlot(number)
         found.close()
         assert await found.receive() is None
 
@@ -151,7 +156,7 @@ def test_a_peer_that_is_not_wanted(
         await echo.listener.start()
         mine = dataclasses.replace(good, secret=secret)
         with pytest.raises(error, match=words):
-            await dial(echo.listener.address, mine, hello(**changes), _pong)
+            await dial(echo.listener.address, mine, hello(**changes), _answer)
         assert echo.num_met == 0
         assert await echo.is_well()
 
@@ -167,7 +172,7 @@ def test_a_listener_that_lies_is_found_out() -> None:
 
         server = await asyncio.start_server(lie, "127.0.0.1", 0)
         with pytest.raises(LinkError, match="does not know the cluster's secret"):
-            await dial(server.sockets[0].getsockname(), PLAIN, hello(), _pong)
+            await dial(server.sockets[0].getsockname(), PLAIN, hello(), _answer)
 
     running(work())
 
@@ -216,9 +221,9 @@ def test_what_one_peer_said_is_of_no_use_to_another() -> None:
             await asyncio.gather(copy(reader, back, True), copy(there, writer, False))
 
         server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
-        found = await dial(server.sockets[0].getsockname(), PLAIN, hello(), _pong)
-        found.send(messages.Ping(1))
-        assert await found.receive() == messages.Pong(1)
+        found = await dial(server.sockets[0].getsockname(), PLAIN, hello(), _answer)
+        found.send(asked(1))
+        assert await found.receive() == messages.EndSlot(1)
         met = echo.num_met
         assert await is_closed(echo.listener.address, bytes(recorded))
         assert echo.num_met == met
@@ -230,7 +235,7 @@ def test_a_frame_over_the_bound_ends_the_link(good: Credentials) -> None:
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        found = await dial(echo.listener.address, good, hello(), _pong)
+        found = await dial(echo.listener.address, good, hello(), _answer)
         found._writer.write(struct.pack("<I", link.MAX_FRAME_BYTES + 1))
         assert await asyncio.wait_for(found.receive(), 30.0) is None
         assert await echo.is_well()
@@ -244,7 +249,7 @@ def test_a_peer_that_does_not_read_loses_the_link(good: Credentials, monkeypatch
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        await dial(echo.listener.address, good, hello(), _pong)
+        await dial(echo.listener.address, good, hello(), _answer)
         while not echo.links:
             await asyncio.sleep(0.01)
         large = messages.StartReplicas(list(range(20_000)))
@@ -301,7 +306,7 @@ def test_who_has_no_certificate_of_ours_is_shut_out(
         ]
         for listening, mine, words in cases:
             with pytest.raises(LinkError, match=words):
-                await dial(listening.listener.address, mine, hello(), _pong)
+                await dial(listening.listener.address, mine, hello(), _answer)
             assert listening.num_met == 0
         assert await echo.is_well()
         assert await plain.is_well()
@@ -344,17 +349,17 @@ def test_a_link_that_is_cut_ends_at_both_sides(good: Credentials, monkeypatch: p
         echo = Echo(good, silence_s=0.4)
         await echo.listener.start()
         cable = Cable(echo.listener.address)
-        found = await dial(await cable.start(), good, hello(), _pong)
-        other = await dial(echo.listener.address, good, hello(), _pong)
+        found = await dial(await cable.start(), good, hello(), _answer)
+        other = await dial(echo.listener.address, good, hello(), _answer)
         await asyncio.sleep(1.0)  # nothing is said for longer than a silence lasts
         for each in (found, other):
-            each.send(messages.Ping(1))
-            assert await each.receive() == messages.Pong(1)
+            each.send(asked(1))
+            assert await each.receive() == messages.EndSlot(1)
         cable.is_cut = True
         assert await found.receive() is None
         while echo.links[0].is_open:
             await asyncio.sleep(0.01)
-        other.send(messages.Ping(2))
-        assert await other.receive() == messages.Pong(2)
+        other.send(asked(2))
+        assert await other.receive() == messages.EndSlot(2)
 
     running(work())

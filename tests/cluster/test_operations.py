@@ -73,7 +73,7 @@ def test_status_is_the_same_by_both_ways(cluster: Cluster, undisturbed: dict[str
     assert str(cluster.folder) not in text
     assert "replica 1" in cluster.manage("status")
     files = {path.name: path.stat().st_mode & 0o777 for path in (cluster.folder / "cluster").iterdir()}
-    assert {"admin.sock", "lock", "registry.sqlite", "secret"} <= files.keys()
+    assert {"admin.sock", "registry.sqlite", "secret"} <= files.keys()
     assert set(files.values()) == {0o600}
 
 

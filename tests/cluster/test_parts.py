@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ import pytest
 from manylora.cluster import messages, node_share
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.digests import adapter_digest
-from manylora.cluster.folder import Folder, read_secret
+from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
 from manylora.cluster.last_step import StepNote, read_step
 from manylora.cluster.names import journal_name
 from manylora.cluster.node_share import NodeShare, with_share
@@ -42,6 +44,68 @@ def test_a_folder_is_its_owners_alone_and_one_clusters(tmp_path: Path) -> None:
     passing = Folder(tmp_path / "other" / "cluster", is_lasting=False)
     passing.close()
     assert not passing.path.exists()
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cluster", is_lasting=True)
+    secret = read_secret(folder.secret_path)
+    for vanished in (folder.secret_path, folder.path):
+        shutil.rmtree(vanished) if vanished.is_dir() else vanished.unlink()
+        folder.mend()
+        assert folder.path == tmp_path / "cluster"
+        assert read_secret(folder.secret_path) == secret == folder.secret
+        assert is_in_use(folder.path)
+        with pytest.raises(ConfigError, match="another cluster"):
+            Folder(folder.path, is_lasting=True)
+    folder.close()
+    assert not is_in_use(folder.path)
+
+
+def test_no_file_gives_a_folder_up(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cluster", is_lasting=True)
+    for file in folder.path.iterdir():
+        file.unlink()
+    with pytest.raises(ConfigError, match="another cluster"):
+        Folder(folder.path, is_lasting=True)
+    # Where the folder itself is gone another cluster may have the place; each has its own then.
+    shutil.rmtree(folder.path)
+    other = Folder(tmp_path / "cluster", is_lasting=True)
+    folder.mend()
+    assert folder.path != other.path
+    assert folder.secret != other.secret
+    assert read_secret(folder.secret_path) == folder.secret
+    folder.close()
+    other.close()
+
+
+def test_a_start_removes_what_no_cluster_holds(tmp_path: Path) -> None:
+    left = Folder(tmp_path / "cluster-1", is_lasting=False)
+    os.close(left._lock)  # as the system does where the supervisor is killed
+    alive = Folder(tmp_path / "cluster-2", is_lasting=False)
+    (tmp_path / "of another").mkdir()
+    remove_left(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster-2", "of another"]
+    assert read_secret(alive.secret_path) == alive.secret
+    alive.close()
+
+
+def test_the_default_folder_is_among_the_users_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert default_folder(1) == tmp_path / "home" / ".local" / "state" / "manylora" / "cluster-1"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which its specification says to ignore
+    assert default_folder(1) == tmp_path / "home" / ".local" / "state" / "manylora" / "cluster-1"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert default_folder(1) == tmp_path / "state" / "manylora" / "cluster-1"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = tmp_path / f"manylora-{os.getuid()}" / "cluster-1"
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a file"))
+    assert default_folder(1) == elsewhere
+    # A file system over the network may lock no folder.
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("manylora.cluster.folder.fcntl.flock", lambda *args: os.close(-1))
+    assert default_folder(1) == elsewhere
 
 
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
@@ -98,6 +162,23 @@ def test_the_log_is_all_that_there_is(tmp_path: Path) -> None:
     assert again.current == log.current
     assert again.revision == 3
     assert again.new_id() == 4  # an id is never given again
+    again.close()
+
+
+def test_a_log_whose_file_is_lost_is_restored(tmp_path: Path) -> None:
+    log = AdapterLog(tmp_path / "registry.sqlite")
+    kept = [listing(2, "a"), listing(5, "b", "leaving")]
+    log.restore(kept, 7)
+    assert [(each.id, each.name, each.state) for each in log.current.values()] == [
+        (2, "a", "listed"),
+        (5, "b", "leaving"),
+    ]
+    assert log.new_id() == 8
+    log.restore([listing(9, "c")], 7)  # it is not lost any more
+    assert sorted(log.current) == [2, 5]
+    log.close()
+    again = AdapterLog(tmp_path / "registry.sqlite")
+    assert sorted(again.current) == [2, 5]
     again.close()
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.process import ADAPTERS, NAMES, Cluster, ask_all, asking, long_bodies, mixed_bodies
+from tests.cluster.process import ADAPTERS, NAMES, Cluster, ask_all, asking, long_bodies, mixed_bodies, send
 from tests.cluster.ray_node import ray_folders
 from tests.cluster.rounding import assert_equal
-from tests.e2e.process import free_port, is_running, wait_until
+from tests.e2e.process import completion, free_port, is_running, post, wait_until
 
 MIXED = mixed_bodies(8)
 LONG = long_bodies(8, 600)
@@ -51,3 +52,37 @@ def test_the_supervisor_dies_and_comes_back(tmp_path: Path, launcher: tuple[str,
             assert not any(Path(folder).exists() for folder in folders)
             second.process.send_signal(signal.SIGTERM)
             assert second.wait_exit() == 0
+
+
+def test_what_is_stopped_or_swept_away(tmp_path: Path) -> None:
+    """One cluster: its front end stops; its folder and its adapters' vanish, and its router dies; then its
+    supervisor, while others stand still."""
+    root, folder = tmp_path / "adapters", tmp_path / "cluster"
+    shutil.copytree(ADAPTERS, root)
+    args = ("--replicas", "1", "--adapter-dir", str(root))
+    with Cluster(*args, folder=tmp_path) as cluster:
+        cluster.wait_ready()
+        cluster.wait_replicas(1)
+        assert cluster.load("late", root / NAMES[0]).status_code == 200
+        expected = {name: cluster.text(model=name) for name in ("demo", "late", NAMES[1])}
+
+        send(cluster.status()["frontends"][0]["pid"], signal.SIGSTOP)
+        assert post(f"{cluster.url}/v1/completions", json=completion()).status_code == 200
+
+        secret = (folder / "secret").read_text()
+        root.rename(tmp_path / "away")
+        shutil.rmtree(folder)
+        send(cluster.status()["router"]["pid"], signal.SIGKILL)
+        assert {name: cluster.text(model=name) for name in expected} == expected
+        wait_until(lambda: (folder / "admin.sock").exists(), "the folder")
+        assert "replica 0" in cluster.manage("status")
+        assert (folder / "secret").read_text() == secret
+        shutil.rmtree(folder)
+        wait_until(lambda: (folder / "admin.sock").exists(), "the folder again")
+
+        found = cluster.status()
+        pids = cluster.pids()
+        for each in (*found["replicas"], *found["frontends"], found["router"]):
+            send(each["pid"], signal.SIGSTOP)
+        send(cluster.process.pid, signal.SIGKILL)
+        cluster.wait_gone(pids, 60.0)

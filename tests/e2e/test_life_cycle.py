@@ -207,6 +207,7 @@ def test_kill_of_the_server_takes_the_engine_along(plain: Server) -> None:
     engine = plain.engine_pid
     with plain.http.stream("POST", "/v1/completions", json=completion(stream=True, **LONG)) as stream:
         next(events(stream))
+        os.kill(engine, signal.SIGSTOP)  # not even one that hangs stays
         os.kill(plain.process.pid, signal.SIGKILL)
         plain.process.wait()
         wait_until(lambda: not is_running(engine), "the engine gone")

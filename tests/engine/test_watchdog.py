@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -280,6 +282,46 @@ def test_calls_to_an_engine_that_says_nothing_fail_long_before_it_is_given_up(
         await engine.close()
 
     asyncio.run(asyncio.wait_for(scenario(), HANG_S))
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_an_engine_is_unready_that_gives_no_sign_at_all(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that holds its interpreter while it compiles says nothing, either."""
+    monkeypatch.setattr(remote, "SILENT_S", 1.0)
+    monkeypatch.setattr(remote, "tick_s", lambda limit_s: 0.1)
+
+    async def scenario(pid: int) -> None:
+        ours, theirs = socket.socketpair()
+        theirs.sendall(wire.frame(wire.EngineReady(INFO, pid)))
+        settings = EngineSettings(ModelSettings("fake"), step_timeout_s=300)
+        engine = await RemoteEngine.connect(ours, settings)
+        for _ in range(10):
+            theirs.sendall(wire.frame(wire.Beat(Pulse(1, 0.0))))
+            await asyncio.sleep(0.2)
+            assert engine.why_unready() is None
+        if computes:
+            for _ in range(10):
+                await asyncio.sleep(0.2)
+                assert engine.why_unready() is None
+        else:
+            while engine.why_unready() is None:
+                await asyncio.sleep(0.05)
+            theirs.sendall(wire.frame(wire.Beat(Pulse(1, 0.0))))
+            while engine.why_unready() is not None:
+                await asyncio.sleep(0.05)
+        theirs.close()
+        await engine.wait_dead()
+        assert "died" in str(engine.why_unready())
+        await engine.close()
+
+    code = "while True: pass" if computes else "import time; time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-S", "-c", code]) as process:
+        try:
+            asyncio.run(asyncio.wait_for(scenario(process.pid), HANG_S))
+        finally:
+            process.kill()
 
 
 def test_an_engine_that_does_not_read_does_not_hold_up_the_end() -> None:

@@ -71,7 +71,7 @@ class Scene:
     keeps: float = 0.0
     """Of all events, how many have a copy of an adapter kept, or not any more."""
     stem: int = 0
-    """The first tokens of every prompt, the same for all of one adapter: with pages of one token, a chain so deep."""
+    """Tokens that all prompts of one adapter begin with: with pages of one token, a chain so deep."""
 
 
 SCENES: dict[str, Scene] = {

@@ -57,6 +57,7 @@ class FakeEngine:
         self.loads: list[str] = []
         self.withdrawn: list[str] = []
         self.is_closed = False
+        self.trouble: str | None = None
         self._ids = itertools.count(1)
         self._death: asyncio.Future[str] | None = None
         self._reason: str | None = None
@@ -123,6 +124,9 @@ class FakeEngine:
             swap_out_s=0.25, swaps_failed=1, history_drops=9, host_evictions=13, prefetches=14,
             invalid_share_sum=1.5, invalid_share_samples=6,
         )  # fmt: skip
+
+    def why_unready(self) -> str | None:
+        return self.trouble
 
     async def wait_dead(self) -> str:
         if self._reason is None:

@@ -276,9 +276,14 @@ def test_an_adapter_that_went_another_way_is_404(engine: FakeEngine, tokenizer: 
 
 def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
-        for method, path in (("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        probes = [("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+        live = [("GET", "/healthz"), ("HEAD", "/healthz")]
+        for method, path in (*probes, *live):
             response = await client.request(method, path)
             assert (response.status_code, response.content) == (200, b"")
+        engine.trouble = "no sign of it"
+        assert {(await client.request(*each)).status_code for each in probes} == {503}
+        assert {(await client.request(*each)).status_code for each in live} == {200}
         assert (await client.get("/version")).json() == {"version": "1.2.3"}
         page = (await client.get("/docs")).text
         assert "swagger-ui" in page

@@ -118,6 +118,7 @@ def test_death(tokenizer: Tokenizer, silently: bool) -> None:
         assert b"the engine has died: killed by signal 9" in answer
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/health")):
             assert client.request(method, path).status_code == 503
+        assert client.get("/healthz").status_code == 200
         metrics = client.get("/metrics")
         assert metrics.status_code == 200
         assert f'manylora:engine_up{{model_name="{BASE}"}} 0.0' in metrics.text

@@ -11,12 +11,12 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from manylora import processes
 from manylora.assist.board import BoardShape, new_board
 from manylora.assist.orders import LentPool, Orders, Product, cut, encoded, send
 
@@ -52,8 +52,9 @@ class _Worker:
         self._is_ready = False
         self._sock = ours
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "manylora.assist.process", *map(str, numbers)],
+            self.process = processes.start(
+                "manylora.assist.process",
+                *map(str, numbers),
                 pass_fds=(theirs.fileno(), board, place.pool),
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -71,6 +71,13 @@ class AdapterLog:
             self._apply(each)
         return numbered
 
+    def restore(self, listings: list[Listing], last_id: AdapterId) -> None:
+        """Have what another router had listed, where its file is lost; no later version is given a number of that
+        one's. Raises AdapterError."""
+        if not self.revision and listings:
+            self.append(*listings)
+        self._last_id = max(self._last_id, last_id)
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._file.execute("BEGIN IMMEDIATE")

@@ -20,20 +20,30 @@ from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.switchboard import Switchboard
 
 MOST_BYTES = 4096
+LOOK_S = 1.0
 
 
 class Admin:
     """Answers, as long as the router runs."""
 
-    def __init__(self, board: Switchboard, operations: Operations) -> None:
+    def __init__(self, board: Switchboard, operations: Operations, folder: Path) -> None:
         self._board = board
         self._operations = operations
+        self._folder = folder
 
-    async def start(self, folder: Path) -> None:
+    async def keep(self) -> None:
+        """Listen again where the socket has vanished."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not admin_socket(self._folder).exists():
+                with contextlib.suppress(OSError):  # the folder may have vanished, too
+                    await self.start()
+
+    async def start(self) -> None:
         """Listen; another router's socket goes. Raises OSError."""
-        admin_socket(folder).unlink(missing_ok=True)
+        admin_socket(self._folder).unlink(missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with short_path(folder) as path:
+        with short_path(self._folder) as path:
             sock.bind(path)
             os.chmod(path, 0o600)
         await asyncio.start_unix_server(self._serve, sock=sock, limit=MOST_BYTES)
@@ -59,13 +69,13 @@ class Admin:
                     await operations.drain(replica, migrate=migrate)
                     return {"said": f"replica {replica} is empty, and gets no more work"}
                 case {"do": "scale", "replicas": int(count)}:
-                    await operations.scale(count)
+                    await operations.in_time(operations.scale(count))
                     return {"said": f"{count} replicas run"}
                 case {"do": "remove", "replica": int(replica)}:
-                    await operations.remove(replica)
+                    await operations.in_time(operations.remove(replica))
                     return {"said": f"replica {replica} has ended"}
                 case {"do": "restart"}:
-                    count = await operations.restart()
+                    count = await operations.in_time(operations.restart())
                     return {"said": f"{count} replicas were started anew"}
                 case {"do": "move", "request": str(request), "replica": int(replica)}:
                     count = await operations.move(request, replica)

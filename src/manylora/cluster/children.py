@@ -6,6 +6,8 @@ processes do.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +25,8 @@ from manylora.cluster import messages
 from manylora.config import EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
 from manylora.engine.frames import frame
-from manylora.types import EngineInfo
+from manylora.processes import at_parents_end
+from manylora.types import BASE, AdapterId, EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,8 @@ ORPHAN_S = 7.0
 class Launch(msgspec.Struct, tag=True):
     """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``:
     the model's digest; ``secret``: the cluster's; ``host``: what to listen on; ``descriptor``: of the socket that
-    a router or a front end listens on."""
+    a router or a front end listens on; ``takes_over``: of a router, another has run before; ``listings``: what
+    that one had in the registry; ``last_adapter``: the highest version that it gave."""
 
     role: str
     id: int
@@ -55,6 +59,9 @@ class Launch(msgspec.Struct, tag=True):
     host: str = "127.0.0.1"
     info: EngineInfo | None = None
     descriptor: int = -1
+    takes_over: bool = False
+    listings: list[messages.Listing] = []
+    last_adapter: AdapterId = BASE
 
 
 _to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
@@ -68,7 +75,7 @@ class Starter(Protocol):
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
-        any more."""
+        any more. To be called on the event loop, which answers the starter's questions from then on."""
 
 
 class PairedStarter:
@@ -92,14 +99,23 @@ class PairedStarter:
             pass
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """See Starter."""
+        """See Starter. The process may outlive its starter from now on: where it is stopped at that one's end, it
+        goes on, so that it ends itself."""
+        at_parents_end(signal.SIGCONT)
+        loop = asyncio.get_running_loop()
         threading.Thread(
-            target=self._watch, args=(stopped, orphaned), name="manylora-starter", daemon=True
+            target=self._watch, args=(loop, stopped, orphaned), name="manylora-starter", daemon=True
         ).start()
 
-    def _watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        while self.read() is not None:
-            stopped()
+    def _watch(
+        self, loop: asyncio.AbstractEventLoop, stopped: Callable[[], None], orphaned: Callable[[], None]
+    ) -> None:
+        while (message := self.read()) is not None:
+            if isinstance(message, messages.StopChild):
+                stopped()
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self.say, messages.Pong())
         orphaned()
 
     def read(self) -> Any | None:

@@ -22,7 +22,8 @@ from manylora.cluster.credentials import Credentials
 from manylora.cluster.link import Hello, Link, LinkError, dial
 from manylora.cluster.replica_link import ReplicaLink
 from manylora.cluster.taken_request import TakenRequest
-from manylora.engine.client import Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
+from manylora.cluster.tasks import Tasks
+from manylora.engine.client import SILENT_S, Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.wire import Deltas
@@ -78,21 +79,18 @@ class ClusterClient:
         self._note = messages.Note()
         self._has_note = False
         self._router: Link | None = None
+        self._lost_router_s = 0.0
         self._has_router = asyncio.Event()
+        self._can_serve = False
         self._calls: dict[int, asyncio.Future[messages.Reply]] = {}
         self._call_ids = itertools.count(1)
         self.stale_tokens = 0
         self.recomputed_tokens = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     def start(self) -> None:
         """Keep a link to the router from now on."""
-        self._spawn(self._follow_router())
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._follow_router())
 
     async def wait_ready(self) -> None:
         """Until there is a router."""
@@ -127,7 +125,7 @@ class ClusterClient:
         self._waiting.add(asked.id)
         self._tell_router().asked.append(found.as_asked())
         if self._router is None:
-            self._spawn(self._give_up_without_router(found))
+            self._tasks.spawn(self._give_up_without_router(found))
 
     def _most_tokens(self, asked: GenerationRequest, version: AdapterId) -> int:
         if asked.params.max_tokens is not None:
@@ -210,7 +208,7 @@ class ClusterClient:
                 self._tell_router().withdrawn.append(Withdrawn(delta.request, attempt, positions))
 
     def _lose_replica(self, link: ReplicaLink) -> None:
-        self._spawn(self._ask_again(link))
+        self._tasks.spawn(self._ask_again(link))
 
     async def _ask_again(self, link: ReplicaLink) -> None:
         """The link has ended; where the router does nothing about it, its requests are to go on elsewhere."""
@@ -274,11 +272,11 @@ class ClusterClient:
             while (message := await link.receive()) is not None:
                 self._hear_router(link, message)
             log.warning("the link to the router has ended")
-            self._router = None
+            self._router, self._lost_router_s = None, time.monotonic()
             self._fail_calls()
             for found in self._open.values():
                 if found.replica is None:
-                    self._spawn(self._give_up_without_router(found))
+                    self._tasks.spawn(self._give_up_without_router(found))
 
     def _greet(self, link: Link) -> None:
         """Tell a router, perhaps another than before, of all that is open."""
@@ -305,7 +303,8 @@ class ClusterClient:
                     self._withdraw(each)
                 for refusal in refuse:
                     self._hear_refusal(refusal)
-            case messages.Endpoints(endpoints):
+            case messages.Endpoints(endpoints, can_serve):
+                self._can_serve = can_serve
                 self._see_endpoints(endpoints)
                 self._has_router.set()
             case messages.Revisions():
@@ -333,7 +332,7 @@ class ClusterClient:
         link = self._replicas.get(order.replica)
         request = found.assign(order, link.endpoint.epoch if link is not None else -1)
         if link is None or link.is_lost:
-            self._spawn(self._ask_for_another(found))
+            self._tasks.spawn(self._ask_for_another(found))
         else:
             link.send(messages.Attempt(request, order.number, router))
 
@@ -442,14 +441,20 @@ class ClusterClient:
                 )
         return total
 
+    def why_unready(self) -> str | None:
+        router = self._router
+        silent_s = time.monotonic() - self._lost_router_s if router is None else router.silent_s
+        if silent_s > SILENT_S:  # the next one takes a moment, for which requests wait
+            return f"no sign of a router for {silent_s:.0f} s"
+        return None if self._can_serve else "no replica takes requests"
+
     async def wait_dead(self) -> str:
         """Never: what dies is started again."""
         await asyncio.Event().wait()
         raise EngineDead("unreachable")
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         for link in self._replicas.values():
             link.close()
         if self._router is not None:

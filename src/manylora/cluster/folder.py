@@ -1,11 +1,14 @@
 """The cluster's folder: its lock, its secret, its admin socket. Does not know what any of them is for.
 
-Everything in it is its owner's alone (0700, files 0600). One cluster at a time has it.
+Everything in it is its owner's alone (0700, files 0600). One cluster at a time has it: the lock is the folder's
+own, so no file that vanishes gives it up. A folder that vanishes is made again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +19,8 @@ from pathlib import Path
 
 from manylora.config import ConfigError
 
+log = logging.getLogger("manylora")
+
 SECRET = "secret"
 """The file's name."""
 _SECRET_BYTES = 32
@@ -25,10 +30,19 @@ _MOST_SECRET_BYTES = 4096
 
 
 def default_folder(port: int) -> Path:
-    """The folder of this user's cluster on this port."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    root = Path(runtime) if runtime and os.path.isdir(runtime) else Path(tempfile.gettempdir())
-    return root / f"manylora-{os.getuid()}" / f"cluster-{port}"
+    """The folder of this user's cluster on this port: among the user's state, which nothing cleans up. Where that
+    cannot be written or locked, as on some network file systems, it is in the system's temporary folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    root = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "manylora"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK):
+            raise PermissionError
+        with contextlib.suppress(BlockingIOError):  # another looks as well
+            os.close(_locked(root))
+    except (OSError, RuntimeError):  # the latter where there is no home
+        root = Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}"
+    return root / f"cluster-{port}"
 
 
 def read_secret(path: Path) -> bytes:
@@ -49,51 +63,68 @@ def read_secret(path: Path) -> bytes:
 
 
 class Folder:
-    """Opened for one cluster; raises ConfigError where that cannot be. ``close`` lets the next have it."""
+    """Opened for one cluster; raises ConfigError where that cannot be. ``close`` lets the next have it. ``path``:
+    where it is now."""
 
     def __init__(self, path: Path, *, is_lasting: bool) -> None:
         """``is_lasting``: what it holds outlives the cluster."""
         self.path = path
         self._is_lasting = is_lasting
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not is_lasting:
-                _check_private(path.parent)
-            path.mkdir(mode=0o700, exist_ok=True)
-            _check_private(path)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"cannot use the cluster's folder {path}: {error.strerror}") from error
-        if not self._take():
-            os.close(self._lock)
-            raise ConfigError(f"another cluster uses the folder {path}")
+        self._lock = self._take(path)
+        self.secret = secrets.token_hex(_SECRET_BYTES).encode()
         try:
             self._make_secret()
+            self.secret = read_secret(self.secret_path)
         except BaseException:
             self.close()
             raise
 
-    def _take(self) -> bool:
-        """Whether no other has the lock; a process that only looks has it for a moment."""
-        for _ in range(_TRIES):
+    def _take(self, path: Path) -> int:
+        """Make the folder where it is not there; the descriptor that holds its lock. Raises ConfigError."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_lasting:
+                _check_private(path.parent)
+            for _ in range(_TRIES):
+                path.mkdir(mode=0o700, exist_ok=True)
+                _check_private(path)
+                try:
+                    lock = _locked(path)
+                except BlockingIOError:  # a process that only looks has it for a moment
+                    time.sleep(_TRY_S)
+                    continue
+                if _is_at(lock, path):
+                    return lock
+                os.close(lock)  # it was removed meanwhile
+        except OSError as error:
+            raise ConfigError(f"cannot use the cluster's folder {path}: {error.strerror}") from error
+        raise ConfigError(f"another cluster uses the folder {path}")
+
+    def mend(self) -> None:
+        """Make again what has vanished; beside its place where another cluster has that by now. Raises
+        ConfigError."""
+        if not _is_at(self._lock, self.path):
+            path = self.path
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                time.sleep(_TRY_S)
-            else:
-                return True
-        return False
+                lock = self._take(path)
+            except ConfigError:
+                path = path.with_name(f"{path.name}-{os.getpid()}")
+                lock = self._take(path)
+            os.close(self._lock)
+            self.path, self._lock = path, lock
+            log.warning("the cluster's folder has vanished, and is made again: %s", path)
+        self._make_secret()
 
     def _make_secret(self) -> None:
+        """Write the secret's file unless it is there."""
         try:
             descriptor = os.open(self.secret_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
-            read_secret(self.secret_path)
             return
         except OSError as error:
             raise ConfigError(f"cannot write {self.secret_path}: {error.strerror}") from error
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(_SECRET_BYTES) + "\n")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(self.secret + b"\n")
 
     @property
     def secret_path(self) -> Path:
@@ -122,13 +153,40 @@ def was_left(folder: Path) -> bool:
 def _is_free(folder: Path) -> bool | None:
     """Whether no supervisor has the folder's lock; None where that cannot be seen."""
     try:
-        with (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(_locked(folder, fcntl.LOCK_SH))
     except BlockingIOError:
         return False
     except OSError:
         return None
     return True
+
+
+def _locked(folder: Path, how: int = fcntl.LOCK_EX) -> int:
+    """A descriptor of the folder that holds its lock. Raises OSError; BlockingIOError where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether this open folder is the one at the path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
+def remove_left(root: Path) -> None:
+    """Remove folders of clusters whose supervisors have died: nothing holds their locks."""
+    for folder in root.glob("cluster-*"):
+        with contextlib.suppress(OSError):
+            lock = _locked(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def admin_socket(folder: Path) -> Path:

@@ -47,17 +47,25 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         launch.cluster.queue_timeout,
     )
 
-    def is_ready(stop: Callable[[], None]) -> None:
-        def orphaned() -> None:
-            stop()
-            children.end_after(ORPHAN_S)
+    def stop() -> None:
+        children.leave(0)  # nothing is served yet
 
-        starter.watch(stop, orphaned)
+    def is_ready(of_server: Callable[[], None]) -> None:
+        nonlocal stop
+        stop = of_server
         starter.say(messages.ChildReady())
 
-    sock = socket.socket(fileno=launch.descriptor)
-    scopes = CacheScopes(launch.secret)
-    return run_loop(serve_clients(client, tokenizer, launch.engine, launch.http, sock, scopes, is_ready))
+    def orphaned() -> None:
+        stop()
+        children.end_after(ORPHAN_S)
+
+    async def serve() -> int:
+        starter.watch(lambda: stop(), orphaned)  # it may wait long for a router
+        sock = socket.socket(fileno=launch.descriptor)
+        scopes = CacheScopes(launch.secret)
+        return await serve_clients(client, tokenizer, launch.engine, launch.http, sock, scopes, is_ready)
+
+    return run_loop(serve())
 
 
 async def serve_clients(

@@ -15,13 +15,14 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, SupportsIndex
 
 import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster.credentials import Credentials, why_broken
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.frames import LENGTH, encoder, frame
 
@@ -114,6 +115,11 @@ class Link:
         self._has_said = False
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing has come."""
+        return self._silent_beats * BEAT_S
 
     def _beat(self) -> None:
         """Say that this side lives, and see whether the other does. Silence is counted in beats, so that a process
@@ -293,7 +299,7 @@ class Listener:
         self._judge = judge
         self._serve = serve
         self._num_strangers = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -304,12 +310,7 @@ class Listener:
         """Accept from now on."""
         self._sock.listen()
         self._sock.setblocking(False)
-        self._spawn(self._accept())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._accept())
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -324,7 +325,7 @@ class Listener:
                 continue
             if self._num_strangers < MOST_STRANGERS:
                 self._num_strangers += 1
-                self._spawn(self._meet(sock))
+                self._tasks.spawn(self._meet(sock))
             else:
                 sock.close()
 

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import struct
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,9 +20,20 @@ from manylora.cluster.children import Launch
 from manylora.cluster.node_share import NodeShare
 from manylora.engine.frames import frame
 from manylora.engine.wire import Failed
+from manylora.processes import LEAST_EFFORT, command, effort, group_of
+
+PING_S = 0.5
+START_S = 30.0
+"""A start that neither answers nor computes nor reads for so long hangs."""
+LOAD_S, RAY_START_S = 60.0, 150.0
+"""The same of a replica, and of what speaks to Ray, which waits for Ray's nodes."""
 
 _LENGTH = struct.Struct("<I")
 _from_child = msgspec.msgpack.Decoder(messages.FromChild)
+
+
+class NotStarted(Exception):
+    """No process runs: it could not be started, or was ended because its start hung. The message says why."""
 
 
 class Started(Protocol):
@@ -30,8 +41,12 @@ class Started(Protocol):
 
     pid: int
 
-    async def receive(self) -> messages.ChildReady | Failed | None:
-        """The next thing that it says; None when it will say nothing any more."""
+    async def begun(self) -> messages.ChildReady | Failed | None:
+        """What it says of its start; None where it ends without a word. Raises NotStarted where it hung, and was
+        ended."""
+
+    async def live(self, silence_s: float) -> bool:
+        """Wait until it ends or has been silent for so long; whether it ends."""
 
     def stop(self) -> None:
         """Tell it to end in order; a second time: now."""
@@ -91,20 +106,20 @@ async def start_child(
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "manylora.cluster.process",
-            str(theirs.fileno()),
+            *command("manylora.cluster.process", str(theirs.fileno())),
             pass_fds=[theirs.fileno(), *descriptors],
             env={**os.environ, **environment},
             process_group=0,
             stdin=asyncio.subprocess.DEVNULL,
         )
+    except BaseException:
+        ours.close()  # a process that was made all the same ends by it
+        raise
     finally:
         theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
     writer.write(frame(launch))
-    return LocalProcess(process, reader, writer)
+    return LocalProcess(process, reader, writer, launch.role)
 
 
 class LocalProcess:
@@ -115,14 +130,64 @@ class LocalProcess:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        role: str,
     ) -> None:
         self.pid = process.pid
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._role = role
+        self._saying: asyncio.Future[Any] | None = None
+
+    async def begun(self) -> Any | None:
+        """See Started."""
+        most_s = {messages.REPLICA: LOAD_S, messages.RAY: RAY_START_S}.get(self._role, START_S)
+        idle_s, before = 0.0, 0.0
+        while idle_s <= most_s:
+            try:
+                said = await self._listen()
+            except TimeoutError:
+                idle_s += PING_S
+                if abs((now := effort(group_of(self.pid))) - before) > LEAST_EFFORT:
+                    idle_s, before = 0.0, now
+                continue
+            if not isinstance(said, messages.Pong):
+                return said
+            idle_s = 0.0
+        self.kill()
+        await self.wait()
+        raise NotStarted(f"it has not got on for {most_s:g} s, and is ended")
+
+    async def live(self, silence_s: float) -> bool:
+        """See Started. Silence is counted in questions: where all is stopped, so is the one that asks."""
+        silent_s = 0.0
+        while silent_s <= silence_s:
+            try:
+                if await self._listen() is None:
+                    return True
+                silent_s = 0.0
+            except TimeoutError:
+                silent_s += PING_S
+        return False
+
+    async def _listen(self) -> Any | None:
+        """Ask whether it lives, and wait a moment: what it says, or Pong where it only answers. Raises
+        TimeoutError where it does neither."""
+        self.tell(messages.Ping())
+        until_s, answer = time.monotonic() + PING_S, None
+        while (left_s := until_s - time.monotonic()) > 0:
+            saying = self._saying = self._saying or asyncio.ensure_future(self.receive())
+            if not (await asyncio.wait([saying], timeout=left_s))[0]:
+                break
+            self._saying = None
+            if not isinstance(answer := saying.result(), messages.Pong):
+                return answer
+        if answer is None:
+            raise TimeoutError
+        return answer
 
     async def receive(self) -> Any | None:
-        """See Started."""
+        """The next thing that it says; None when it will say nothing any more."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return _from_child.decode(await self._reader.readexactly(length))

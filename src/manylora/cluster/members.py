@@ -106,12 +106,18 @@ class FrontendMember:
     recomputed_tokens: int = 0
 
 
+def can_serve(up: Mapping[ReplicaId, ReplicaState]) -> bool:
+    """Whether a replica takes requests, or will when it has room."""
+    return any(not each.is_suspect and each.drains_from_s is None for each in up.values())
+
+
 class Members:
     """All that are linked now, by id."""
 
     def __init__(self) -> None:
         self.replicas: dict[ReplicaId, ReplicaMember] = {}
         self.frontends: dict[int, FrontendMember] = {}
+        self.supervisor: Link | None = None
 
     def endpoints(self, up: Mapping[ReplicaId, ReplicaState]) -> messages.Endpoints:
         """Where front ends find the replicas that are up."""
@@ -120,7 +126,8 @@ class Members:
                 messages.Endpoint(each.id, each.epoch, *each.address)
                 for each in self.replicas.values()
                 if each.id in up and up[each.id].epoch == each.epoch
-            ]
+            ],
+            can_serve(up),
         )
 
     def unheard(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:

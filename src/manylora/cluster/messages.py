@@ -125,9 +125,10 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Endpoints(msgspec.Struct, tag=True):
-    """All replicas that are up now."""
+    """All replicas that are up now. ``can_serve``: one of them takes requests."""
 
     endpoints: list[Endpoint]
+    can_serve: bool = True
 
 
 class Revisions(msgspec.Struct, tag=True):
@@ -335,13 +336,15 @@ ToFrontendFromReplica = Deltas | Stats
 
 class Slot(msgspec.Struct, frozen=True):
     """A place for a replica, and what runs there. ``state``: "starting", "running", "waiting" (to be started
-    again), "stopping". ``drains_to``: what becomes of one that drains, see ``NoteDrain``."""
+    again), "stopping". ``drains_to``: what becomes of one that drains, see ``NoteDrain``. ``why``: the last start
+    failed, if it has."""
 
     id: ReplicaId
     epoch: int
     pid: int
     state: str
     drains_to: str = ""
+    why: str = ""
 
 
 class ChildProcess(msgspec.Struct, frozen=True):
@@ -374,13 +377,7 @@ class Exited(msgspec.Struct, tag=True):
     blamed: list[RequestId] | None = None
 
 
-class Ping(msgspec.Struct, tag=True):
-    """Reply with the same number."""
-
-    number: int
-
-
-ToRouterFromSupervisor = ProcessTable | Exited | Ping
+ToRouterFromSupervisor = ProcessTable | Exited
 
 
 class EndReplica(msgspec.Struct, tag=True):
@@ -410,13 +407,7 @@ class NoteDrain(msgspec.Struct, tag=True):
     drains_to: str
 
 
-class Pong(msgspec.Struct, tag=True):
-    """The router runs."""
-
-    number: int
-
-
-ToSupervisorFromRouter = EndReplica | StartReplicas | EndSlot | NoteDrain | Pong
+ToSupervisorFromRouter = EndReplica | StartReplicas | EndSlot | NoteDrain | Revisions
 
 # ---------------------------------------------------------------- a process <-> the supervisor that started it
 
@@ -429,6 +420,14 @@ class ChildReady(msgspec.Struct, tag=True):
 
 class StopChild(msgspec.Struct, tag=True):
     """End in order; a second time: now."""
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Say that the event loop runs."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    """It does."""
 
 
 # ---------------------------------------------------------------- supervisor <-> its process that speaks to Ray
@@ -494,5 +493,5 @@ class ActorEnded(msgspec.Struct, tag=True):
 
 
 FromRay = RayReady | ActorBegan | ActorSaid | ActorEnded
-FromChild = ChildReady | Failed | FromRay
-ToChild = StopChild | ToRay
+FromChild = ChildReady | Failed | Pong | FromRay
+ToChild = StopChild | Ping | ToRay

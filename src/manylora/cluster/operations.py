@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from manylora.cluster import messages
+from manylora.cluster.status import state_of
 from manylora.cluster.switchboard import Switchboard
+from manylora.cluster.tasks import Tasks
 from manylora.config.cluster import MOST_REPLICAS, ClusterOptions
 from manylora.protocol.routing import Drain, MoveAsked, ReplicaId, ScaleHint
 
@@ -22,6 +24,10 @@ LOOK_S = 0.05
 WATCH_S = 0.1
 MOVE_S = 10.0
 """A move that has not happened by then is not waited for."""
+ANSWER_S = 300.0
+"""What has not been done by then goes on, and is not waited for."""
+
+_T = TypeVar("_T")
 
 
 class Refusal(Exception):
@@ -38,12 +44,13 @@ class Operations:
         self._asked: set[ReplicaId] = set()  # replicas that the supervisor is to start
         self._drained: set[tuple[ReplicaId, int]] = set()  # epochs whose drain was begun here
         self._hint: ScaleHint | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     async def watch(self) -> None:
         """Go on with what another router was asked for; with ``--autoscale on`` follow the router's hints."""
         while True:
             await asyncio.sleep(WATCH_S)
+            self._board.look()
             for slot in self._board.table.slots:
                 is_begun = (slot.id, slot.epoch) in self._drained
                 if slot.drains_to and not is_begun and self._is_up(slot.id, slot.epoch):
@@ -88,6 +95,30 @@ class Operations:
             left_s -= LOOK_S
         return True
 
+    async def _until_up(self, epochs: dict[ReplicaId, int]) -> None:
+        """Until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where such a start
+        fails; it is tried again all the same."""
+
+        def are_up() -> bool:
+            there = self._used()
+            for replica, epoch in epochs.items():
+                slot = self._slot(replica)
+                if slot is not None and slot.epoch >= epoch and slot.state == "waiting" and slot.why:
+                    raise Refusal(f"replica {replica} does not come up, and is tried again: {slot.why}")
+            return all(self._is_up(*each) or each[0] not in there for each in epochs.items())
+
+        await self._until(are_up)
+
+    async def in_time(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What an operation gives. Raises Refusal, also where it takes too long; it goes on then."""
+        doing = asyncio.ensure_future(work)
+        try:
+            return await asyncio.wait_for(asyncio.shield(doing), ANSWER_S)
+        except TimeoutError as error:
+            board = self._board
+            states = (f"replica {slot.id} is {state_of(slot, board.router)}" for slot in board.table.slots)
+            raise Refusal(f"not done within {ANSWER_S:g} s, and going on: {', '.join(states)}") from error
+
     # ------------------------------------------------------------ drains
 
     async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
@@ -108,11 +139,11 @@ class Operations:
 
     def _resume(self, slot: messages.Slot) -> None:
         if slot.drains_to == "remove":
-            self._spawn(self._remove(slot.id))
+            self._tasks.spawn(self._by_itself(self._remove(slot.id)))
         elif slot.drains_to == "restart":
-            self._spawn(self._start_anew(slot.id))
+            self._tasks.spawn(self._by_itself(self._start_anew(slot.id)))
         else:
-            self._spawn(self._empty(slot.id, slot.drains_to, migrate=False))
+            self._tasks.spawn(self._by_itself(self._empty(slot.id, slot.drains_to, migrate=False)))
 
     # ------------------------------------------------------------ scaling
 
@@ -122,6 +153,8 @@ class Operations:
         await self._resize(count)
         drained = [replica for replica in self._staying() if self._is_drained(replica)]
         await asyncio.gather(*(self._start_anew(replica) for replica in drained))
+        staying = [slot for slot in self._board.table.slots if slot.id not in self._removing]
+        await self._until_up({slot.id: slot.epoch + (slot.state == "waiting") for slot in staying})
 
     async def _resize(self, count: int) -> None:
         options, most = self._options, self._board.table.most
@@ -140,7 +173,7 @@ class Operations:
             new = [next(free) for _ in range(count - len(staying))]
             self._asked.update(new)
             self._board.tell_supervisor(messages.StartReplicas(new))
-            await self._until(lambda: all(self._is_up(each, 1) for each in new))
+            await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
         """Its requests go elsewhere, then it ends for good. Raises Refusal."""
@@ -165,21 +198,23 @@ class Operations:
         low, high = self._options.bounds
         staying = self._staying()
         if hint.delta > 0 and len(staying) < high:
-            self._spawn(self._scale_by_itself(len(staying) + 1))
+            self._tasks.spawn(self._by_itself(self._resize(len(staying) + 1)))
         elif hint.delta < 0 and len(staying) > low:
             if hint.replica is not None and hint.replica in staying:
-                self._spawn(self._remove(hint.replica))
+                self._tasks.spawn(self._by_itself(self._remove(hint.replica)))
             else:
-                self._spawn(self._scale_by_itself(len(staying) - 1))
+                self._tasks.spawn(self._by_itself(self._resize(len(staying) - 1)))
 
-    async def _scale_by_itself(self, count: int) -> None:
+    async def _by_itself(self, work: Coroutine[Any, Any, Any]) -> None:
+        """What no person has asked for."""
         try:
-            await self._resize(count)
+            await work
         except Refusal as error:
-            log.info("the number of replicas stays: %s", error)
+            log.warning("%s", error)
 
     async def restart(self) -> int:
-        """Start all replicas anew, one after the other; returns how many."""
+        """Start all replicas anew, one after the other; returns how many. Raises Refusal where one does not come
+        up again: the others stay as they are."""
         replicas = self._staying()
         for replica in replicas:
             await self._start_anew(replica)
@@ -188,7 +223,7 @@ class Operations:
     async def _start_anew(self, replica: ReplicaId) -> None:
         epoch = await self._empty(replica, "restart", migrate=True)
         self._board.tell_supervisor(messages.EndReplica(replica, epoch))
-        await self._until(lambda: self._is_up(replica, epoch + 1) or self._slot(replica) is None)
+        await self._until_up({replica: epoch + 1})
 
     # ------------------------------------------------------------ moves
 
@@ -222,8 +257,3 @@ class Operations:
         if not there:
             raise Refusal(f"the request {request!r} ended before it could move")
         return len(there)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -11,6 +11,7 @@ import collections
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from manylora.cluster.ray_actor import ReplicaActor
 from manylora.cluster.ray_nodes import RayNodeFacts, RayNodes, measure
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
+from manylora.processes import at_parents_end
 
 REACH_S = 3.0
 CONNECT_S = 7.0
@@ -41,6 +43,7 @@ _said = msgspec.msgpack.Decoder(messages.ChildReady | Failed)
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
     """Until the starter says that all is over, or is gone."""
+    at_parents_end(signal.SIGCONT)  # it has to tidy up after that
     _keep_stderr_for_replicas()
     try:
         driver = _Driver(launch, starter)
@@ -59,6 +62,8 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
                 driver.stop(name)
             case messages.KillActor(name):
                 driver.kill(name)
+            case messages.Ping():  # of the time of the start
+                pass
             case _:  # StopChild
                 break
     else:

@@ -20,7 +20,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import FENCED, Launch
-from manylora.cluster.local import LocalProcess, Started, start_child
+from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
 
@@ -30,6 +30,8 @@ VERSION = "2.60."
 AGAIN_S = 2.0
 """Between two attempts at a Ray that is gone."""
 CLOSE_S = 10.0
+START_S = 3600.0
+"""For an actor: how it gets on is not seen from here."""
 _LONGEST_ROOT = 40
 """Characters of a folder below which Ray's own sockets still have names that the system takes."""
 
@@ -105,7 +107,10 @@ class RayLauncher:
 
     async def _open_driver(self) -> object:
         self._driver = await start_child(self._launch, self._environment)
-        return await self._driver.receive()
+        try:
+            return await self._driver.begun()
+        except NotStarted:
+            return None
 
     async def _follow(self) -> None:
         while not self._is_closing:
@@ -207,9 +212,19 @@ class RayProcess:
         """Until it runs, or never will."""
         await self._begun.wait()
 
-    async def receive(self) -> messages.ChildReady | Failed | None:
+    async def begun(self) -> messages.ChildReady | Failed | None:
         """See Started."""
-        return await self._said.get()
+        try:
+            return await asyncio.wait_for(self._said.get(), START_S)
+        except TimeoutError:
+            self.kill()
+            await self.wait()
+            raise NotStarted(f"it has not come up within {START_S:g} s, and is ended") from None
+
+    async def live(self, silence_s: float) -> bool:
+        """See Started. One that is silent ends by itself: it has no lease."""
+        await self.wait()
+        return True
 
     def stop(self) -> None:
         """See Started."""

@@ -86,8 +86,11 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         driver.close(frees=False)  # what the journal holds is to be written
         children.leave(0)
 
-    starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
-    return asyncio.run(_Replica(launch, credentials, cache, driver).serve(starter))
+    async def serve() -> int:
+        starter.watch(stop, lambda: children.end_after(children.ORPHAN_S))
+        return await _Replica(launch, credentials, cache, driver).serve(starter)
+
+    return asyncio.run(serve())
 
 
 class _Lease:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -22,6 +21,7 @@ from manylora.cluster import messages
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.digests import adapter_digest
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.cluster.tasks import Tasks
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
 from manylora.types import AdapterId, RequestError
@@ -50,7 +50,7 @@ class Rollout:
         self._busy: set[str] = set()
         self._uses: collections.Counter[AdapterId] = collections.Counter()
         self._change = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     @property
     def revision(self) -> int:
@@ -87,7 +87,7 @@ class Rollout:
             if each.rank:
                 self._tell(Listed(each.id, each.rank, each.num_pages, each.revision))
             if each.state == "leaving":
-                self._spawn(self._retire(each))
+                self._tasks.spawn(self._retire(each))
 
     # ------------------------------------------------------------ members
 
@@ -232,7 +232,7 @@ class Rollout:
             await self._known_everywhere()
             for each in ends:
                 self._tell(Unlisted(each.id, self.revision))
-                self._spawn(self._retire(each))
+                self._tasks.spawn(self._retire(each))
             return listing
         finally:
             self._busy.discard(name)
@@ -305,9 +305,7 @@ class Rollout:
 
     def _append(self, *listings: messages.Listing) -> None:
         appended = self._log.append(*listings)
-        self._members.tell_frontends(messages.Revisions(self.revision, appended))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        news = messages.Revisions(self.revision, appended)
+        self._members.tell_frontends(news)
+        if self._members.supervisor is not None:
+            self._members.supervisor.send(news)

@@ -25,11 +25,14 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
-        process = Switchboard(launch, adapter_log, _named_adapters(launch.engine))
-    except ConfigError as error:
+        adapter_log.restore(launch.listings, launch.last_adapter)
+        process = Switchboard(
+            launch, adapter_log, [] if launch.takes_over else _named_adapters(launch.engine)
+        )
+    except (AdapterError, ConfigError) as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED
-    if launch.epoch == 1:
+    if not launch.takes_over:
         _warn_of_shares(launch, adapter_log)
 
     async def serve() -> int:
@@ -42,11 +45,14 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         await process.start(launch)
         operations = Operations(process, launch.cluster)
         watching = loop.create_task(operations.watch())
-        await Admin(process, operations).start(Path(launch.folder))
+        admin = Admin(process, operations, Path(launch.folder))
+        await admin.start()
+        keeping = loop.create_task(admin.keep())
         starter.watch(stop, stop)
         starter.say(messages.ChildReady())
         await stopped.wait()
-        watching.cancel()
+        for task in (watching, keeping):
+            task.cancel()
         process.close()
         children.leave(0)  # links end by it
         return 0

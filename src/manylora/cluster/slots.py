@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,9 @@ import msgspec
 from manylora.cluster import children, messages
 from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import read_step
-from manylora.cluster.local import Launcher, Started
+from manylora.cluster.local import Launcher, NotStarted
 from manylora.cluster.names import journal_name
+from manylora.cluster.place import ProcessPlace
 from manylora.config import AdapterSettings, ConfigError
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
@@ -26,13 +26,11 @@ log = logging.getLogger(__name__)
 
 SETTLED_S = 30.0
 """A replica that has run for so long is started again at once when it ends."""
-LEAST_WAIT_S, MOST_WAIT_S = 0.5, 10.0
-"""Before one that ended sooner is started again: twice as long each time."""
 STOP_S = 2.0
 
 
 class ReplicaPlace:
-    """One place. ``run`` keeps a replica there until ``end``."""
+    """One place. ``run`` keeps a replica there until ``end``. ``folder``: the cluster's, for the next start."""
 
     def __init__(
         self,
@@ -51,56 +49,52 @@ class ReplicaPlace:
         self.drains_to = ""
         self.info: EngineInfo | None = None
         self.failed: Failed | None = None
+        self.why = ""
+        self.folder = launch.folder
         self._launch = launch
-        self._launcher = launcher
+        self._place = ProcessPlace(f"replica {replica}", launcher, launch.cluster.silence_s, SETTLED_S)
         self._changed = changed
         self._exited = exited
-        self._process: Started | None = None
         self._is_wanted = True
         self._is_ended = False  # the present process, by this one
 
     def as_told(self) -> messages.Slot:
         """What the router is to know."""
-        pid = 0 if self._process is None else self._process.pid
-        return messages.Slot(self.id, self.epoch, pid, self.state, self.drains_to)
+        process = self._place.process
+        pid = 0 if process is None else process.pid
+        return messages.Slot(self.id, self.epoch, pid, self.state, self.drains_to, self.why)
 
     async def run(self) -> None:
         """Until ``end``."""
-        wait_s = LEAST_WAIT_S
         while self._is_wanted:
             self.epoch += 1
-            began_s = time.monotonic()
             await self._live()
-            if time.monotonic() - began_s > SETTLED_S:
-                wait_s = LEAST_WAIT_S
             self.drains_to = ""
             if self._is_wanted and not self._is_ended:
                 self._set("waiting")
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, MOST_WAIT_S)
+                await self._place.pause()
         self._set("gone")
 
     async def _live(self) -> None:
         """One epoch."""
         self._is_ended = False
-        folder = Path(self._launch.folder)
+        folder = Path(self.folder)
         try:
-            process = await self._launcher.start(self._launch_of_epoch())
-        except OSError as error:
-            log.error("replica %d cannot be started: %s", self.id, error.strerror)
+            await self._place.start(self._launch_of_epoch())
+            self._set("starting")
+            said = await self._place.begun()
+        except NotStarted as error:
+            self.why = str(error)
             return
-        self._process = process
-        self._set("starting")
-        said = await process.receive()
         if isinstance(said, messages.ChildReady):
-            self.info, self.failed = said.info, None
+            self.info, self.failed, self.why = said.info, None, ""
             self._set("running")
-        elif isinstance(said, Failed):
-            self.failed = said
         else:
-            self.failed = Failed(f"replica {self.id} ended while it was starting")
-        code = await process.wait()
-        self._process = None
+            ended = Failed(f"replica {self.id} ended while it was starting")
+            self.failed = said if isinstance(said, Failed) else ended
+            self.why = self.failed.message
+        code = await self._place.ended()
+        self._is_ended |= self._place.was_silent
         note = step_file(folder, self.id, self.epoch)
         blamed = read_step(note)
         with contextlib.suppress(OSError):
@@ -127,7 +121,9 @@ class ReplicaPlace:
                 store_bytes=settings.adapters.store_bytes,
             ),
         )
-        return msgspec.structs.replace(self._launch, id=self.id, epoch=self.epoch, engine=engine)
+        return msgspec.structs.replace(
+            self._launch, id=self.id, epoch=self.epoch, engine=engine, folder=self.folder
+        )
 
     def _set(self, state: str) -> None:
         self.state = state
@@ -135,14 +131,14 @@ class ReplicaPlace:
 
     def kill(self, epoch: int) -> None:
         """The replica of this epoch must not serve any more."""
-        if epoch == self.epoch and self._process is not None:
+        if epoch == self.epoch and self._place.process is not None:
             self._is_ended = True
-            self._process.kill()
+            self._place.process.kill()
 
     async def end(self) -> None:
         """Nothing is to run here any more."""
         self._is_wanted = False
-        process = self._process
+        process = self._place.process
         if process is None:
             return
         self._is_ended = True

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,15 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.credentials import credentials_of
 from manylora.cluster.digests import model_digest
-from manylora.cluster.folder import SECRET, Folder, default_folder, read_secret, was_left
+from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
 from manylora.cluster.link import Hello, Link, LinkError, bind, dial
-from manylora.cluster.local import Launcher, LocalLauncher, Started
+from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.node_share import NodeShare
+from manylora.cluster.place import ProcessPlace
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
 from manylora.cluster.slots import ReplicaPlace, raise_if_failed
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
@@ -40,12 +41,12 @@ from manylora.models.source import resolve_model
 from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaId
 from manylora.signals import stop_signals
+from manylora.types import BASE, AdapterId
 
 log = logging.getLogger("manylora")
 
-PING_S = 0.5
-RESTART_S = 0.2
-"""Before a router or a front end is started again."""
+MEND_S = 1.0
+"""How often it is looked whether the cluster's folder is there."""
 LEFT_S = 10.0
 """By then nothing is left of a cluster whose supervisor has died."""
 LAST_S = 5.0
@@ -71,9 +72,10 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         Router(cluster.router_config())  # a policy that is not there, or lacks settings
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
+        remove_left(default_folder(port).parent)
         folder = Folder(path, is_lasting=cluster.cluster_dir is not None)
         stack.callback(folder.close)
-        secret = read_secret(folder.secret_path)
+        secret = folder.secret
         credentials_of(secret, cluster.tls, cluster.cluster_host)
         launch = children.Launch(
             role="",
@@ -88,7 +90,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             model=model_digest(Path(resolve_model(engine.model.model))),
             host=cluster.cluster_host,
         )
-        return asyncio.run(_serve(launch, sock))
+        return asyncio.run(_serve(launch, sock, folder))
 
 
 def _bind(stack: contextlib.ExitStack, http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
@@ -104,7 +106,7 @@ def _bind(stack: contextlib.ExitStack, http: HttpSettings, cluster: ClusterOptio
         time.sleep(0.1)
 
 
-async def _serve(launch: children.Launch, sock: socket.socket) -> int:
+async def _serve(launch: children.Launch, sock: socket.socket, folder: Folder) -> int:
     cluster = launch.cluster
     launcher: Launcher
     if cluster.launcher == "ray":
@@ -116,31 +118,35 @@ async def _serve(launch: children.Launch, sock: socket.socket) -> int:
         )
     try:
         await launcher.open()
-        return await _Supervisor(launch, launcher, sock).serve()
+        return await _Supervisor(launch, launcher, sock, folder).serve()
     finally:
         await launcher.close()
 
 
 class _Supervisor:
-    def __init__(self, launch: children.Launch, launcher: Launcher, sock: socket.socket) -> None:
+    def __init__(
+        self, launch: children.Launch, launcher: Launcher, sock: socket.socket, folder: Folder
+    ) -> None:
         self._sock = sock
+        self._folder = folder
         self._launcher = launcher
         self._router_sock = bind(launch.host, launch.cluster.cluster_port)
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
         self._credentials = credentials_of(launch.secret, launch.cluster.tls)
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
-        self._frontends: dict[int, Started] = {}
-        self._router: Started | None = None
+        self._listings: dict[AdapterId, messages.Listing] = {}  # as the router has told, should its file vanish
+        self._last_adapter: AdapterId = BASE
+        self._frontends: dict[int, ProcessPlace] = {}
+        lease_s = launch.cluster.lease
+        self._router = ProcessPlace("the router", launcher, max(1.0, 0.6 * lease_s))  # replicas live by its word
         self._link: Link | None = None
-        self._pong_s = time.monotonic()
         self._is_stopping = False
         self._is_serving = False
-        self._stops = 0
         self._stopped = asyncio.Event()
         self._hurried = asyncio.Event()
         self._failed: asyncio.Future[Failed]
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     async def serve(self) -> int:
         """See ``run_cluster``."""
@@ -148,12 +154,14 @@ class _Supervisor:
         self._failed = loop.create_future()
         for number in stop_signals():
             loop.add_signal_handler(number, self._stop, number)
-        self._spawn(self._keep_router())
-        self._spawn(self._follow_router())
+        for work in (self._keep_folder(), self._keep_router(), self._follow_router()):
+            self._tasks.spawn(work)
         for replica in range(self._launch.cluster.num_at_start):
             self._add_slot(replica)
-        stopped = loop.create_task(self._stopped.wait())
-        waits: list[asyncio.Future[Any]] = [stopped, self._failed]
+        stopped, broken = (
+            loop.create_task(event.wait()) for event in (self._stopped, self._tasks.one_failed)
+        )
+        waits: list[asyncio.Future[Any]] = [stopped, broken, self._failed]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -161,7 +169,7 @@ class _Supervisor:
                 raise_if_failed(failed)
                 log.error("%s", failed.message)
                 return 1
-            return 0
+            return 1 if broken.done() else 0
         finally:
             await self._end()
 
@@ -169,11 +177,15 @@ class _Supervisor:
         log.info("signal %d: the cluster ends", number)
         (self._hurried if self._stopped.is_set() else self._stopped).set()
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    async def _keep_folder(self) -> None:
+        """Make it again where it vanishes."""
+        while True:
+            await asyncio.sleep(MEND_S)
+            with contextlib.suppress(ConfigError):  # what needs it says so
+                self._folder.mend()
+            self._launch = msgspec.structs.replace(self._launch, folder=str(self._folder.path))
+            for slot in self._slots.values():
+                slot.folder = self._launch.folder
 
     # ------------------------------------------------------------ replicas
 
@@ -188,7 +200,7 @@ class _Supervisor:
             self._exited,
         )
         self._slots[replica] = slot
-        self._spawn(slot.run())
+        self._tasks.spawn(slot.run())
 
     def _changed(self) -> None:
         """A replica's state is another."""
@@ -199,7 +211,7 @@ class _Supervisor:
             elif slot.info is not None and self._launch.info is None:
                 self._launch = msgspec.structs.replace(self._launch, info=slot.info)
                 for number in range(self._launch.cluster.frontends):
-                    self._spawn(self._keep_frontend(number))
+                    self._tasks.spawn(self._keep_frontend(number))
         self._tell_table()
 
     def _exited(self, exited: messages.Exited) -> None:
@@ -217,7 +229,11 @@ class _Supervisor:
     def _tell_table(self) -> None:
         if self._link is None:
             return
-        frontends = [messages.ChildProcess(number, each.pid) for number, each in self._frontends.items()]
+        frontends = [
+            messages.ChildProcess(number, place.process.pid)
+            for number, place in self._frontends.items()
+            if place.process is not None
+        ]
         slots = [slot.as_told() for slot in self._slots.values()]
         self._link.send(
             messages.ProcessTable(
@@ -234,21 +250,29 @@ class _Supervisor:
 
     async def _keep_router(self) -> None:
         epoch = 0
+        takes_over = False
         descriptor = self._router_sock.fileno()
         while not self._is_stopping:
             epoch += 1
             launch = msgspec.structs.replace(
-                self._launch, role=messages.ROUTER, epoch=epoch, descriptor=descriptor
+                self._launch,
+                role=messages.ROUTER,
+                epoch=epoch,
+                descriptor=descriptor,
+                takes_over=takes_over,
+                listings=list(self._listings.values()),
+                last_adapter=self._last_adapter,
             )
-            self._pong_s = float("inf")
-            self._router = await self._launcher.start(launch, [descriptor])
-            said = await self._router.receive()
-            if isinstance(said, Failed) and not self._is_serving and not self._failed.done():
-                self._failed.set_result(said)
-            code = await self._router.wait()
-            if not self._is_stopping:
-                log.error("the router has ended with %d: another takes its place", code)
-                await asyncio.sleep(RESTART_S if isinstance(said, messages.ChildReady) else 1.0)
+            with contextlib.suppress(NotStarted):
+                await self._router.start(launch, [descriptor])
+                said = await self._router.begun()
+                takes_over |= isinstance(said, messages.ChildReady)
+                if isinstance(said, Failed) and not self._is_serving and not self._failed.done():
+                    self._failed.set_result(said)
+                code = await self._router.ended()
+                if not self._is_stopping:
+                    log.error("the router has ended with %d: another takes its place", code)
+            await self._router.pause()
 
     async def _follow_router(self) -> None:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
@@ -259,32 +283,18 @@ class _Supervisor:
                 await asyncio.sleep(0.1)
                 continue
             self._link = link
-            self._pong_s = time.monotonic()
             self._tell_table()
-            pings = self._spawn(self._ping(link))
             while (message := await link.receive()) is not None:
                 self._hear_router(message)
-            pings.cancel()
             self._link = None
-
-    async def _ping(self, link: Link) -> None:
-        """A router that says nothing is ended: replicas live by its word."""
-        most_s = max(1.0, 0.6 * self._launch.cluster.lease)
-        number = 0
-        while True:
-            number += 1
-            link.send(messages.Ping(number))
-            await asyncio.sleep(PING_S)
-            if time.monotonic() - self._pong_s > most_s and self._router is not None:
-                log.error("the router has said nothing for %.1f s: it is ended", most_s)
-                self._router.kill()
-                link.abort()
-                return
 
     def _hear_router(self, message: Any) -> None:
         match message:
-            case messages.Pong():
-                self._pong_s = time.monotonic()
+            case messages.Revisions(_, listings, is_whole):
+                known = () if is_whole else self._listings.values()
+                found = {each.id: each for each in (*known, *listings)}
+                self._last_adapter = max((self._last_adapter, *found))
+                self._listings = {number: each for number, each in found.items() if each.state != "gone"}
             case messages.EndReplica(replica, epoch):
                 if (slot := self._slots.get(replica)) is not None:
                     slot.kill(epoch)
@@ -299,33 +309,35 @@ class _Supervisor:
                 self._tell_table()
             case messages.EndSlot(replica):
                 if (slot := self._slots.get(replica)) is not None:
-                    self._spawn(slot.end())
+                    self._tasks.spawn(slot.end())
 
     # ------------------------------------------------------------ front ends
 
     async def _keep_frontend(self, number: int) -> None:
         epoch = 0
         descriptor = self._sock.fileno()
+        silence_s = self._launch.cluster.silence_s
+        place = self._frontends[number] = ProcessPlace(f"front end {number}", self._launcher, silence_s)
         while not self._is_stopping:
             epoch += 1
             launch = msgspec.structs.replace(
                 self._launch, role=messages.FRONTEND, id=number, epoch=epoch, descriptor=descriptor
             )
-            process = self._frontends[number] = await self._launcher.start(launch, [descriptor])
+            with contextlib.suppress(NotStarted):
+                await place.start(launch, [descriptor])
+                self._tell_table()
+                said = await place.begun()
+                if isinstance(said, messages.ChildReady):
+                    self._say_serving()
+                elif not self._is_serving and not self._failed.done():
+                    if not isinstance(said, Failed):
+                        said = Failed("a front end ended while it was starting")
+                    self._failed.set_result(said)
+                code = await place.ended()
+                if not self._is_stopping:
+                    log.error("front end %d has ended with %d: another takes its place", number, code)
             self._tell_table()
-            said = await process.receive()
-            if isinstance(said, messages.ChildReady):
-                self._say_serving()
-            elif not self._is_serving and not self._failed.done():
-                if not isinstance(said, Failed):
-                    said = Failed("a front end ended while it was starting")
-                self._failed.set_result(said)
-            code = await process.wait()
-            del self._frontends[number]
-            self._tell_table()
-            if not self._is_stopping:
-                log.error("front end %d has ended with %d: another takes its place", number, code)
-                await asyncio.sleep(RESTART_S if isinstance(said, messages.ChildReady) else 1.0)
+            await place.pause()
 
     def _say_serving(self) -> None:
         if not self._is_serving:
@@ -344,11 +356,11 @@ class _Supervisor:
     async def _end(self) -> None:
         """Front ends drain; then nothing needs replicas, nor a router."""
         self._is_stopping = True
-        frontends = list(self._frontends.values())
+        frontends = [place.process for place in self._frontends.values() if place.process is not None]
         if self._is_serving:
             for each in frontends:
                 each.stop()
-            hurrying = self._spawn(self._hurry(frontends))
+            hurrying = self._tasks.spawn(self._hurry(frontends))
             waits = [asyncio.ensure_future(each.wait()) for each in frontends]
             if waits:
                 await asyncio.wait(waits, timeout=self._launch.http.drain_timeout + LAST_S - 1.0)
@@ -356,12 +368,12 @@ class _Supervisor:
         for each in frontends:
             each.kill()
         await asyncio.gather(*(slot.end() for slot in self._slots.values()))
-        if self._router is not None:
-            self._router.stop()
+        if (router := self._router.process) is not None:
+            router.stop()
             try:
-                await asyncio.wait_for(self._router.wait(), 1.0)
+                await asyncio.wait_for(router.wait(), 1.0)
             except TimeoutError:
-                self._router.kill()
+                router.kill()
 
     async def _hurry(self, frontends: list[Started]) -> None:
         await self._hurried.wait()

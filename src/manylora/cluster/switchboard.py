@@ -20,10 +20,11 @@ from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import credentials_of
 from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
-from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.cluster.members import FrontendMember, Members, ReplicaMember, can_serve
 from manylora.cluster.recording import open_of_router
 from manylora.cluster.rollout import Rollout
 from manylora.cluster.status import status
+from manylora.cluster.tasks import Tasks
 from manylora.cluster.timing import Decisions
 from manylora.cluster.trace_lines import TraceLines
 from manylora.config import ConfigError
@@ -94,12 +95,12 @@ class Switchboard:
         self._model = launch.model
         self._credentials = credentials_of(launch.secret, launch.cluster.tls, launch.router[0])
         self._engine = launch.engine
-        self._supervisor: Link | None = None
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
         self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
         self._fenced: dict[ReplicaId, int] = {}
+        self._could_serve = False
         self._held_back: list[tuple[FrontendMember, messages.Note]] | None = None
-        if launch.epoch > 1:
+        if launch.takes_over:
             self._held_back = []
         else:
             try:
@@ -107,7 +108,7 @@ class Switchboard:
             except AdapterError as error:
                 raise ConfigError(str(error)) from error
         self._is_served = asyncio.Event()  # a replica has been up
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         self._timer: asyncio.TimerHandle | None = None
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
@@ -118,7 +119,7 @@ class Switchboard:
         """Listen, and take over what another router has left."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
-        self._spawn(self.registry.retry())
+        self._tasks.spawn(self.registry.retry())
         listener = Listener(
             adopt(launch.descriptor),
             self._credentials,
@@ -215,8 +216,8 @@ class Switchboard:
 
     def tell_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
         """Dropped where the link to it has just ended: it ends with all the rest then."""
-        if self._supervisor is not None:
-            self._supervisor.send(message)
+        if self.members.supervisor is not None:
+            self.members.supervisor.send(message)
 
     def _solve(self, problem: Solve) -> None:
         solver = self._solver
@@ -245,7 +246,14 @@ class Switchboard:
     def _tell_endpoints(self) -> None:
         if self._held_back is not None:
             return  # what is not linked yet may serve: front ends keep their links to it
-        self.members.tell_frontends(self.members.endpoints(self.router.fleet.up))
+        endpoints = self.members.endpoints(self.router.fleet.up)
+        self._could_serve = endpoints.can_serve
+        self.members.tell_frontends(endpoints)
+
+    def look(self) -> None:
+        """Tell front ends where replicas have become silent, drain, or serve again."""
+        if can_serve(self.router.fleet.up) != self._could_serve:
+            self._tell_endpoints()
 
     # ------------------------------------------------------------ links
 
@@ -326,7 +334,8 @@ class Switchboard:
         self._tell_endpoints()
 
     async def _serve_supervisor(self, link: Link) -> None:
-        self._supervisor = link
+        self.members.supervisor = link
+        link.send(self.registry.whole())
         for replica, epoch in self._fenced.items():
             link.send(messages.EndReplica(replica, epoch))
         while (message := await link.receive()) is not None:
@@ -343,10 +352,8 @@ class Switchboard:
                     names = None if blamed is None else tuple(blamed)
                     self.tell(ReplicaDown(replica, epoch, reason, is_crash, names))
                     self._forget_replica(replica, epoch)
-                case messages.Ping(number):
-                    link.send(messages.Pong(number))
-        if self._supervisor is link:
-            self._supervisor = None
+        if self.members.supervisor is link:
+            self.members.supervisor = None
 
     async def _serve_newcomer(self, link: Link) -> None:
         timeout_s = self.config.queue_timeout_s
@@ -377,7 +384,7 @@ class Switchboard:
                 case messages.HasRevision(revision):
                     self.registry.hear_revision(member, revision)
                 case messages.AdapterCall():
-                    self._spawn(self._answer_adapter_call(link, message))
+                    self._tasks.spawn(self._answer_adapter_call(link, message))
                 case messages.AskStatus(call):
                     link.send(messages.Reply(call, body=msgspec.json.encode(self.status())))
         if self.members.frontends.get(member.id) is member:
@@ -445,11 +452,6 @@ class Switchboard:
             reply.status, reply.message = error.status, str(error)
         link.send(reply)
 
-    def _spawn(self, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     # ------------------------------------------------------------ taking over
 
     def _settle_if_all_are_there(self) -> None:
@@ -459,7 +461,7 @@ class Switchboard:
             child.id in self.members.frontends and self.members.frontends[child.id].is_synced
             for child in self.table.frontends
         )
-        if self._supervisor is not None and are_up and are_synced:
+        if self.members.supervisor is not None and are_up and are_synced:
             self._settle()
 
     def _end_unheard(self, slots: list[messages.Slot]) -> None:

@@ -229,6 +229,10 @@ class EngineSilent(Exception):
     """The engine does not answer at the moment; whether what was asked for is done is not known."""
 
 
+SILENT_S = 5.0
+"""What has given no sign of life for so long serves nothing at the moment."""
+
+
 class EngineClient(Protocol):
     """Asynchronous; all methods are called from one event loop.
 
@@ -265,6 +269,9 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """A snapshot of this moment."""
+
+    def why_unready(self) -> str | None:
+        """Why nothing can be served at the moment; None where it can."""
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine has died by itself (not by close)."""

@@ -66,6 +66,9 @@ class LocalEngine:
         stats = await asyncio.wrap_future(self._driver.stats())
         return dataclasses.replace(stats, adapters=self._driver.adapter_loads())
 
+    def why_unready(self) -> str | None:
+        return None if self._mailboxes.dead is None else str(self._mailboxes.dead)
+
     async def wait_dead(self) -> str:
         return await self._mailboxes.wait_dead()
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
 from manylora.engine.client import (
+    SILENT_S,
     AdapterLoad,
     Delta,
     EngineBusy,
@@ -21,6 +22,7 @@ from manylora.engine.client import (
 )
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
+from manylora.processes import LEAST_EFFORT, effort
 from manylora.protocol import AdapterError
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
@@ -43,11 +45,15 @@ class RemoteEngine:
         writer: asyncio.StreamWriter,
         info: EngineInfo,
         step_timeout_s: float,
+        pid: int,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._info = info
         self._step_timeout_s = step_timeout_s
+        self._pid = pid
+        self._effort = 0.0
+        self._idle_s = 0.0  # for which it has neither said nor done anything
         self._pulse: Pulse | None = None  # that has come and has not been looked at
         self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
@@ -67,8 +73,8 @@ class RemoteEngine:
         reader, writer = await asyncio.open_connection(sock=sock)
         writer.write(wire.frame(wire.Start(settings)))
         match await wire.read_from_engine(reader):
-            case wire.EngineReady(info):
-                return cls(reader, writer, info, settings.step_timeout_s)
+            case wire.EngineReady(info, pid):
+                return cls(reader, writer, info, settings.step_timeout_s, pid)
             case wire.Failed(message, is_user_error):
                 writer.close()
                 raise ConfigError(message) if is_user_error else EngineDead(message)
@@ -105,12 +111,27 @@ class RemoteEngine:
         while True:
             await asyncio.sleep(tick_s(self._step_timeout_s))
             pulse, self._pulse = self._pulse, None
+            self._note_sign(pulse)
             reason = judge.look(pulse)
             if reason is not None:
                 self._die(reason)
                 return
             if judge.silent_s > ANSWER_S:
                 self._fail_calls(EngineSilent(f"the engine has said nothing for {judge.silent_s:.0f} s"))
+
+    def _note_sign(self, pulse: Pulse | None) -> None:
+        """An engine that compiles may say nothing meanwhile, but computes."""
+        if pulse is not None:
+            self._idle_s = 0.0
+        elif (now := effort([self._pid])) - self._effort > LEAST_EFFORT:
+            self._effort, self._idle_s = now, 0.0
+        else:
+            self._idle_s += tick_s(self._step_timeout_s)
+
+    def why_unready(self) -> str | None:
+        if self._mailboxes.dead is not None:
+            return str(self._mailboxes.dead)
+        return f"no sign of the engine for {self._idle_s:.0f} s" if self._idle_s > SILENT_S else None
 
     def _die(self, reason: str) -> None:
         self._watcher.cancel()

@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import logging
 import math
+import os
 import socket
 import threading
 import time
@@ -130,7 +131,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
         sock.shutdown(socket.SHUT_RDWR)  # wakes the reading loop below
 
     driver.start(deliver, on_death)
-    sender.send(wire.EngineReady(driver.info))
+    sender.send(wire.EngineReady(driver.info, os.getpid()))
     sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.

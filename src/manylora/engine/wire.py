@@ -66,9 +66,10 @@ ToEngine = Start | Submit | Cancel | Withdrawal | Call | DropCall
 
 
 class EngineReady(msgspec.Struct, tag=True):
-    """The engine serves."""
+    """The engine serves, in this process."""
 
     info: EngineInfo
+    pid: int = 0
 
 
 class Failed(msgspec.Struct, tag=True):

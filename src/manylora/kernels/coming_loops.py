@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from manylora import processes
 from manylora.kernels import compiled
 from manylora.kernels.cpu_compiled import CompiledOps
 
@@ -49,10 +50,8 @@ class ComingOps(CompiledOps):
                 if self._is_closed:
                     return
                 # It ends when its input does: when this process ends, however that comes.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "manylora.kernels.coming_loops"],
-                    stdin=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
+                self._process = processes.start(
+                    "manylora.kernels.coming_loops", stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
                 )
             with self._process:
                 self._process.wait()

@@ -55,7 +55,7 @@ def create_app(
     app.include_router(models.routes(served))
     app.include_router(adapters.routes(client, settings, served, lifecycle, metrics))
     show = page or functools.partial(probes.engine_page, client, metrics)
-    app.include_router(probes.routes(lifecycle, show, settings.version))
+    app.include_router(probes.routes(lifecycle, client, show, settings.version))
     if routes is not None:
         app.include_router(routes)
     docs.install(app, settings.root_path)

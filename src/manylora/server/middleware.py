@@ -24,7 +24,7 @@ logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # These answer while the server drains or its engine is dead.
-_PROBES = frozenset({"/health", "/ping", "/version", "/metrics"})
+_PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
 _CLIENT_CLOSED_REQUEST = 499
 
 

@@ -27,16 +27,26 @@ async def engine_page(client: EngineClient, metrics: Metrics) -> bytes:
     return await asyncio.to_thread(metrics.render, snapshot)
 
 
-def routes(lifecycle: Lifecycle, page: Callable[[], Awaitable[bytes]], version: str) -> APIRouter:
-    """/health, /ping, /version and /metrics: answered to the end."""
+def routes(
+    lifecycle: Lifecycle, client: EngineClient, page: Callable[[], Awaitable[bytes]], version: str
+) -> APIRouter:
+    """/health, /ping, /healthz, /version and /metrics: answered to the end."""
     router = APIRouter(tags=["probes"])
 
     async def health() -> Response:
-        return Response(status_code=503 if lifecycle.refusal() else 200)
+        return Response(status_code=503 if lifecycle.refusal() or client.why_unready() else 200)
 
-    for path, also in (("/health", "HEAD"), ("/ping", "POST")):
-        router.add_api_route(path, health, methods=["GET"], summary="200 while requests are taken")
-        router.add_api_route(path, health, methods=[also], include_in_schema=False)
+    async def alive() -> Response:
+        return Response()
+
+    is_ready, is_alive = "200 while requests can be served", "200 as long as the process answers"
+    for path, also, answer, summary in (
+        ("/health", "HEAD", health, is_ready),
+        ("/ping", "POST", health, is_ready),
+        ("/healthz", "HEAD", alive, is_alive),
+    ):
+        router.add_api_route(path, answer, methods=["GET"], summary=summary)
+        router.add_api_route(path, answer, methods=[also], include_in_schema=False)
 
     @router.get("/version", summary="manylora's version")
     async def show_version() -> JSONResponse:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from manylora import processes
 from manylora.config import ConfigError
 from manylora.protocol.routing import Solve, Solved
 
@@ -81,8 +82,7 @@ class SolverProcess:
         self._pipe, theirs = Pipe()
         with theirs:
             number = theirs.fileno()
-            command = [sys.executable, "-m", "manylora.solving.process", str(number)]
-            self._child = subprocess.Popen(command, pass_fds=[number])
+            self._child = processes.start("manylora.solving.process", str(number), pass_fds=[number])
         if not self._pipe.poll(START_S):
             raise OSError("the solver does not start")
         self._pipe.recv()

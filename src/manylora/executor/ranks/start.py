@@ -15,7 +15,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import torch
 
+from manylora import processes
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
@@ -291,8 +291,9 @@ def _process(
     # Blocked until the rank ignores them: a terminal signals all processes, and this one decides when ranks end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _START_ENDS)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "manylora.executor.ranks.process", str(file)],
+        return processes.start(
+            "manylora.executor.ranks.process",
+            str(file),
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
             env=environment,

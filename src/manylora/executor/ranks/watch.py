@@ -7,21 +7,13 @@ prompt and no loaded machine looks like it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+
+from manylora.processes import is_stopped
 
 LOOK_S = 0.5
 STOPPED_LOOKS = 10
 """A process that was stopped at so many looks in a row is lost. Looks, not seconds: where all processes are
 stopped together, the one that looks is, too."""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal or a debugger. False where the system does not say."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 class StoppedProcesses:

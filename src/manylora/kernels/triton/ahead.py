@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import triton
 from triton import knobs
 
+from manylora import processes
 from manylora.devices.preparation import PREPARATION
 
 LEAST_PROCESSES, MOST_PROCESSES = 2, 12
@@ -140,8 +140,8 @@ class CompileAhead:
             self._num_left += 1
         self._orders.put(wanted)
         if len(self._threads) < min(self._most, len(self._asked)):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "manylora.kernels.triton.compiler_process"],
+            process = processes.start(
+                "manylora.kernels.triton.compiler_process",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
