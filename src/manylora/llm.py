@@ -262,7 +262,7 @@ class AsyncLLM:
         return found
 
     def _token_text(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.token_text(token)
 
     # ------------------------------------------------------------ adapters, facts, end
 
