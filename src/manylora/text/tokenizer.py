@@ -7,11 +7,12 @@ LlamaTokenizer does by itself: ``add_bos_token`` in the config does not override
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,19 @@ class Tokenizer:
             raise TokenizerError(f"{file} cannot be read: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = special_config(folder)
-        try:
+        with files_fault(folder):
+            config = special_config(folder)
             if _is_llama(config, read_json((model or folder) / "config.json"), backend):
                 _build_llama(backend, config)
                 config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
             special_tokens = special_tokens_of(config)
             _add_tokens(backend, folder, config, special_tokens)
             return cls(backend, special_tokens, chat_templates_of(folder, config))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise TokenizerError(f"the files beside {file} cannot be used: {error!r}") from error
+
+    def decoding_like(self, other: Tokenizer) -> Tokenizer:
+        """The same tokenizer with another's way from tokens to text."""
+        self._backend.decoder = other._backend.decoder
+        return Tokenizer(self._backend, self.special_tokens, self.chat_templates)
 
     def described(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> Tokenizer:
         """The same tokenizer with other names and templates; the two share all else."""
@@ -91,6 +95,28 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids that the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The id of the token that ends a text; none where there is no such token."""
+        found = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return () if found is None else (found,)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens, added ones included, with their ids."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
+    def own_vocabulary(self) -> dict[str, int]:
+        """All tokens but added ones, with their ids."""
+        return dict(self._backend.get_vocab(with_added_tokens=False))
+
+    @property
+    def pipeline(self) -> dict[str, Any]:
+        """All that there is of the tokenizer, as a newly written tokenizer.json would have it."""
+        written: dict[str, Any] = json.loads(self._backend.to_str())
+        return written
 
     @functools.cached_property
     def longest_token_chars(self) -> int:
@@ -146,6 +172,17 @@ class Tokenizer:
         """A token of letters, if there is one: many decoders do something else at the beginning of a text."""
         ids = range(self.vocab_size)
         return next(([token] for token in ids if self.decode([token]).strip().isalpha()), [])
+
+
+@contextlib.contextmanager
+def files_fault(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is the fault of the files that are read there: a TokenizerError."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise TokenizerError(f"the tokenizer's files in {folder} cannot be used: {error!r}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
