@@ -317,7 +317,7 @@ def test_a_parameter_refuses(name: str, given: Any) -> None:
 def of_body(name: str, given: str) -> Any:
     """What a completion's parameter is made of this JSON."""
     raw = f'{{"model": "m", "prompt": "x", "{name}": {given}}}'.encode()
-    return getattr(completion_params(_decode(raw, CompletionBody)), name)
+    return getattr(completion_params(_decode(raw, CompletionBody), {}), name)
 
 
 def named_by(name: str, given: str) -> str | None:
@@ -361,7 +361,7 @@ def test_json_of_the_rest() -> None:
     ):  # fmt: skip
         assert named_by(name, given) == name
     chat = _decode(b'{"model": "m", "messages": [], "logprobs": true, "top_logprobs": 3}', ChatBody)
-    assert chat_params(chat) == SamplingParams(max_tokens=None, logprobs=3)
+    assert chat_params(chat, {}) == SamplingParams(max_tokens=None, logprobs=3)
 
 
 @pytest.mark.parametrize(

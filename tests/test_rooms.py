@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": BOTTOM | {"devices"},
     "memory": BOTTOM | {"devices", "kernels"},
     "models": BOTTOM | {"devices", "kernels"},
-    "adapters": BOTTOM | {"devices", "kernels"},
+    "adapters": BOTTOM | {"devices", "kernels", "text"},
     "assist": BOTTOM,
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist"},
     "text": {"types", "engine.client"},
@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "arguments": {"types"},
     "exits": set(),
     "feeding": set(),
-    "outputs": set(),
+    "outputs": {"text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
-from manylora.config import AdapterSettings, ConfigError, EngineSettings, HttpSettings, QueueConfig
+from manylora.config import (
+    AdapterSettings,
+    ConfigError,
+    EngineSettings,
+    HttpSettings,
+    ModelSettings,
+    QueueConfig,
+)
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
@@ -38,7 +45,9 @@ from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
-from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
+from manylora.text.model_text import read_base
+from manylora.text.texts import Texts
+from manylora.text.tokenizer import TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
@@ -172,15 +181,26 @@ def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
             log.warning("--fair-share: there is no %s %r at the moment", queue.fair_by, name)
 
 
-def load_tokenizer(model: str) -> Tokenizer | None:
-    """The model folder's tokenizer; None, with a warning, where it has none. Raises ConfigError."""
+def load_texts(settings: ModelSettings) -> Texts:
+    """The text side of the model and of its adapters, with a warning where it has no tokenizer. Raises
+    ConfigError."""
+    templates, has_defaults = {}, settings.generation_config == "auto"
+    for given in settings.chat_template:
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).is_file():
+            name, path = "", given
+        try:
+            templates["" if name == settings.name else name] = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {given}: cannot be read: {error}") from error
     try:
-        return Tokenizer.from_folder(resolve_model(model))
-    except MissingTokenizer as error:
-        log.warning("%s", str(error))  # not the exception: a log handler that keeps it would keep this engine
-        return None
+        folder = resolve_model(settings.model)
+        base = read_base(folder, templates.pop("", None), has_defaults)
     except (TokenizerError, ModelError) as error:
         raise ConfigError(str(error)) from error
+    for warning in base.warnings:
+        log.warning("%s", warning)
+    return Texts(base, folder, templates, has_defaults)
 
 
 # ---------------------------------------------------------------- the server process
@@ -196,11 +216,11 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
     sock = bind(http)  # first: a taken port must not cost a model load
     try:
         check_model(engine.model.model)
-        tokenizer = load_tokenizer(engine.model.model)
+        texts = load_texts(engine.model)
         ours, theirs = socket.socketpair()
         ending = Ending(_start_engine(theirs))
         try:
-            return run_loop(_serve(engine, http, sock, ours, tokenizer, ending))
+            return run_loop(_serve(engine, http, sock, ours, texts, ending))
         except EngineDead as error:
             log.error("%s", error)
             return 1
@@ -258,7 +278,7 @@ async def _serve(
     http: HttpSettings,
     sock: socket.socket,
     ours: socket.socket,
-    tokenizer: Tokenizer | None,
+    texts: Texts,
     ending: Ending,
 ) -> int:
     from manylora.server.app import create_app
@@ -270,7 +290,7 @@ async def _serve(
         if client is None:
             return 0
         settings = server_settings(engine, http, connection_limits(http, client.info))
-        app = create_app(client, tokenizer, settings)
+        app = create_app(client, texts, settings)
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
         except OSError as error:
@@ -303,6 +323,7 @@ def server_settings(
         api_keys=http.api_keys,
         metrics_open=http.metrics_key == "open",
         max_body_bytes=http.max_body_size,
+        trusts_templates=http.trust_request_chat_template,
         connections=connections,
     )
 

@@ -182,7 +182,8 @@ def layout_late(folder: Path, *, decoder: bool) -> Path:
     late.add_tokens([tokenizers.AddedToken("<|late|>", normalized=True)])
     size = late.get_vocab_size()
     entry = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    entries = {str(size - 1): {"content": "<|late|>", **entry}, "3": {"content": "<|user|>", **entry, "special": False}}
+    user = {"content": "<|user|>", **entry, "special": False}
+    entries = {str(size - 1): {"content": "<|late|>", **entry}, "3": user}
     if decoder:
         return write_folder(folder, late, {"added_tokens_decoder": entries, "unk_token": "<|user|>"})
     added = {"<tool_call>": size + 1, "<|late|>": size - 1, "<|new|>": size}

@@ -112,7 +112,7 @@ def test_a_long_prompt_costs_no_more() -> None:
         lengths.append(len(ids))
         return metaspace().decode(ids)
 
-    prompt = metaspace().encode("ﷺ" * 5000)  # one run of bytes, in which no window begins with a character by chance
+    prompt = metaspace().encode("ﷺ" * 5000)  # one run of bytes
     detokenizer = WindowDetokenizer(decode, frozenset(), prompt)
     assert "".join(map(detokenizer.add, prompt[-3:])) == "ﷺ"
     assert max(lengths) < 40

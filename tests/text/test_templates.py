@@ -139,7 +139,8 @@ LOOPS = (
 )
 EITHER = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{{ message.content[0].text }}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+    "{{ message.content[0].text }}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}"
+    "{% endfor %}"
 )
 
 
@@ -160,7 +161,10 @@ def test_other_templates_get_the_joined_text(use: str) -> None:
 
 
 def test_a_template_may_look_into_parts_for_one_role() -> None:
-    template = "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% else %}{{ m.content + '|' }}{% endif %}{% endfor %}"  # fmt: skip
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+        "{% else %}{{ m.content + '|' }}{% endif %}{% endfor %}"
+    )
     chat = [{"role": role, "content": content} for role in ("user", "assistant") for content in (PARTS, "c")]
     assert render_chat(with_template(template), chat) == "<a ><b><c>a  b|c|"
 

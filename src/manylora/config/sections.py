@@ -63,6 +63,18 @@ class ModelSettings(Section):
         None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
     )
 
+    chat_template: tuple[str, ...] = setting(
+        (),
+        "a chat template in place of the base model's own, or, as NAME=FILE, in place of the one that the adapter "
+        "NAME has or brings; may be repeated",
+        "FILE",
+    )
+    generation_config: Literal["auto", "none", "vllm"] = setting(
+        "auto",
+        "auto: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of "
+        "generation_config.json hold for requests that do not say; none, or vllm: they do not",
+    )
+
     @property
     def name(self) -> str:
         """The base model's id for clients."""
@@ -282,6 +294,9 @@ class HttpSettings(Section):
     )
     metrics_key: Literal["required", "open"] = setting(
         "required", "where keys are set, whether /metrics asks for one too"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "render the chat_template that a request brings, which is code in a sandbox (refused without this)"
     )
     max_waiting: Count = setting(10_000, "most requests that wait to be admitted; more are refused with 429")
     max_connections: Count | None = setting(

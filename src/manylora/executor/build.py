@@ -17,6 +17,7 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import StoreFolder, open_store_folder
+from manylora.adapters.textcheck import TextCheck
 from manylora.config import (
     CacheSettings,
     ColdStartConfig,
@@ -189,7 +190,7 @@ def _with_pools(
         host,
         plan.geometry,
         device,
-        Registry(plan.geometry, decoder.layer_prefix, registry_path),
+        Registry(plan.geometry, decoder.layer_prefix, registry_path, TextCheck(plan.folder)),
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
         None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),

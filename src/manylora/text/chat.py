@@ -174,7 +174,7 @@ def _plain_part(part: Any, index: int) -> dict[str, Any]:
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """The message in a form that serves templates of either kind: for text or for parts, for objects or for JSON."""
+    """The message in a form that serves any template: for text or for parts, for objects or for JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
         message["content"] = Text(content)

@@ -9,7 +9,6 @@ import codecs
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
-
 # Whatever a decoder makes of a token, it looks at no more than so many before it. A character has at most four
 # bytes: more than this many tokens that still end in U+FFFD are not one.
 _MAX_HELD_TOKENS = 8

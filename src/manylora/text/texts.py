@@ -78,7 +78,13 @@ class Texts:
 
     def read(self, folder: Path, name: str = "") -> ModelText:
         """What an adapter's folder says, over what its base's does. Raises TokenizerError, which says of a
-        tokenizer in what it contradicts the base's."""
+        tokenizer in what it contradicts the base's, and never where the folder lies."""
+        try:
+            return self._read(folder, name)
+        except TokenizerError as error:
+            raise TokenizerError(str(error).replace(str(folder), folder.name)) from error
+
+    def _read(self, folder: Path, name: str) -> ModelText:
         template, base = self._templates.get(name), self.base
         held = [file for file in TEXT_FILES if (folder / file).is_file()]
         if not folder.is_dir():
@@ -103,7 +109,7 @@ class Texts:
         self, folder: Path, config: Mapping[str, Any]
     ) -> tuple[Tokenizer | None, tuple[str, ...]]:
         """The base's, unless the folder's differs. Equal files are compared with the base's once."""
-        if "tokenizer.json" not in {file.name for file in folder.iterdir()} or self._folder is None:
+        if self._folder is None or not (folder / "tokenizer.json").is_file():
             return self.base.tokenizer, ()
         key = _identity(folder, config)
         with self._lock:
