@@ -48,7 +48,8 @@ HELD_BY = {
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
     "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
     "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
-    "lora_sharding": "lora_sharding",
+    "lora_sharding": "lora_sharding", "chat_template": "model.chat_template",
+    "generation_config": "model.generation_config", "trust_request_chat_template": "trust_request_chat_template",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -85,6 +86,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "on", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
     "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
+    "generation_config": ("auto", "none", "vllm"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("served_model_name", "host", "trace", "journal")
@@ -130,7 +132,9 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
     found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
     found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
-    found += [("merge_mixed_16bit", is_on, is_on) for is_on in (True, False)]
+    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
+        found += [(name, is_on, is_on) for is_on in (True, False)]
+    found += [("chat_template", "f", ("f",)), ("chat_template", {"a": "f"}, ("a=f",)), ("chat_template", [], ())]
     found += [
         ("merge_alpha", "2", 2.0),
         ("merge_beta", 0.5, 0.5),
@@ -174,7 +178,9 @@ def refused() -> list[tuple[str, Any]]:
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])
     found += each("adapter_batch_limit", 0, "0", -1, "x", "4:soft", "4:", ":hard", True, 1.0, [4])
-    found += each("merge_mixed_16bit", "true", "yes", 1, 0, "", [True])
+    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
+        found += each(name, "true", "yes", 1, 0, "", [True])
+    found += each("chat_template", "", [" "], 1, [1])
     for name in ("merge_alpha", "merge_beta", "merge_starve", "merge_dec", "merge_mul"):
         found += each(name, 0, -1, "0", "x", "", NAN, INF, "nan", [1], {})
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
@@ -202,7 +208,7 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start"):
+            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start", "chat_template"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default

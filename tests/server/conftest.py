@@ -34,8 +34,8 @@ def tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(made.layout_5(Path(folder)))
 
 
-def make_app(engine: FakeEngine, tokenizer: Tokenizer | None, **settings: Any) -> FastAPI:
-    texts = Texts(ModelText(tokenizer))
+def make_app(engine: FakeEngine, text: Texts | Tokenizer | None, **settings: Any) -> FastAPI:
+    texts = text if isinstance(text, Texts) else Texts(ModelText(text))
     return create_app(engine, texts, ServerSettings(BASE, "/models/base", version="1.2.3", **settings))
 
 

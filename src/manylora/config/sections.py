@@ -35,7 +35,7 @@ MOST_SEQS = 2**15
 """No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
 
 
-def _are_keys(texts: tuple[str, ...]) -> bool:
+def _are_filled(texts: tuple[str, ...]) -> bool:
     """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
     return all(text.strip() for text in texts)
 
@@ -63,7 +63,7 @@ class ModelSettings(Section):
         None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
     )
 
-    chat_template: tuple[str, ...] = setting(
+    chat_template: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
         (),
         "a chat template in place of the base model's own, or, as NAME=FILE, in place of the one that the adapter "
         "NAME has or brings; may be repeated",
@@ -289,7 +289,7 @@ class HttpSettings(Section):
         "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
         "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
     )
-    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(
+    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
         (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"
     )
     metrics_key: Literal["required", "open"] = setting(
