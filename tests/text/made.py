@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def with_decoder(made: tokenizers.Tokenizer, decoder: Any) -> tokenizers.Tokeniz
     return made
 
 
-DECODERS = {
+DECODERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "strip": metaspace,
     "byte-level": lambda: byte_level(False),
     "word-pieces": word_pieces,

@@ -61,7 +61,7 @@ def test_the_base_ends_at_its_tokenizers_eos(base: Path) -> None:
 
 
 def test_generation_config_has_defaults(base: Path, own: Path) -> None:
-    said = {"temperature": 0.6, "top_k": 1, "top_p": None, "do_sample": False, "eos_token_id": 7, "max_new_tokens": 9}
+    said = {"temperature": 0.6, "top_k": 1, "top_p": None, "do_sample": False, "max_new_tokens": 9}
     write(base, generation_config=said)
     write(own, generation_config={"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "eos_token_id": [3, 4]})
     texts = texts_of(base)
@@ -115,10 +115,11 @@ def test_what_transformers_saves_is_the_base_itself(
     (tmp_path / "base").mkdir()
     base = layout(tmp_path / "base")
     saved(base, own)
-    found, texts = None, texts_of(base)
+    texts = texts_of(base)
     found = texts.read(own)
     assert found.warnings == ()
-    assert found.tokenizer is not None and texts.base.tokenizer is not None
+    assert found.tokenizer is not None
+    assert texts.base.tokenizer is not None
     assert found.tokenizer._backend is texts.base.tokenizer._backend
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from tests.text import made
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "5-bos": lambda folder: made.layout_5(folder, with_bos=True),
     "5-plain": lambda folder: made.layout_5(folder, with_bos=False),
     "4-bos": lambda folder: made.layout_4(folder, with_bos=True),

@@ -27,7 +27,7 @@ from manylora.types import InvalidRequest, TokenLogprobs
 MAX_MESSAGES = 16_384
 
 TEMPLATE_S = 2.0
-"""The most that rendering may take by a template that the operator has not chosen."""
+"""The most that rendering may take by another template than the base's."""
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
@@ -88,7 +88,7 @@ def routes(service: Service, models: Models, trusts_templates: bool) -> APIRoute
             add_generation_prompt=body.add_generation_prompt
             or (body.add_generation_prompt is None and not body.continue_final_message),
             continue_final_message=bool(body.continue_final_message),
-            template=body.chat_template,
+            template=body.chat_template or None,
             template_kwargs=body.chat_template_kwargs,
         )
 
@@ -101,14 +101,14 @@ def routes(service: Service, models: Models, trusts_templates: bool) -> APIRoute
         note_model(request, chosen.name)
         check_supported(body)
         priority = service.priority(body)
-        if body.chat_template is not None and not trusts_templates:
+        if body.chat_template and not trusts_templates:
             reason = "chat_template in a request needs a server with --trust-request-chat-template"
             raise InvalidRequest(reason, "chat_template")
         params = chat_params(body, chosen.text.defaults)
         tokenizer = require_tokenizer(chosen.text.tokenizer, "messages")
-        if body.chat_template is None and chosen.text is models.base_text:
+        if not body.chat_template and chosen.text.template == models.base_text.template:
             text = await run_beside(await request.body(), rendered, tokenizer, body)
-        else:  # not the operator's own template: it may be slow, or never come to an end
+        else:  # not the base's template: it may be slow, or never come to an end
             text = await asyncio.to_thread(within, TEMPLATE_S, rendered, tokenizer, body)
         # The template has written the special tokens already.
         add_special_tokens = bool(body.add_special_tokens)

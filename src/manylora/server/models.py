@@ -40,7 +40,7 @@ class Models:
 
     @property
     def base_text(self) -> ModelText:
-        """The base's text side."""
+        """The text side of the base."""
         return self._texts.base
 
     async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:

@@ -23,9 +23,10 @@ def contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
         if token in theirs:
             return f"token {token!r} has id {token_id}, in the base's {theirs[token]}"
         return f"id {token_id} is token {token!r}, in the base's {tokens[token_id]!r}"
-    if lacking := next((token for token in base.own_vocabulary if token not in ours), None):
-        return f"token {lacking!r} is missing"
     pipeline, original = own.pipeline, base.pipeline
+    added = {token["content"] for token in original["added_tokens"]}
+    if lacking := next((token for token in theirs if token not in ours and token not in added), None):
+        return f"token {lacking!r} is missing"
     for part in ("normalizer", "pre_tokenizer"):
         if _effective(pipeline[part]) != _effective(original[part]):
             return f"its {part.replace('_', '-')} is another one"

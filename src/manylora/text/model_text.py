@@ -27,6 +27,11 @@ class ModelText:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        return None if self.tokenizer is None else self.tokenizer.chat_templates.get("default")
+
 
 def read_base(folder: Path, template: str | None = None, has_defaults: bool = True) -> ModelText:
     """A base model's. ``template``: a chat template in place of the folder's. Raises TokenizerError."""

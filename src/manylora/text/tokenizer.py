@@ -108,11 +108,6 @@ class Tokenizer:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
-    def own_vocabulary(self) -> dict[str, int]:
-        """All tokens but added ones, with their ids."""
-        return dict(self._backend.get_vocab(with_added_tokens=False))
-
-    @property
     def pipeline(self) -> dict[str, Any]:
         """All that there is of the tokenizer, as a newly written tokenizer.json would have it."""
         written: dict[str, Any] = json.loads(self._backend.to_str())
