@@ -127,7 +127,7 @@ class AsyncLLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -153,7 +153,7 @@ class AsyncLLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -381,7 +381,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -396,7 +396,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,

@@ -265,7 +265,7 @@ def _add_tokens(
 
 
 def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over the config's, and a single one is called ``default``."""
+    """Templates by name; chat_template.jinja wins over the config's, and a single one is called ``default``."""
     inline = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(inline, str):
@@ -274,10 +274,5 @@ def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         templates.update(inline)
     elif isinstance(inline, list):
         templates.update({entry["name"]: entry["template"] for entry in inline})
-    files = {}
-    main = folder / "chat_template.jinja"
-    if main.is_file():
-        files["default"] = main.read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[file.stem] = file.read_text(encoding="utf-8")
-    return files or templates
+    file = folder / "chat_template.jinja"
+    return {"default": file.read_text(encoding="utf-8")} if file.is_file() else templates
