@@ -22,6 +22,8 @@ from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app
 from manylora.server.errors import _TYPES
 from manylora.server.settings import ServerSettings
+from manylora.text.model_text import ModelText
+from manylora.text.texts import Texts
 from tests.engine.test_engine import INFO
 
 STORED = Path(__file__).parent / "surface.json"
@@ -36,7 +38,7 @@ class _Client:
 
 def surface() -> dict[str, Any]:
     """By kind: names, with what each has."""
-    app = create_app(_Client(), None, ServerSettings("base", "base", "0", ROOT))  # type: ignore[arg-type]
+    app = create_app(_Client(), Texts(ModelText()), ServerSettings("base", "base", "0", ROOT))  # type: ignore[arg-type]
     return {
         "package": {name: {} for name in manylora.__all__},
         "classes": {kind.__name__: _methods(kind) for kind in (LLM, AsyncLLM)},

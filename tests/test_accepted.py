@@ -52,7 +52,8 @@ HELD_BY = {
     "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
     "lora_sharding": "lora_sharding", "seed": "seed", "tokenizer": "model.tokenizer", "uds": "uds",
     "root_path": "root_path", "api_key_file": "api_key_file",
-    "gpu_memory_utilization": "cache.gpu_memory_utilization",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization", "chat_template": "model.chat_template",
+    "generation_config": "model.generation_config", "trust_request_chat_template": "trust_request_chat_template",
 }  # fmt: skip
 """Where each setting comes to lie."""
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
@@ -89,6 +90,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"), "cuda_graphs": ("auto", "on", "off"), "metrics_key": ("required", "open"),
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
     "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
+    "generation_config": ("auto", "none", "vllm"),
     "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
 }  # fmt: skip
 TEXTS = ("host", "trace", "journal", "tokenizer")
@@ -139,7 +141,9 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
     found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
     found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
-    found += [("merge_mixed_16bit", is_on, is_on) for is_on in (True, False)]
+    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
+        found += [(name, is_on, is_on) for is_on in (True, False)]
+    found += [("chat_template", "f", ("f",)), ("chat_template", {"a": "f"}, ("a=f",)), ("chat_template", [], ())]
     found += [
         ("merge_alpha", "2", 2.0),
         ("merge_beta", 0.5, 0.5),
@@ -183,7 +187,9 @@ def refused() -> list[tuple[str, Any]]:
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])
     found += each("adapter_batch_limit", 0, "0", -1, "x", "4:soft", "4:", ":hard", True, 1.0, [4])
-    found += each("merge_mixed_16bit", "true", "yes", 1, 0, "", [True])
+    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
+        found += each(name, "true", "yes", 1, 0, "", [True])
+    found += each("chat_template", "", [" "], 1, [1])
     for name in ("merge_alpha", "merge_beta", "merge_starve", "merge_dec", "merge_mul"):
         found += each(name, 0, -1, "0", "x", "", NAN, INF, "nan", [1], {})
     found += each("merge_dec", 1, 1.5) + each("merge_mul", 1, 0.9) + each("merge_beta", 1, 1.1)
@@ -216,7 +222,8 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            if flag.name in ("adapter", "api_key", "page_tokens", "fair_share", "cold_start", "served_model_name"):
+            lists = ("adapter", "api_key", "page_tokens", "fair_share", "served_model_name", "chat_template")
+            if flag.name in (*lists, "cold_start"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default
@@ -331,7 +338,7 @@ def test_a_parameter_refuses(name: str, given: Any) -> None:
 def of_body(name: str, given: str) -> Any:
     """What a completion's parameter is made of this JSON."""
     raw = f'{{"model": "m", "prompt": "x", "{name}": {given}}}'.encode()
-    return getattr(completion_params(_decode(raw, CompletionBody)), name)
+    return getattr(completion_params(_decode(raw, CompletionBody), {}), name)
 
 
 def named_by(name: str, given: str) -> str | None:
@@ -375,7 +382,7 @@ def test_json_of_the_rest() -> None:
     ):  # fmt: skip
         assert named_by(name, given) == name
     chat = _decode(b'{"model": "m", "messages": [], "logprobs": true, "top_logprobs": 3}', ChatBody)
-    assert chat_params(chat) == SamplingParams(max_tokens=None, logprobs=3)
+    assert chat_params(chat, {}) == SamplingParams(max_tokens=None, logprobs=3)
 
 
 @pytest.mark.parametrize(

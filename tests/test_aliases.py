@@ -43,7 +43,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(manylora.main, "run_server", reached)
     monkeypatch.setattr(manylora.main, "build_driver", reached)
-    monkeypatch.setattr(manylora.main, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(manylora.main, "load_texts", lambda model: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in handlers.items():

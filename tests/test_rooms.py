@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": BOTTOM | {"devices", "processes"},
     "memory": BOTTOM | {"devices", "kernels"},
     "models": BOTTOM | {"devices", "kernels"},
-    "adapters": BOTTOM | {"devices", "kernels"},
+    "adapters": BOTTOM | {"devices", "kernels", "text"},
     "assist": BOTTOM | {"processes"},
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
     "text": {"types", "engine.client"},
@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "arguments": {"types"},
     "exits": set(),
     "feeding": set(),
-    "outputs": set(),
+    "outputs": {"text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},

@@ -58,6 +58,4 @@ class Given(NamedTuple):
 
     def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
         """For each of so many prompts; raises InvalidRequest."""
-        params = SamplingParams() if self.params is None else self.params
-        values = self._replace(params=params)
-        return list(zip(*(spread(value, count, name) for name, value in zip(self._fields, values))))
+        return list(zip(*(spread(value, count, name) for name, value in zip(self._fields, self))))

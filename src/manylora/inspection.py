@@ -13,6 +13,7 @@ from manylora.adapters.peft import inspect_adapter
 from manylora.adapters.registry import Registry
 from manylora.adapters.report import describe, of_ranks, render
 from manylora.adapters.sources import discover
+from manylora.adapters.textcheck import TextCheck
 from manylora.config import ConfigError, EngineSettings, lora_sharding_of
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry
@@ -36,7 +37,7 @@ def check_named_adapters(settings: EngineSettings) -> None:
     if not adapters.adapters:
         return
     looks = _geometries(settings)
-    registry = Registry(looks.whole, looks.config.names.layer_prefix)
+    registry = Registry(looks.whole, looks.config.names.layer_prefix, texts=looks.texts)
     try:
         for name, path in adapters.adapters:
             if fault := adapter_name_fault(name):
@@ -107,7 +108,8 @@ def _line(name: str, facts: dict[str, Any]) -> str:
         return f"{name:<24} does not fit: {facts['reason']}"
     modules = ", ".join(module.rpartition(".")[2] for module in facts["modules"])
     rank = "-".join(str(r) for r in sorted({facts["ranks"][0], facts["ranks"][-1]}))
-    return f"{name:<24} rank {rank:<7} {facts['pages']:>5} pages  {facts['dtype']:<5} {modules}"
+    warnings = "".join(f"\n{'':<24} warning: {warning}" for warning in facts["warnings"])
+    return f"{name:<24} rank {rank:<7} {facts['pages']:>5} pages  {facts['dtype']:<5} {modules}{warnings}"
 
 
 class _Geometries(NamedTuple):
@@ -117,17 +119,21 @@ class _Geometries(NamedTuple):
     whole: AdapterGeometry
     first: AdapterGeometry
     is_sharded: bool
+    texts: TextCheck
 
 
 def _geometries(settings: EngineSettings) -> _Geometries:
     count, lies = settings.tensor_parallel_size, (settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype])
     try:
-        config = read_model_config(resolve_model(settings.model.model))
+        folder = resolve_model(settings.model.model)
+        config = read_model_config(folder)
         check_count(config, count)
         is_sharded = lora_sharding_of(settings.lora_sharding, count) == "sharded"
         share = ModelShare(config, RankPlace(0, count), is_sharded)
         whole = share.whole_geometry(*lies)
-        return _Geometries(config, whole, whole if count == 1 else share.geometry(*lies), is_sharded)
+        first = whole if count == 1 else share.geometry(*lies)
+        texts = TextCheck(folder, resolve_model(settings.model.tokenizer or settings.model.model))
+        return _Geometries(config, whole, first, is_sharded, texts)
     except (ModelError, ValueError) as error:
         raise ConfigError(str(error)) from error
 
@@ -136,7 +142,7 @@ def _facts(settings: EngineSettings, looks: _Geometries, folder: Path) -> dict[s
     from manylora.adapters.pack import layout_of  # brings torch
 
     limit = settings.adapters.max_adapter_rank
-    spec = inspect_adapter(folder, looks.whole, looks.config.names.layer_prefix, limit)
+    spec = inspect_adapter(folder, looks.whole, looks.config.names.layer_prefix, limit, looks.texts)
     facts = describe(spec, layout_of(spec, looks.first), looks.first)
     if settings.tensor_parallel_size > 1:
         facts |= of_ranks(facts, settings.tensor_parallel_size, looks.is_sharded)

@@ -29,12 +29,14 @@ from manylora.feeding import run_all
 from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics
 from manylora.metrics.stream import RecordedStream
-from manylora.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
+from manylora.outputs import RequestOutput, StreamOutput, completion_of
 from manylora.text.chat import render_chat
-from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
+from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text
+from manylora.text.model_text import ModelText
 from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
+from manylora.text.texts import Texts
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
+from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams
 
 Adapter = str | None
 Salt = str | None
@@ -49,6 +51,7 @@ class _Job:
 
     request: GenerationRequest
     prompt: str | None
+    tokenizer: Tokenizer | None
 
 
 class Generation:
@@ -97,7 +100,7 @@ class AsyncLLM:
         dtype: str = "auto",
         **settings: Any,
     ) -> None:
-        from manylora.main import build_driver, load_tokenizer
+        from manylora.main import build_driver, load_texts
 
         values = {**settings, "model": model, "device": device, "dtype": dtype}
         if adapters:
@@ -105,7 +108,7 @@ class AsyncLLM:
                 raise ConfigError(f"an adapter's name must hold no '=', got {taken!r}")
             values["adapter"] = [f"{name}={path}" for name, path in adapters.items()]
         engine, http = build_settings(values)
-        self._tokenizer: Tokenizer | None = load_tokenizer(engine.model)
+        self._texts: Texts = load_texts(engine.model)
         self._driver: Driver = build_driver(engine)
         self._engine: LocalEngine | None = None
         self._ids = itertools.count()
@@ -124,7 +127,7 @@ class AsyncLLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -150,7 +153,7 @@ class AsyncLLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -160,25 +163,40 @@ class AsyncLLM:
         return Generation(self, lambda: self._chat_jobs(messages, given))
 
     async def _chat_jobs(self, messages: Any, given: Given) -> list[_Job]:
-        tokenizer = require_tokenizer(self._tokenizer, "messages")
+        self._check_process()
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        texts: list[Prompt] = [render_chat(tokenizer, list(conversation)) for conversation in conversations]
-        return await self._jobs(texts, given, add_special_tokens=False)
+        texts = await self._texts_of(given, len(conversations))
+        prompts: list[Prompt] = [
+            render_chat(require_tokenizer(text.tokenizer, "messages"), list(conversation))
+            for conversation, text in zip(conversations, texts)
+        ]
+        return await self._jobs(prompts, given, add_special_tokens=False)
+
+    async def _texts_of(self, given: Given, count: int) -> list[ModelText]:
+        """The text side of each prompt's model. Raises InvalidRequest where no adapter has a name."""
+        served: dict[Any, AdapterCard | None] = {card.name: card for card in self._driver.adapters()}
+        served[None] = None
+        adapters = [adapter for _, adapter, _, _ in given.spread(count)]
+        for adapter in adapters:
+            if adapter not in served:
+                raise InvalidRequest(f"no adapter named {adapter!r} is loaded", "adapter")
+        return [await self._texts.of(served[adapter]) for adapter in adapters]
 
     async def _jobs(self, prompts: list[Prompt], given: Given, add_special_tokens: bool = True) -> list[_Job]:
         """Check everything before anything runs."""
         self._check_process()
-        served = {card.name for card in self._driver.adapters()}
+        texts = await self._texts_of(given, len(prompts))
         jobs = []
-        for prompt, (its_params, its_adapter, salt, priority) in zip(prompts, given.spread(len(prompts))):
+        for prompt, text, its in zip(prompts, texts, given.spread(len(prompts))):
+            its_params, its_adapter, salt, priority = its
             scope, its_priority = self._scopes.scope(None, salt), check_priority(priority, self.info)
+            if its_params is None:
+                its_params = SamplingParams(**text.defaults)
             if not isinstance(its_params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
-            if its_adapter is not None and its_adapter not in served:
-                raise InvalidRequest(f"no adapter named {its_adapter!r} is loaded", "adapter")
             if isinstance(prompt, str):
                 ids = await encode_text(
-                    self._tokenizer, prompt, add_special_tokens=add_special_tokens, info=self.info
+                    text.tokenizer, prompt, add_special_tokens=add_special_tokens, info=self.info
                 )
             else:
                 ids = tuple(prompt)
@@ -191,8 +209,9 @@ class AsyncLLM:
                 bool(its_params.stop),
                 scope,
                 priority=its_priority,
+                eos_ids=text.eos_ids,
             )
-            jobs.append(_Job(request, prompt if isinstance(prompt, str) else None))
+            jobs.append(_Job(request, prompt if isinstance(prompt, str) else None, text.tokenizer))
         return jobs
 
     async def _collect(self, jobs: list[_Job]) -> list[RequestOutput]:
@@ -210,7 +229,7 @@ class AsyncLLM:
 
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
-        stream = generate_text(self._connected(), self._tokenizer, asked)
+        stream = generate_text(self._connected(), job.tokenizer, asked)
         recorder = self._metrics.request(
             asked.adapter, len(asked.prompt), asked.params.n, start_s, asked.priority
         )
@@ -230,7 +249,7 @@ class AsyncLLM:
             job.prompt,
             list(job.request.prompt),
             job.request.adapter,
-            [self._completion(output, job.request.params) for output in outputs],
+            [completion_of(output, job.request.params, job.tokenizer) for output in outputs],
         )
 
     async def _forward(
@@ -244,25 +263,6 @@ class AsyncLLM:
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
-
-    def _completion(self, output: TextOutput, params: SamplingParams) -> CompletionOutput:
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = [self._logprobs_at(position) for position in output.logprobs]
-        return CompletionOutput(
-            output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason
-        )
-
-    def _logprobs_at(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        found = {
-            token: Logprob(logprob, rank, self._token_text(token))
-            for rank, (token, logprob) in enumerate(position.top, start=1)
-        }
-        found.setdefault(position.token, Logprob(position.logprob, None, self._token_text(position.token)))
-        return found
-
-    def _token_text(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
     # ------------------------------------------------------------ adapters, facts, end
 
@@ -295,7 +295,7 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, if it has one."""
-        return self._tokenizer
+        return self._texts.base.tokenizer
 
     def _check_process(self) -> None:
         """Raises EngineDead in a process that was forked off the engine's: no thread of the engine is there."""
@@ -381,7 +381,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
@@ -396,7 +396,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         adapter: Adapter | Sequence[Adapter] = None,
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,

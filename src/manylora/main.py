@@ -49,7 +49,9 @@ from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
-from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
+from manylora.text.model_text import read_base
+from manylora.text.texts import Texts
+from manylora.text.tokenizer import TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
@@ -187,18 +189,27 @@ def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
             log.warning("--fair-share: there is no %s %r at the moment", queue.fair_by, name)
 
 
-def load_tokenizer(model: ModelSettings) -> Tokenizer | None:
-    """The model folder's tokenizer, or the one that was asked for instead; None, with a warning, where the model
-    has none. Raises ConfigError."""
+def load_texts(settings: ModelSettings) -> Texts:
+    """The text side of the model and of its adapters, with a warning where it has no tokenizer. Raises
+    ConfigError."""
+    templates, has_defaults = {}, settings.generation_config == "auto"
+    for given in settings.chat_template:
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).is_file():
+            name, path = "", given
+        try:
+            templates["" if name in settings.names else name] = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {given}: cannot be read: {error}") from error
     try:
-        return Tokenizer.from_folder(resolve_model(model.tokenizer or model.model))
-    except MissingTokenizer as error:
-        if model.tokenizer is not None:
-            raise ConfigError(f"--tokenizer: {model.tokenizer} has no tokenizer.json") from error
-        log.warning("%s", str(error))  # not the exception: a log handler that keeps it would keep this engine
-        return None
+        folder = resolve_model(settings.model)
+        own = folder if settings.tokenizer is None else resolve_model(settings.tokenizer)
+        base = read_base(folder, templates.pop("", None), has_defaults, own)
     except (TokenizerError, ModelError) as error:
         raise ConfigError(str(error)) from error
+    for warning in base.warnings:
+        log.warning("%s", warning)
+    return Texts(base, folder, templates, has_defaults, own)
 
 
 # ---------------------------------------------------------------- the server process
@@ -213,11 +224,11 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         warn_of_shares(engine.scheduler.queue, [str(place) for place in range(len(http.api_keys))])
     with bound(http) as sock:  # first: a taken port must not cost a model load
         check_model(engine.model.model)
-        tokenizer = load_tokenizer(engine.model)
+        texts = load_texts(engine.model)
         ours, theirs = socket.socketpair()
         ending = Ending(_start_engine(theirs))
         try:
-            return run_loop(_serve(engine, http, sock, ours, tokenizer, ending))
+            return run_loop(_serve(engine, http, sock, ours, texts, ending))
         except EngineDead as error:
             log.error("%s", error)
             return 1
@@ -271,7 +282,7 @@ async def _serve(
     http: HttpSettings,
     sock: socket.socket,
     ours: socket.socket,
-    tokenizer: Tokenizer | None,
+    texts: Texts,
     ending: Ending,
 ) -> int:
     from manylora.server.app import create_app
@@ -283,7 +294,7 @@ async def _serve(
         if client is None:
             return 0
         settings = server_settings(engine, http, connection_limits(http, client.info))
-        app = create_app(client, tokenizer, settings)
+        app = create_app(client, texts, settings)
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
         except OSError as error:
@@ -317,6 +328,7 @@ def server_settings(
         metrics_open=http.metrics_key == "open",
         root_path=http.root_path.rstrip("/"),
         max_body_bytes=http.max_body_size,
+        trusts_templates=http.trust_request_chat_template,
         connections=connections,
     )
 

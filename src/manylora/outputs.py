@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from manylora.text.generate import TextOutput
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import SamplingParams, TokenLogprobs
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
@@ -56,3 +60,26 @@ class StreamOutput:
     queue_s: float = 0.0
     adapter_s: float = 0.0
     kv_s: float = 0.0
+
+
+def completion_of(
+    output: TextOutput, params: SamplingParams, tokenizer: Tokenizer | None
+) -> CompletionOutput:
+    """A sample as callers get it."""
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [_logprobs_at(position, tokenizer) for position in output.logprobs]
+    return CompletionOutput(
+        output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason
+    )
+
+
+def _logprobs_at(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    def text(token: int) -> str | None:
+        return None if tokenizer is None else tokenizer.token_text(token)
+
+    found = {
+        token: Logprob(logprob, rank, text(token)) for rank, (token, logprob) in enumerate(position.top, start=1)
+    }
+    found.setdefault(position.token, Logprob(position.logprob, None, text(position.token)))
+    return found

@@ -561,6 +561,9 @@ def test_a_report_says_what_the_adapter_is_and_takes(adapter: Path) -> None:
     text = render(facts)
     assert "rank       4" in text
     assert "2.5 = lora_alpha / r" in text
+    assert "warning" not in text
+    warned = dataclasses.replace(spec, warnings=("no row for it",))
+    assert "warning    no row for it" in render(describe(warned, layout, shape))
     make(adapter / "rs", use_rslora=True, rank_pattern={"q_proj": 2}, layers_to_transform=[1])
     spec = inspect(adapter / "rs")
     facts = describe(spec, layout_of(spec, shape), shape)

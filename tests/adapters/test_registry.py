@@ -21,8 +21,10 @@ from manylora.adapters import registry as registry_module
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.registry import Registry, default_path, fingerprint
 from manylora.adapters.tensorfile import StoredTensor, read_header
+from manylora.adapters.textcheck import TextCheck
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import PREFIX, edit_config, geometry, inspect, make
+from tests.text import made
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +337,24 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_inspected_again(
     other.replace(path)
     assert (os.stat(path).st_size, os.stat(path).st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     assert registry(tmp_path / "x.sqlite").inspect(adapter).scales[0][0] == 1.0
+
+
+def test_an_adapters_tokenizer_is_looked_at_with_it(adapter: Path, tmp_path: Path) -> None:
+    """What was found is remembered until one of its files is another, or the base's are."""
+    base, path = made.layout_5(tmp_path / "base"), tmp_path / "x.sqlite"
+    (base / "config.json").write_text(json.dumps({"vocab_size": 400}))
+    shutil.copy(base / "tokenizer.json", adapter)
+
+    def warnings() -> tuple[str, ...]:
+        return Registry(geometry(), PREFIX, path, TextCheck(base, base)).inspect(adapter).warnings
+
+    assert warnings() == ()
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": ["<|one|>"]}))
+    assert ["no row" in warning for warning in warnings()] == [True]
+    assert ["no row" in warning for warning in warnings()] == [True]
+    (base / "config.json").write_text(json.dumps({"vocab_size": 401}))
+    (base / "generation_config.json").write_text("{}")
+    assert warnings() == ()
+    made.write_folder(adapter, made.metaspace(), {})
+    with pytest.raises(AdapterError, match="not the base model's"):
+        warnings()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
+from tests.e2e.folders import copy_of
 from tests.e2e.process import MODEL
 from tests.text import made
 
@@ -53,6 +56,36 @@ def test_a_stream_begins_with_what_the_request_waited_for(adapters: Path, tmp_pa
 
     asyncio.run(scenario())
     assert any("german@1" in line and " read " in line for line in trace.read_text().splitlines())
+
+
+def test_folders_say_what_callers_do_not(adapters: Path, tmp_path: Path) -> None:
+    """An adapter's template and defaults are those of its prompts alone."""
+    own = copy_of(adapters / "german", tmp_path / "own")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL) / file, own)
+    (own / "chat_template.jinja").write_text("Es war {{ messages[0].content }}")
+    (own / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 3}')
+    (tmp_path / "flag.jinja").write_text("flag")
+    flag = {"other": str(tmp_path / "flag.jinja")}
+    with LLM(MODEL, {"own": str(own), "other": str(own)}, device="cpu", device_pool="8MiB", host_pool="8MiB",
+             chat_template=flag) as llm:  # fmt: skip
+        chats = [[{"role": "user", "content": "einmal"}]] * 4
+        greedy = SamplingParams(temperature=0, max_tokens=2)
+        named = ["own", "own", "other", None]
+        results = llm.chat(chats, [None, greedy, None, greedy], adapter=named)
+        assert llm.tokenizer is not None
+        prompts = [llm.tokenizer.decode(result.prompt_token_ids, False) for result in results]
+        assert prompts[:3] == ["Es war einmal", "Es war einmal", "flag"]
+        assert prompts[3].endswith("einmal<|eos|><|assistant|>")
+        assert [len(result.outputs[0].token_ids) for result in results] == [3, 2, 3, 2]
+        assert results[0].outputs[0].token_ids[:2] == results[1].outputs[0].token_ids
+    content = json.loads((own / "tokenizer.json").read_text())
+    content["model"]["merges"].reverse()
+    (own / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="its merges differ"):
+        LLM(MODEL, {"own": str(own)}, device="cpu")
+    with pytest.raises(ConfigError, match="--chat-template nowhere"):
+        LLM(MODEL, device="cpu", chat_template="nowhere")
 
 
 def test_what_is_checked_before_the_model_is_loaded_is_not_read_again(

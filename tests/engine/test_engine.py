@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -198,6 +199,22 @@ def test_stop_ids_are_marked(kind: str) -> None:
             assert reasons == {0: "stop"}
             assert deltas[-1].stop_token
             assert sum(len(d.tokens) for d in deltas) == 2
+
+    asyncio.run(scenario())
+
+
+@kinds
+def test_a_request_may_bring_ends(kind: str) -> None:
+    """What no token of the vocabulary has is none."""
+
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            for ignore_eos, num_tokens in ((False, 2), (True, 5)):
+                asked = request("a", min_tokens=2, max_tokens=5, ignore_eos=ignore_eos)
+                asked = dataclasses.replace(asked, eos_ids=(*range(6), 10**6))
+                _, reasons, deltas = await drain(engine.generate(asked))
+                assert reasons == {0: "length" if ignore_eos else "stop"}
+                assert sum(len(d.tokens) for d in deltas) == num_tokens
 
     asyncio.run(scenario())
 

@@ -1,8 +1,8 @@
 """Records the journals that a change of form must replay: ``python -m tests.proof.record [NAME ...]``.
 
-A name is a journal's, or the beginning of several; without any, all are recorded. To be run where behaviour was meant
-to change, never to make a failing test pass. Every policy lives through every scene with two steps in flight, most
-with one, too.
+A name is a journal's, or the beginning of several; without any, all are recorded. To be run where behaviour was
+meant to change, never to make a failing test pass. Every policy lives through every scene with two steps in
+flight, most with one, too.
 """
 
 from __future__ import annotations

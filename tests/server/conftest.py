@@ -19,6 +19,8 @@ from fastapi import FastAPI
 from manylora.server.app import create_app
 from manylora.server.lifecycle import serve
 from manylora.server.settings import ServerSettings
+from manylora.text.model_text import ModelText
+from manylora.text.texts import Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeEngine
 from tests.text import made
@@ -32,8 +34,9 @@ def tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(made.layout_5(Path(folder)))
 
 
-def make_app(engine: FakeEngine, tokenizer: Tokenizer | None, **settings: Any) -> FastAPI:
-    return create_app(engine, tokenizer, ServerSettings(BASE, "/models/base", version="1.2.3", **settings))
+def make_app(engine: FakeEngine, text: Texts | Tokenizer | None, **settings: Any) -> FastAPI:
+    texts = text if isinstance(text, Texts) else Texts(ModelText(text))
+    return create_app(engine, texts, ServerSettings(BASE, "/models/base", version="1.2.3", **settings))
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from manylora.server.app import create_app
 from manylora.server.settings import ServerSettings
+from manylora.text.model_text import ModelText
+from manylora.text.texts import Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, client_of, make_app
 from tests.server.fakes import FakeEngine
@@ -125,7 +127,11 @@ def test_load_and_unload(engine: FakeEngine, tokenizer: Tokenizer, folder: Path)
 def test_no_adapter_takes_over_the_name_of_another(
     engine: FakeEngine, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    app = create_app(engine, tokenizer, ServerSettings("demo", "/models/base", "1.2.3", adapter_dir=folder))
+    app = create_app(
+        engine,
+        Texts(ModelText(tokenizer)),
+        ServerSettings("demo", "/models/base", "1.2.3", adapter_dir=folder),
+    )
 
     async def scenario() -> None:
         async with client_of(app) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,46 @@ def metaspace() -> tokenizers.Tokenizer:
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     return made
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    """As of BERT: a space before each token that does not go on with a word."""
+    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+def suffixed() -> tokenizers.Tokenizer:
+    """As of CLIP: the end of a word is part of its last token."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["[UNK]"], end_of_word_suffix="</w>", show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    made.decoder = decoders.BPEDecoder("</w>")
+    return made
+
+
+def with_decoder(made: tokenizers.Tokenizer, decoder: Any) -> tokenizers.Tokenizer:
+    """The same vocabulary, put together otherwise."""
+    made.decoder = decoder
+    return made
+
+
+DECODERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "strip": metaspace,
+    "byte-level": lambda: byte_level(False),
+    "word-pieces": word_pieces,
+    "metaspace": lambda: with_decoder(metaspace(), decoders.Metaspace()),
+    "suffix": suffixed,
+    "ctc": lambda: with_decoder(word_pieces(), decoders.CTC("[SEP]", "the")),
+    "fused": lambda: with_decoder(metaspace(), decoders.Sequence([decoders.Fuse(), decoders.Strip("▁", 2, 0)])),
+}
+"""One for each kind of decoder whose text of a token depends on its neighbours, or on the text's beginning."""
 
 
 def write_folder(folder: Path, made: tokenizers.Tokenizer, config: dict[str, Any], **files: Any) -> Path:
@@ -127,3 +168,24 @@ def layout_old(folder: Path) -> Path:
                    "normalized": False, "single_word": False}, "unk_token": "<unk>"}  # fmt: skip
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     return write_folder(folder, metaspace(), config, special_tokens_map=special_map)
+
+
+def layout_llama(folder: Path, model_type: str | None = None, **config: Any) -> Path:
+    """As of Llama 2: transformers 5 builds normalizer, pre-tokenizer and decoder itself."""
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return write_folder(folder, metaspace(), {"tokenizer_class": "LlamaTokenizer", **config})
+
+
+def layout_late(folder: Path, *, decoder: bool) -> Path:
+    """What the files beside tokenizer.json say of a token that is plain there, and of others that are not."""
+    late = byte_level(with_bos=False)
+    late.add_tokens([tokenizers.AddedToken("<|late|>", normalized=True)])
+    size = late.get_vocab_size()
+    entry = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    user = {"content": "<|user|>", **entry, "special": False}
+    entries = {str(size - 1): {"content": "<|late|>", **entry}, "3": user}
+    if decoder:
+        return write_folder(folder, late, {"added_tokens_decoder": entries, "unk_token": "<|user|>"})
+    added = {"<tool_call>": size + 1, "<|late|>": size - 1, "<|new|>": size}
+    return write_folder(folder, late, {"eos_token": "<|late|>", "sep_token": "<|new|>"}, added_tokens=added)

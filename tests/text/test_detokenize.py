@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,13 @@ def metaspace() -> Tokenizer:
         return Tokenizer.from_folder(made.layout_old(Path(folder)))
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
-    detokenizer = tokenizer.detokenizer(skip)
+@functools.cache
+def decoded_by(kind: str) -> Tokenizer:
+    return Tokenizer(made.DECODERS[kind]())
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], skip: bool, prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = tokenizer.detokenizer(skip, prompt)
     return [*map(detokenizer.add, ids), detokenizer.finish()]
 
 
@@ -78,6 +83,39 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     ids = tokenizer.encode("🙃", add_special_tokens=False)
     assert len(ids) > 1
     assert pieces(tokenizer, ids[:-1], True)[-1] == tokenizer.decode(ids[:-1]) != ""
+
+
+@pytest.mark.parametrize("kind", made.DECODERS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), text=st.text(alphabet="the dog's a. ä🙂ﷺ", max_size=30), skip=st.booleans())
+def test_text_follows_the_prompt(kind: str, data: st.DataObject, text: str, skip: bool) -> None:
+    """Wherever a text is cut, within a character too; the judge is the whole decode after the prompt's."""
+    tokenizer = decoded_by(kind)
+    ids = tokenizer.encode(data.draw(st.sampled_from(["", *made.TEXTS])) + text)
+    cut = data.draw(st.integers(0, len(ids)))
+    after = tokenizer.decode(ids, skip)[len(tokenizer.decode(ids[:cut], skip)) :]
+    assert "".join(pieces(tokenizer, ids[cut:], skip, ids[:cut])) == after
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 420), max_size=40), cut=st.integers(0, 40), skip=st.booleans())
+def test_any_byte_level_ids_follow_any_prompt(ids: list[int], cut: int, skip: bool) -> None:
+    tokenizer = byte_level()
+    after = tokenizer.decode(ids, skip)[len(tokenizer.decode(ids[:cut], skip)) :]
+    assert "".join(pieces(tokenizer, ids[cut:], skip, ids[:cut])) == after
+
+
+def test_a_long_prompt_costs_no_more() -> None:
+    lengths = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return metaspace().decode(ids)
+
+    prompt = metaspace().encode("ﷺ" * 5000)  # one run of bytes
+    detokenizer = WindowDetokenizer(decode, frozenset(), prompt)
+    assert "".join(map(detokenizer.add, prompt[-3:])) == "ﷺ"
+    assert max(lengths) < 40
 
 
 def test_window_stays_short() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +94,105 @@ def with_template(template: str | None) -> Tokenizer:
     return Tokenizer(made.byte_level(False), {}, templates)
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    text = render_chat(with_template("{{ messages[0].content }}"), [{"role": "user", "content": parts}])
-    assert text == "one\ntwo"
+TOOLS = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls %}
+{{ call.function | tojson }} {{ call.function.arguments | tojson(indent=1) }}
+{%- for name, value in call.function.arguments.items() %} {{ name }}={{ value }}{% endfor %}
+{%- for name, value in call.function.arguments | items %} {{ name }}={{ value }}{% endfor %}
+{%- if call.function.arguments is mapping %} {{ call.function.arguments.city }}{% endif %}
+{%- endfor %}
+{% endfor %}"""
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "Zürich <b>", "a": [1, 2.50, {"z": null}], "Z": 1, "b": true}', "{}", '{"city":"\\u00fc"}'],
+)
+def test_arguments_are_objects(folder: Path, arguments: str) -> None:
+    (folder / "chat_template.jinja").write_text(TOOLS)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    judge = theirs.apply_chat_template(calling(json.loads(arguments)), tokenize=False)
+    assert render_chat(ours, calling(arguments), add_generation_prompt=False) == judge
+    assert render_chat(ours, calling(json.loads(arguments)), add_generation_prompt=False) == judge
+
+
+@pytest.mark.parametrize("use", ["'[' + {} + ']'", "'[' ~ {} ~ ']'", "'[' + {} | string + ']'"])
+def test_arguments_are_text_where_a_template_wants_it(use: str) -> None:
+    template = "{{ " + use.format("messages[1].tool_calls[0].function.arguments") + " }}"
+    for arguments in ('{"city":  "Paris"}', "no JSON {", "[1]"):
+        assert render_chat(with_template(template), calling(arguments)) == f"[{arguments}]"
+
+
+PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+LOOPS = (
+    "{% for message in messages %}{{ message.role }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}<{{ part['text'] }}>{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{{ message.content[0].text }}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [LOOPS, EITHER, "{{ messages | tojson }}"])
+def test_templates_that_look_into_parts_get_them(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS[1:]}]
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
+    assert render_chat(Tokenizer.from_folder(folder), chat, add_generation_prompt=False) == theirs
+
+
+@pytest.mark.parametrize(
+    "use", ["{}", "{} ~ ''", "'' + {}", "{} + ''", "{} | trim", "{}.strip()", "{} if 'a  b' in {} else 'no'"]
+)
+def test_other_templates_get_the_joined_text(use: str) -> None:
+    template = "{{ " + use.replace("{}", "messages[0].content") + " }}"
+    assert render_chat(with_template(template), [{"role": "user", "content": PARTS}]) == "a  b"
+
+
+def test_a_template_may_look_into_parts_for_one_role() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+        "{% else %}{{ m.content + '|' }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": role, "content": content} for role in ("user", "assistant") for content in (PARTS, "c")]
+    assert render_chat(with_template(template), chat) == "<a ><b><c>a  b|c|"
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [*itertools.product([made.TEMPLATE, LLAMA_3, EITHER], ["Once", "Once upon ", " <|eos|>"]), (EITHER, PARTS)],
+)
+def test_goes_on_with_the_final_message(folder: Path, template: str, content: Any) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    text = render_chat(ours, chat, add_generation_prompt=False, continue_final_message=True)
+    assert text == theirs.apply_chat_template(
+        copy.deepcopy(chat), tokenize=False, add_generation_prompt=False, continue_final_message=True
+    )
+
+
+def test_what_cannot_go_on() -> None:
+    for template, chat, add in (
+        ("{{ messages[0].role }}", CHATS[0], False),
+        (made.TEMPLATE, CHATS[0], True),
+        (made.TEMPLATE, calling("{}")[:2], False),
+    ):
+        with pytest.raises(InvalidRequest, match="continue_final_message"):
+            render_chat(
+                with_template(template), chat, add_generation_prompt=add, continue_final_message=True
+            )
 
 
 @pytest.mark.parametrize(
@@ -128,11 +226,17 @@ def test_malformed_messages(messages: list[Any]) -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages[7].role }}",
+        "{{ messages[0].content.append(1) }}",
+        "{{ messages[0].content.strip.__self__.x }}",
+        "{{ messages[0].content['__init__'].__globals__ }}",
+        "{{ messages[0].tool_calls[0].function.arguments._text.x }}",
+        "{{ messages[0].tool_calls[0].function.arguments.update(a=1) }}",
     ],
 )
 def test_template_failures_are_the_requests(template: str) -> None:
-    with pytest.raises(InvalidRequest, match="chat template"):
-        render_chat(with_template(template), CHATS[0])
+    for content in ("Hello", PARTS):
+        with pytest.raises(InvalidRequest, match="chat template"):
+            render_chat(with_template(template), [calling("{}")[1] | {"content": content}])
 
 
 def test_no_template() -> None:

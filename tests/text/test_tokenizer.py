@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,19 @@ from transformers import AutoTokenizer
 from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from tests.text import made
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "5-bos": lambda folder: made.layout_5(folder, with_bos=True),
     "5-plain": lambda folder: made.layout_5(folder, with_bos=False),
     "4-bos": lambda folder: made.layout_4(folder, with_bos=True),
     "4-plain": lambda folder: made.layout_4(folder, with_bos=False),
     "old-metaspace": made.layout_old,
+    "llama": made.layout_llama,
+    "llama-legacy": lambda folder: made.layout_llama(folder, "llama", legacy=True, unk_token="<unk>"),
+    "llama-no-prefix": lambda folder: made.layout_llama(folder, "qwen3", add_prefix_space=False, legacy=None),
+    "llama-of-mistral": lambda folder: made.layout_llama(folder, "mistral", legacy=False),
+    "llama-fast": lambda folder: made.layout_llama(folder, "llama", tokenizer_class="LlamaTokenizerFast"),
+    "late-decoder": lambda folder: made.layout_late(folder, decoder=True),
+    "late-alone": lambda folder: made.layout_late(folder, decoder=False),
 }
 SAMPLES = [
     *made.TEXTS,
@@ -25,6 +33,7 @@ SAMPLES = [
     "  two  spaces ",
     "<|user|>hello<|eos|> there",
     "<|late|> <tool_call>x</s>",
+    "<s> one</s>two <|new|>  three</s> ",
     "\x00\n\t é́ 🙂‍↔️ ﷽",
 ]
 

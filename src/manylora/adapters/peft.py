@@ -20,6 +20,7 @@ import msgspec
 from manylora.adapters.faults import adapters_fault
 from manylora.adapters.loraconfig import LoraSettings, read_config
 from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, shown, stamp_of
+from manylora.adapters.textcheck import TextCheck
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol import AdapterError
 
@@ -55,6 +56,7 @@ class AdapterSpec:
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (order of AdapterGeometry.projections) in layer l; rank 0
     and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files when inspected.
+    ``warnings``: what is served otherwise than its maker may expect.
     """
 
     path: str
@@ -70,6 +72,7 @@ class AdapterSpec:
     layer_prefix: str
     key_prefix: str
     key_infix: str
+    warnings: tuple[str, ...] = ()
 
     def tensor_name(self, layer: int, projection: Projection, side: Side) -> str:
         """The tensor's name in the file."""
@@ -101,16 +104,23 @@ class _Key:
 
 
 def inspect_adapter(
-    path: Path, geometry: AdapterGeometry, layer_prefix: str, max_rank: int | None
+    path: Path,
+    geometry: AdapterGeometry,
+    layer_prefix: str,
+    max_rank: int | None,
+    texts: TextCheck | None = None,
 ) -> AdapterSpec:
     """Read an adapter's headers and check that it can be served on this model.
 
-    ``layer_prefix``: the base model's name for its layers ("model.layers"). Raises AdapterError, with status
+    ``layer_prefix``: the base model's name for its layers ("model.layers"). ``texts``: what its tokenizer must
+    agree with. Raises AdapterError, with status
     404 when there is no such folder and 400, saying exactly what is wrong, for everything else, and nothing but
     AdapterError. Takes a few seconds and some tens of MiB at most, whatever the files hold.
     """
     with adapters_fault():
         spec = _inspect(path, geometry, layer_prefix)
+        if texts is not None:
+            spec = dataclasses.replace(spec, warnings=(*spec.warnings, *texts.warnings(path)))
     check_rank(spec, max_rank)
     return spec
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from manylora.adapters.peft import AdapterSpec, adapter_files, check_rank, inspect_adapter
 from manylora.adapters.sourcestamp import stamp_source
 from manylora.adapters.tensorfile import FileStamp, stamp_of
+from manylora.adapters.textcheck import TextCheck, text_files
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
@@ -56,11 +57,21 @@ def default_path() -> Path | None:
 class Registry:
     """Inspects adapters for one model through the cache. Thread-safe; ``close`` is idempotent."""
 
-    def __init__(self, geometry: AdapterGeometry, layer_prefix: str, path: Path | None = None) -> None:
-        """``path``: the database file, by default in the user's cache directory."""
+    def __init__(
+        self,
+        geometry: AdapterGeometry,
+        layer_prefix: str,
+        path: Path | None = None,
+        texts: TextCheck | None = None,
+    ) -> None:
+        """``path``: the database file, by default in the user's cache directory. ``texts``: see
+        ``inspect_adapter``."""
         self._geometry = geometry
         self._layer_prefix = layer_prefix
+        self._texts = texts
         self._model = fingerprint(geometry, layer_prefix)
+        if texts is not None:
+            self._model += ":" + _all_stamps([*text_files(texts.model), *text_files(texts.tokenizer)])
         self._path = path or default_path()
         self._lock = threading.Lock()
         self._warned = False
@@ -77,13 +88,13 @@ class Registry:
         folder = os.path.abspath(path)
         files = adapter_files(Path(path))
         config, weights = map(stamp_of, files)
-        stamps = _all_stamps(files)
+        stamps = _all_stamps([*files, *text_files(Path(path))])
         spec = None
         if not anew:
             with self._lock:
                 spec = self._find(folder, stamps)
         if spec is None or not self._is_possible(spec, folder, config, weights):
-            spec = inspect_adapter(Path(path), self._geometry, self._layer_prefix, None)
+            spec = inspect_adapter(Path(path), self._geometry, self._layer_prefix, None, self._texts)
             # Inspection takes its own stamps: a file replaced since ours must not be kept under them.
             if (spec.config, spec.weights) == (config, weights):
                 with self._lock:

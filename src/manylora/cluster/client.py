@@ -361,6 +361,11 @@ class ClusterClient:
         listed = (each for each in self._listings.values() if each.state == "listed" and each.rank)
         self._names = {each.name: each for each in listed}
 
+    def card(self, name: str) -> AdapterCard | None:
+        """See ReplacesAdapters."""
+        listing = self._names.get(name)
+        return None if listing is None else listing.card
+
     async def adapters(self) -> tuple[AdapterCard, ...]:
         return tuple(listing.card for listing in self._names.values())
 

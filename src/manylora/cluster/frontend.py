@@ -19,8 +19,8 @@ from manylora.cluster.link import Hello
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.engine.scopes import CacheScopes
 from manylora.engine.wire import Failed
-from manylora.main import connection_limits, load_tokenizer, run_loop, server_settings
-from manylora.text.tokenizer import Tokenizer
+from manylora.main import connection_limits, load_texts, run_loop, server_settings
+from manylora.text.texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     """Until it is told to stop."""
     try:
         credentials = credentials_of(launch.secret, launch.cluster.tls)
-        tokenizer = load_tokenizer(launch.engine.model)
+        texts = load_texts(launch.engine.model)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED
@@ -63,14 +63,14 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         starter.watch(lambda: stop(), orphaned)  # it may wait long for a router
         sock = socket.socket(fileno=launch.descriptor)
         scopes = CacheScopes(launch.secret)
-        return await serve_clients(client, tokenizer, launch.engine, launch.http, sock, scopes, is_ready)
+        return await serve_clients(client, texts, launch.engine, launch.http, sock, scopes, is_ready)
 
     return run_loop(serve())
 
 
 async def serve_clients(
     client: ClusterClient,
-    tokenizer: Tokenizer | None,
+    texts: Texts,
     engine: EngineSettings,
     http: HttpSettings,
     sock: socket.socket,
@@ -89,7 +89,7 @@ async def serve_clients(
     page = ClusterPage(client, engine.model.name, client.info)
     routes = cluster_route(client, http.api_keys)
     app = create_app(
-        client, tokenizer, settings, metrics=page.metrics, page=page.render, routes=routes, scopes=scopes
+        client, texts, settings, metrics=page.metrics, page=page.render, routes=routes, scopes=scopes
     )
     sock.listen()
     loop = asyncio.get_running_loop()

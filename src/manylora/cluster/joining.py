@@ -30,7 +30,7 @@ from manylora.config import ConfigError, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes
 from manylora.listening import address_of, bound
-from manylora.main import check_model, configure_logging, load_tokenizer, run_loop
+from manylora.main import check_model, configure_logging, load_texts, run_loop
 from manylora.models.source import resolve_model
 from manylora.signals import stop_signals
 from manylora.types import EngineInfo
@@ -60,7 +60,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         check_model(engine.model.model)
         if model_digest(resolve_model(engine.model.model)) != joining.model:
             raise ConfigError(f"the model in {engine.model.model} is not the cluster's: its files differ")
-        tokenizer = load_tokenizer(engine.model)
+        texts = load_texts(engine.model)
         number = MOST_FRONTENDS + secrets.randbelow(2**31)  # those below are the supervisor's
         client = ClusterClient(
             info,
@@ -76,7 +76,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
 
         scopes = CacheScopes(secret)
         return run_loop(
-            serve_clients(client, tokenizer, engine, http, sock, scopes, is_ready, stop_signals())
+            serve_clients(client, texts, engine, http, sock, scopes, is_ready, stop_signals())
         )
 
 

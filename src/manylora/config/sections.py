@@ -35,7 +35,7 @@ MOST_SEQS = 2**15
 """No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
 
 
-def _are_keys(texts: tuple[str, ...]) -> bool:
+def _are_filled(texts: tuple[str, ...]) -> bool:
     """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
     return all(text.strip() for text in texts)
 
@@ -77,6 +77,18 @@ class ModelSettings(Section):
     def names(self) -> tuple[str, ...]:
         """All ids of the base model for clients."""
         return tuple(dict.fromkeys(filter(None, self.served_model_names))) or (self.model,)
+
+    chat_template: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
+        (),
+        "a chat template in place of the base model's own, or, as NAME=FILE, in place of the one that the adapter "
+        "NAME has or brings; may be repeated",
+        "FILE",
+    )
+    generation_config: Literal["auto", "none", "vllm"] = setting(
+        "auto",
+        "auto: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of "
+        "generation_config.json hold for requests that do not say; none, or vllm: they do not",
+    )
 
     @property
     def name(self) -> str:
@@ -307,7 +319,7 @@ class HttpSettings(Section):
         "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
         "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
     )
-    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(
+    api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
         (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"
     )
     api_key_file: str | None = setting(
@@ -318,6 +330,9 @@ class HttpSettings(Section):
     )
     metrics_key: Literal["required", "open"] = setting(
         "required", "where keys are set, whether /metrics asks for one too"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "render the chat_template that a request brings, which is code in a sandbox (refused without this)"
     )
     max_waiting: Count = setting(10_000, "most requests that wait to be admitted; more are refused with 429")
     max_connections: Count | None = setting(

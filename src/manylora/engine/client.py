@@ -33,7 +33,7 @@ class GenerationRequest:
     either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
     ``resume``, ``closed``, ``waited_s``, ``attempt``: what became of it elsewhere, see ``protocol.Arrive``;
     ``engine.ledger`` keeps account of that. ``version``: the adapter's, where others than the engine number
-    versions; ``adapter`` is only what people call it then.
+    versions; ``adapter`` is only what people call it then. ``eos_ids``: ends beside the model's.
     """
 
     id: RequestId
@@ -51,6 +51,7 @@ class GenerationRequest:
     waited_s: float = 0.0
     attempt: int = 0
     version: AdapterId | None = None
+    eos_ids: tuple[int, ...] = ()
 
 
 RELEASED = "released"
@@ -283,6 +284,9 @@ class EngineClient(Protocol):
 @runtime_checkable
 class ReplacesAdapters(Protocol):
     """An engine client by which an adapter can take the place of another of its name."""
+
+    def card(self, name: str) -> AdapterCard | None:
+        """The adapter that the name stands for now."""
 
     async def replace_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the adapter at ``path`` under ``name``; requests that have come are served by the one before.

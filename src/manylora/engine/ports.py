@@ -214,7 +214,8 @@ class EnginePorts:
 
     def _open(self, asked: GenerationRequest) -> None:
         adapter = self._version_of(asked)
-        eos_ids = () if asked.params.ignore_eos else self._info.eos_ids
+        more_ids = (token for token in asked.eos_ids if token < self._info.vocab_size)
+        eos_ids = () if asked.params.ignore_eos else (*self._info.eos_ids, *more_ids)
         stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
         params = asked.params
         if params.seed is None:

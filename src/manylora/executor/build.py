@@ -17,6 +17,7 @@ import torch
 from manylora.adapters.registry import Registry
 from manylora.adapters.store import AdapterStore
 from manylora.adapters.storefolder import StoreFolder, open_store_folder
+from manylora.adapters.textcheck import TextCheck
 from manylora.config import (
     CacheSettings,
     ColdStartConfig,
@@ -183,13 +184,14 @@ def _with_pools(
     check_host_pool(limits.cold_start, num_host_pages)
     host = HostPool(num_host_pages, page, dtype, device, is_lent=limits.cold_start.wanted_workers > 0)
     num_threads = torch.get_num_threads()
+    texts = TextCheck(plan.folder, resolve_model(settings.model.tokenizer or settings.model.model))
     worker = Worker(
         decoder,
         arena,
         host,
         plan.geometry,
         device,
-        Registry(plan.geometry, decoder.layer_prefix, registry_path),
+        Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
         None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),

@@ -78,6 +78,8 @@ class Inspections:
 
         def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
+            for warning in spec.warnings:
+                _log.warning("adapter %d (%s): %s", command.adapter, command.path, warning)
             self.learn(command.adapter, spec)
             return self._found(command.adapter, spec)
 

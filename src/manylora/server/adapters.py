@@ -87,10 +87,10 @@ def routes(
         # A load whose client has gone is not begun.
         async with lifecycle.interruptible(request.receive):
             if replaces and isinstance(client, ReplacesAdapters):
-                await client.replace_adapter(name, str(folder))
+                card = await client.replace_adapter(name, str(folder))
             else:
-                await client.add_adapter(name, str(folder))
-        models.learn(name)
+                card = await client.add_adapter(name, str(folder))
+        models.learn(card)
 
     async def remove(request: Request, name: str) -> None:
         note_model(request, name)

@@ -15,12 +15,12 @@ from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
-from manylora.text.tokenizer import Tokenizer
+from manylora.text.texts import Texts
 
 
 def create_app(
     client: EngineClient,
-    tokenizer: Tokenizer | None,
+    texts: Texts,
     settings: ServerSettings,
     *,
     metrics: Metrics | None = None,
@@ -48,10 +48,10 @@ def create_app(
     app.state.connection_limits = settings.connections
     errors.install(app)
 
-    served = models.Models(client, settings)
-    service = Service(client, tokenizer, lifecycle, metrics, scopes or CacheScopes())
+    served = models.Models(client, texts, settings)
+    service = Service(client, lifecycle, metrics, scopes or CacheScopes())
     app.include_router(completions.routes(service, served))
-    app.include_router(chat.routes(service, served))
+    app.include_router(chat.routes(service, served, settings.trusts_templates))
     app.include_router(models.routes(served))
     app.include_router(adapters.routes(client, settings, served, lifecycle, metrics))
     show = page or functools.partial(probes.engine_page, client, metrics)

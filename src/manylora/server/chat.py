@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 
@@ -16,6 +17,7 @@ from manylora.server.sampling import chat_params, max_chat_tokens
 from manylora.server.schemas import ChatBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.chat import render_chat
+from manylora.text.deadline import within
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
@@ -23,6 +25,9 @@ from manylora.types import InvalidRequest, TokenLogprobs
 
 # Rendering takes time for each; the context of no model has room for so many.
 MAX_MESSAGES = 16_384
+
+TEMPLATE_S = 2.0
+"""The most that rendering may take by another template than the base's."""
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
@@ -64,8 +69,8 @@ class ChatShape:
         return choice_parts(index, b'"message":' + encode(message), parts, output)
 
 
-def routes(service: Service, models: Models) -> APIRouter:
-    """/v1/chat/completions."""
+def routes(service: Service, models: Models, trusts_templates: bool) -> APIRouter:
+    """/v1/chat/completions. ``trusts_templates``: whether requests may bring templates."""
     router = APIRouter(tags=["generation"])
 
     def rendered(tokenizer: Tokenizer, body: ChatBody) -> str:
@@ -74,7 +79,10 @@ def routes(service: Service, models: Models) -> APIRouter:
         return render_chat(
             tokenizer,
             body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=body.add_generation_prompt
+            or (body.add_generation_prompt is None and not body.continue_final_message),
+            continue_final_message=bool(body.continue_final_message),
+            template=body.chat_template or None,
             template_kwargs=body.chat_template_kwargs,
         )
 
@@ -87,9 +95,15 @@ def routes(service: Service, models: Models) -> APIRouter:
         note_model(request, chosen.name)
         check_supported(body)
         priority = service.priority(body)
-        params = chat_params(body)
-        tokenizer = require_tokenizer(service.tokenizer, "messages")
-        text = await run_beside(raw, rendered, tokenizer, body)
+        if body.chat_template and not trusts_templates:
+            reason = "chat_template in a request needs a server with --trust-request-chat-template"
+            raise InvalidRequest(reason, "chat_template")
+        params = chat_params(body, chosen.text.defaults)
+        tokenizer = require_tokenizer(chosen.text.tokenizer, "messages")
+        if not body.chat_template and chosen.text.template == models.base_text.template:
+            text = await run_beside(raw, rendered, tokenizer, body)
+        else:  # not the base's template: it may be slow, or never come to an end
+            text = await asyncio.to_thread(within, TEMPLATE_S, rendered, tokenizer, body)
         # The template has written the special tokens already.
         add_special_tokens = bool(body.add_special_tokens)
         prompt = await encode_text(

@@ -17,6 +17,7 @@ from manylora.server.sampling import check_parameters, completion_params
 from manylora.server.schemas import CompletionBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.generate import TextDelta, TextOutput
+from manylora.text.model_text import ModelText
 from manylora.text.prompts import encode_texts, fit_params, require_tokenizer
 from manylora.types import InvalidRequest, SamplingParams, TokenLogprobs
 
@@ -96,31 +97,33 @@ def routes(service: Service, models: Models) -> APIRouter:
     """/v1/completions."""
     router = APIRouter(tags=["generation"])
 
-    async def encoded(body: CompletionBody, prompts: list[Any]) -> list[tuple[int, ...]]:
+    async def encoded(text: ModelText, body: CompletionBody, prompts: list[Any]) -> list[tuple[int, ...]]:
         if not isinstance(prompts[0], str):
             return [tuple(prompt) for prompt in prompts]
         add_special_tokens = body.add_special_tokens is not False
         return await encode_texts(
-            service.tokenizer,
+            text.tokenizer,
             prompts,
             add_special_tokens=add_special_tokens,
             info=service.client.info,
         )
 
-    def fitted(body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
-        params, info = completion_params(body), service.client.info
+    def fitted(
+        text: ModelText, body: CompletionBody, prompts: list[tuple[int, ...]]
+    ) -> list[SamplingParams]:
+        params, info = completion_params(body, text.defaults), service.client.info
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(f"prompts times n may be at most {MAX_CHOICES}", "n")
         check_parameters(params, len(prompts))
         is_explicit = body.max_tokens is not None
         return [fit_params(ids, params, info, is_max_tokens_explicit=is_explicit) for ids in prompts]
 
-    def echoes(body: CompletionBody, prompts: list[Any]) -> list[str]:
+    def echoes(text: ModelText, body: CompletionBody, prompts: list[Any]) -> list[str]:
         if not body.echo:
             return []
         if body.logprobs is not None:
             raise InvalidRequest("echo together with logprobs is not supported by this server", "echo")
-        tokenizer = require_tokenizer(service.tokenizer, "echo")
+        tokenizer = require_tokenizer(text.tokenizer, "echo")
         if isinstance(prompts[0], str):
             return prompts
         return [tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in prompts]
@@ -135,13 +138,13 @@ def routes(service: Service, models: Models) -> APIRouter:
         check_supported(body)
         priority = service.priority(body)
         prompts = await run_beside(raw, split_prompts, body.prompt)
-        token_ids = await encoded(body, prompts)
-        params = await run_beside(raw, fitted, body, token_ids)
+        token_ids = await encoded(chosen.text, body, prompts)
+        params = await run_beside(raw, fitted, chosen.text, body, token_ids)
         scope = service.cache_scope(request, body.cache_salt)
         client = service.client_of(request)
         job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s, scope, priority, client)
-        names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))
-        shape = CompletionShape(job, names, echoes(body, prompts))
+        names = TokenNames(chosen.text.tokenizer, bool(body.return_tokens_as_token_ids))
+        shape = CompletionShape(job, names, echoes(chosen.text, body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))
 
     return router

@@ -34,7 +34,6 @@ from manylora.text.generate import (
     generate_text,
 )
 from manylora.text.prompts import check_priority
-from manylora.text.tokenizer import Tokenizer
 from manylora.types import SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
@@ -48,7 +47,6 @@ class Service:
     """What generation routes work with."""
 
     client: EngineClient
-    tokenizer: Tokenizer | None
     lifecycle: Lifecycle
     metrics: Metrics
     scopes: CacheScopes
@@ -192,8 +190,9 @@ class GenerationResponse(Response):
             more=more,
             priority=job.priority,
             client=job.client,
+            eos_ids=job.chosen.text.eos_ids,
         )
-        return generate_text(self._service.client, self._service.tokenizer, request)
+        return generate_text(self._service.client, job.chosen.text.tokenizer, request)
 
     def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> RequestRecorder:
         adapter = self._job.chosen.adapter

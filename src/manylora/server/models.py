@@ -9,31 +9,40 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from manylora.engine.client import EngineClient
+from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.server.errors import ApiError, clipped
 from manylora.server.settings import ServerSettings
+from manylora.text.model_text import ModelText
+from manylora.text.texts import Texts
 from manylora.types import AdapterCard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
     """The model of a request: ``name`` for the answer, in the client's words but for the base, whose first name
-    it is; ``adapter`` None for the base."""
+    it is; ``adapter`` None for the base; its ``text`` side."""
 
     name: str
     adapter: str | None
+    text: ModelText
 
 
 class Models:
     """The base model and the adapters that the engine serves now."""
 
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+    def __init__(self, client: EngineClient, texts: Texts, settings: ServerSettings) -> None:
         self._client = client
+        self._texts = texts
         self._settings = settings
         self._created_s = int(time.time())
-        # Names known to be served. The engine has the last word and refuses a name that is served no more;
-        # asking it for every request would cost a list of perhaps thousands.
-        self._names: frozenset[str] = frozenset()
+        # Adapters known to be served, by name. The engine has the last word and refuses a name that is served no
+        # more; asking it for every request would cost a list of perhaps thousands.
+        self._known: dict[str, AdapterCard] = {}
+
+    @property
+    def base_text(self) -> ModelText:
+        """The text side of the base."""
+        return self._texts.base
 
     async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:
         """Match a name whole, else as ``base:adapter``, after one of the base's names; else ApiError 404.
@@ -47,7 +56,10 @@ class Models:
             chosen = self._match(name)
         if chosen is None:
             raise ApiError(404, f"The model `{clipped(name)}` does not exist.", param="model")
-        return chosen if asked is None else await self._narrowed(chosen, *asked)
+        if asked is not None:
+            chosen = await self._narrowed(chosen, *asked)
+        card = None if chosen.adapter is None else self._card_of(chosen.adapter)
+        return dataclasses.replace(chosen, text=await self._texts.of(card))
 
     async def _narrowed(self, chosen: Chosen, field: str, adapter: str) -> Chosen:
         if chosen.adapter == adapter:
@@ -57,34 +69,38 @@ class Models:
             raise ApiError(
                 400, f"{field} names the adapter `{wanted}`, but model names `{other}`", param=field
             )
-        if adapter not in self._names:
+        if self._card_of(adapter) is None:
             await self._ask_for_names()
-        if adapter not in self._names:
+        if self._card_of(adapter) is None:
             raise ApiError(404, f"The adapter `{clipped(adapter)}` does not exist.", param=field)
-        return Chosen(adapter, adapter)
+        return Chosen(adapter, adapter, self.base_text)
 
     async def _ask_for_names(self) -> None:
-        self._names = frozenset(card.name for card in await self._client.adapters())
+        self._known = {card.name: card for card in await self._client.adapters()}
 
-    def learn(self, name: str) -> None:
+    def _card_of(self, name: str) -> AdapterCard | None:
+        # What others may replace is looked up where that is cheap.
+        return self._client.card(name) if isinstance(self._client, ReplacesAdapters) else self._known.get(name)
+
+    def learn(self, card: AdapterCard) -> None:
         """The adapter has been loaded: a name that was split until now may be matched whole."""
-        self._names |= {name}
+        self._known[card.name] = card
 
     def forget(self, name: str) -> None:
         """The adapter is about to be unloaded: ask the engine before naming it again."""
-        self._names -= {name}
+        self._known.pop(name, None)
 
     def _match(self, name: str) -> Chosen | None:
         bases = self._settings.names
         if name in bases:
-            return Chosen(bases[0], None)
-        if name in self._names:
-            return Chosen(name, name)
+            return Chosen(bases[0], None, self.base_text)
+        if self._card_of(name) is not None:
+            return Chosen(name, name, self.base_text)
         # Either side may hold colons. Of names that begin alike the longest is the base.
         for base in sorted(bases, key=len, reverse=True):
             adapter = name.removeprefix(base + ":")
-            if adapter != name and adapter in self._names:
-                return Chosen(name, adapter)
+            if adapter != name and self._card_of(adapter) is not None:
+                return Chosen(name, adapter, self.base_text)
         return None
 
     async def cards(self) -> list[dict[str, Any]]:

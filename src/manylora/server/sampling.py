@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from manylora.server.errors import clipped
@@ -25,19 +26,18 @@ MAX_PARAMETERS = 500_000
 _TOKEN_ID = re.compile("0|[1-9][0-9]*")
 
 
-def completion_params(body: CompletionBody) -> SamplingParams:
-    """The parameters of a /v1/completions body; raises InvalidRequest."""
-    given: dict[str, Any] = {"logprobs": body.logprobs}
-    if body.max_tokens is not None:
-        given["max_tokens"] = body.max_tokens
-    elif body.min_tokens is not None:
-        # The default length must not make a valid minimum invalid.
-        given["max_tokens"] = max(body.min_tokens, SamplingParams().max_tokens or 0)
-    return _params(body, given)
+def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a /v1/completions body, over the model's ``defaults``; raises InvalidRequest."""
+    usual = SamplingParams().max_tokens or 0
+    most = _max_tokens(body, body.max_tokens, min(usual, defaults.get("max_tokens", usual)))
+    return _params(body, {**defaults, "logprobs": body.logprobs, "max_tokens": most})
 
 
-def chat_params(body: ChatBody) -> SamplingParams:
-    """The parameters of a /v1/chat/completions body: by default as many tokens as the context allows."""
+def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a /v1/chat/completions body, over the model's ``defaults``; raises InvalidRequest.
+
+    Without a default for them as many tokens as the context allows.
+    """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
@@ -45,10 +45,18 @@ def chat_params(body: ChatBody) -> SamplingParams:
     return _params(
         body,
         {
-            "max_tokens": max_chat_tokens(body),
+            **defaults,
+            "max_tokens": _max_tokens(body, max_chat_tokens(body), defaults.get("max_tokens")),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         },
     )
+
+
+def _max_tokens(body: SamplingFields, asked: int | None, default: int | None) -> int | None:
+    if asked is not None or default is None:
+        return asked
+    # The default length must not make a valid minimum invalid.
+    return max(default, body.min_tokens or 0)
 
 
 def check_parameters(params: SamplingParams, num_prompts: int) -> None:

@@ -108,6 +108,8 @@ class ChatBody(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     tool_choice: Any = None
@@ -117,8 +119,6 @@ class ChatBody(SamplingFields, kw_only=True):
     modalities: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
     prompt: Any = None
@@ -229,8 +229,6 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "modalities": lambda value: value in (None, ["text"]),
     "prediction": _is_off,
     "web_search_options": _is_absent,
-    "chat_template": _is_off,
-    "continue_final_message": _is_off,
     "documents": _is_off,
 }
 

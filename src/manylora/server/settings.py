@@ -15,8 +15,8 @@ class ServerSettings:
 
     ``adapter_dir`` is the only folder that runtime loads may read; without it runtime loading is off.
     Without ``api_keys`` everyone may use /v1/* and /metrics; ``metrics_open``: with them, too, /metrics.
-    ``max_body_bytes``: None for what the model's context and vocabulary need. ``root_path``: where a proxy serves
-    the app, without a slash at its end.
+    ``max_body_bytes``: None for what the model's context and vocabulary need. ``trusts_templates``: whether
+    requests may bring chat templates. ``root_path``: where a proxy serves the app, without a slash at its end.
     """
 
     served_model_name: str
@@ -26,6 +26,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     metrics_open: bool = False
     max_body_bytes: int | None = None
+    trusts_templates: bool = False
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     other_names: tuple[str, ...] = ()
     root_path: str = ""

@@ -18,6 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from manylora.text.template_values import Arguments, Parts, Text
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 
@@ -55,7 +56,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)
 def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
@@ -71,35 +72,73 @@ def render_chat(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt text for a conversation; encode it without special tokens, the template writes them.
 
-    Raises InvalidRequest for malformed messages, for a model without a template, and for what the
-    template itself refuses.
+    ``continue_final_message``: the text ends with the last message's, which the answer goes on with. ``template``:
+    one to render instead of the model's. Raises InvalidRequest for malformed messages, for a model without a
+    template, and for what the template itself refuses.
     """
-    source = tokenizer.chat_templates.get("default")
+    source = tokenizer.chat_templates.get("default") if template is None else template
     if source is None:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other", "continue_final_message"
+        )
+    plain = plain_messages(messages)
+    final = _mark_end(plain) if continue_final_message else ""
     variables = {
         **tokenizer.special_tokens,
         **(template_kwargs or {}),
-        "messages": plain_messages(messages),
+        "messages": [_readable(message) for message in plain],
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        return _compiled(source).render(variables)
+        text = _compiled(source).render(variables)
     except Exception as error:
         # Whatever a template trips over (a missing key, a role it refuses, a wrong type) lies in its input.
         raise InvalidRequest(
             f"the chat template cannot render these messages: {error}", "messages"
         ) from error
+    return _cut_at_mark(text, final) if continue_final_message else text
+
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""As in transformers, so that a template that trims a text does the same with it."""
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> str:
+    """Mark where the last message's text ends, which is returned; raises InvalidRequest where there is none."""
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _MARK
+        return content
+    for part in reversed(content or []):
+        if "text" in part:
+            text: str = part["text"]
+            part["text"] += _MARK
+            return text
+    raise InvalidRequest("continue_final_message: the final message has no text to continue", "messages")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    where = text.rfind(_MARK.strip())
+    if where < 0 or final.strip() not in text:
+        raise InvalidRequest(
+            "continue_final_message: the final message is not in what the chat template makes of it", "messages"
+        )
+    # A template that has trimmed the text, and the mark's space with it, would have trimmed the text's own.
+    return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content as one string, absent keys instead of null ones."""
+    """Messages checked and copied, absent keys instead of null ones."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     return [_plain_message(message, index) for index, message in enumerate(messages)]
@@ -113,7 +152,7 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, list | tuple):
-        plain["content"] = "\n".join(_part_text(part, index) for part in content)
+        plain["content"] = [_plain_part(part, index) for part in content]
     elif content is None:
         # An assistant message that only calls tools has no content; any other without it is a mistake.
         if "tool_calls" not in plain:
@@ -125,11 +164,37 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
-def _part_text(part: Any, index: int) -> str:
+def _plain_part(part: Any, index: int) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(kind) if kind in ("text", "refusal") else None
-    if not isinstance(text, str):
+    if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
         raise InvalidRequest(
             f"messages[{index}].content may hold parts of type 'text' only, as strings", "messages"
         )
-    return text
+    return dict(part)
+
+
+def _readable(message: dict[str, Any]) -> dict[str, Any]:
+    """The message in a form that serves any template: for text or for parts, for objects or for JSON."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str):
+        message["content"] = Text(content)
+    elif content is not None:
+        message["content"] = Parts(content)
+    if isinstance(calls, list | tuple):
+        message["tool_calls"] = [_readable_call(call) for call in calls]
+    return message
+
+
+def _readable_call(call: Any) -> Any:
+    """OpenAI's API has arguments as JSON, templates have them as objects."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call
+    try:
+        decoded = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(decoded, dict):
+        return call
+    return {**call, "function": {**function, "arguments": Arguments(decoded, arguments)}}

@@ -6,12 +6,28 @@ Owns what is held back between tokens; knows nothing of requests or of stop stri
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
+
+# Whatever a decoder makes of a token, it looks at no more than so many before it. A character has at most four
+# bytes: more than this many tokens that still end in U+FFFD are not one.
+_MAX_HELD_TOKENS = 8
+
+
+def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
+    """Those of a prompt's last tokens on which the text of the next one may depend."""
+    found: list[int] = []
+    for token_id in reversed(prompt):
+        if token_id not in skipped:
+            found.insert(0, token_id)
+            if len(found) == _MAX_HELD_TOKENS:
+                break
+    return found
 
 
 class Detokenizer(Protocol):
-    """One sample's text as it grows. The pieces together are the whole decode of its tokens."""
+    """One sample's text as it grows. The pieces together are what the decode of the prompt with its tokens has
+    after the decode of the prompt."""
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; bytes of an unfinished character are held back."""
@@ -23,24 +39,31 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """Decodes byte-level vocabularies: joins bytes, so a token costs a look-up and no decoding of a window."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped: Set[int]) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], skipped: Set[int], prompt: Sequence[int] = ()
+    ) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(token_bytes, last_shown(prompt, skipped))))
+        # A character that the prompt leaves unfinished is U+FFFD there already.
+        self._num_hidden = int(bool(self._decoder.getstate()[0]))
 
     def add(self, token_id: int) -> str:
         """See Detokenizer."""
         if token_id in self._skipped:
             return ""
-        return self._decoder.decode(self._token_bytes(token_id))
+        return self._shown(self._decoder.decode(self._token_bytes(token_id)))
 
     def finish(self) -> str:
         """See Detokenizer."""
-        return self._decoder.decode(b"", final=True)
+        return self._shown(self._decoder.decode(b"", final=True))
 
-
-# A character has at most four bytes: more than this many tokens that still end in U+FFFD are not one.
-_MAX_HELD_TOKENS = 8
+    def _shown(self, text: str) -> str:
+        if not self._num_hidden or not text:
+            return text
+        self._num_hidden = 0
+        return text[1:]
 
 
 class WindowDetokenizer:
@@ -50,11 +73,16 @@ class WindowDetokenizer:
     a byte) depends on its neighbours.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], skipped: Set[int]) -> None:
+    def __init__(
+        self, decode: Callable[[list[int]], str], skipped: Set[int], prompt: Sequence[int] = ()
+    ) -> None:
         self._decode = decode
         self._skipped = skipped
-        self._window: list[int] = []
-        self._num_shown = 0
+        self._window = last_shown(prompt, skipped)
+        # One that begins within a character would make a whole run of bytes invalid.
+        while len(self._window) > _MAX_HELD_TOKENS // 2 and decode(self._window).startswith("\ufffd"):
+            del self._window[0]
+        self._num_shown = len(self._window)
 
     def add(self, token_id: int) -> str:
         """See Detokenizer."""

@@ -13,7 +13,7 @@ from manylora.engine.client import Delta, EngineClient, GenerationRequest
 from manylora.text.detokenize import Detokenizer
 from manylora.text.stops import StopChecker, StopStrings
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import InvalidRequest, RequestError, SamplingParams, TokenLogprobs
+from manylora.types import InvalidRequest, RequestError, TokenLogprobs
 
 
 class TextDelta(NamedTuple):
@@ -79,7 +79,7 @@ class TextStream:
         self._request = request
         params = request.params
         stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        self._samples = [_Sample(tokenizer, params, stops) for _ in range(params.n)]
+        self._samples = [_Sample(tokenizer, request, stops) for _ in range(params.n)]
         self._num_open = params.n
         self._deltas = client.generate(request)
 
@@ -113,11 +113,11 @@ class _Sample:
     """The text of one sample so far, as far as it is still needed."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, stops: StopStrings | None
+        self, tokenizer: Tokenizer | None, request: GenerationRequest, stops: StopStrings | None
     ) -> None:
-        self._params = params
+        self._params = request.params
         self._detokenizer: Detokenizer | None = (
-            tokenizer.detokenizer(params.skip_special_tokens) if tokenizer else None
+            tokenizer.detokenizer(request.params.skip_special_tokens, request.prompt) if tokenizer else None
         )
         self._checker = StopChecker(stops) if stops else None
         self._num_tokens = 0

@@ -1,20 +1,23 @@
 """A model folder's tokenizer: text to token ids, token ids to text, its special tokens and chat templates.
 
 Reads what transformers 4 and 5 write (tokenizer.json, tokenizer_config.json, special_tokens_map.json,
-chat_template.jinja). Encoding is tokenizer.json's own: as in transformers 5, ``add_bos_token`` in the
-config does not override the post-processor that tokenizer.json brings.
+chat_template.jinja), and means what transformers 5 means by it. Encoding is tokenizer.json's own, but for what a
+LlamaTokenizer does by itself: ``add_bos_token`` in the config does not override the post-processor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.text.bytelevel import BYTE_OF_CHAR
 from manylora.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -52,27 +55,63 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a model folder; raises MissingTokenizer or TokenizerError."""
+    def from_folder(cls, path: str | Path, model: Path | None = None) -> Tokenizer:
+        """The tokenizer of a model folder, or of an adapter's, whose base is in the folder ``model``; raises
+        MissingTokenizer or TokenizerError."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise MissingTokenizer(f"{folder} has no tokenizer.json: only token ids can be served")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the tokenizers library raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the tokenizers library raises bare Exception, and panics
             raise TokenizerError(f"{file} cannot be read: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = _special_config(folder)
-        special_tokens = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name)}
-        _add_missing_tokens(backend, config, special_tokens)
-        return cls(backend, special_tokens, _chat_templates(folder, config))
+        with files_fault(folder):
+            config = special_config(folder)
+            if _is_llama(config, read_json((model or folder) / "config.json"), backend):
+                _build_llama(backend, config)
+                config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+            special_tokens = special_tokens_of(config)
+            _add_tokens(backend, folder, config, special_tokens)
+            return cls(backend, special_tokens, chat_templates_of(folder, config))
+
+    def decoding_like(self, other: Tokenizer) -> Tokenizer:
+        """The same tokenizer with another's way from tokens to text."""
+        self._backend.decoder = other._backend.decoder
+        return Tokenizer(self._backend, self.special_tokens, self.chat_templates)
+
+    def described(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> Tokenizer:
+        """The same tokenizer with other names and templates; the two share all else."""
+        other = copy.copy(self)
+        other.special_tokens = {**self.special_tokens, **special_tokens}
+        other.chat_templates = {**self.chat_templates, **chat_templates}
+        return other
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids that the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The id of the token that ends a text; none where there is no such token."""
+        found = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return () if found is None else (found,)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens, added ones included, with their ids."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
+    def pipeline(self) -> dict[str, Any]:
+        """All that there is of the tokenizer, as a newly written tokenizer.json would have it."""
+        written: dict[str, Any] = json.loads(self._backend.to_str())
+        return written
 
     @functools.cached_property
     def longest_token_chars(self) -> int:
@@ -90,21 +129,26 @@ class Tokenizer:
         """The text of token ids; ids that the tokenizer does not know are left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one sample."""
+    def detokenizer(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one sample, whose text follows the prompt's."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
-            return ByteDetokenizer(self.token_bytes, skipped)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped)
+            return ByteDetokenizer(self.token_bytes, skipped, prompt)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped, prompt)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that one token stands for: perhaps a part of a character."""
         found = self._bytes.get(token_id)
         if found is None:
-            found = self._bytes[token_id] = self._piece_bytes(self._backend.id_to_token(token_id))
+            found = self._bytes[token_id] = self._find_bytes(token_id)
         return found
 
-    def _piece_bytes(self, piece: str | None) -> bytes:
+    def token_text(self, token_id: int) -> str:
+        """What one token adds to a text, as far as that can be said of it alone."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
         if self._is_byte_level:
@@ -113,28 +157,53 @@ class Tokenizer:
                 return bytes([BYTE_OF_CHAR[char] for char in piece])
             except KeyError:
                 return piece.encode()
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        before = self._word
+        return self.decode([*before, token_id], False)[len(self.decode(before, False)) :].encode()
+
+    @functools.cached_property
+    def _word(self) -> list[int]:
+        """A token of letters, if there is one: many decoders do something else at the beginning of a text."""
+        ids = range(self.vocab_size)
+        return next(([token] for token in ids if self.decode([token]).strip().isalpha()), [])
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def files_fault(folder: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is the fault of the files that are read there: a TokenizerError."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise TokenizerError(f"the tokenizer's files in {folder} cannot be used: {error!r}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; nothing where there is no such file. Raises TokenizerError."""
     if not file.is_file():
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} must hold a JSON object")
     return content
 
 
-def _special_config(folder: Path) -> dict[str, Any]:
+def special_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; special_tokens_map.json wins where the config predates added_tokens_decoder."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config.update(_read_json(folder / "special_tokens_map.json"))
+        config.update(read_json(folder / "special_tokens_map.json"))
     return config
+
+
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that have names, by name."""
+    return {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name)}
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
@@ -142,31 +211,61 @@ def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
+def _is_llama(config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer) -> bool:
+    """Whether AutoTokenizer makes a LlamaTokenizer of it: for these types of model it takes another class."""
+    name = str(config.get("tokenizer_class") or model.get("tokenizer_class"))
+    has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
+    is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(backend.decoder, decoders.ByteLevel)
+    return name.removesuffix("Fast") == "LlamaTokenizer" and is_like_llama and not has_class_of_its_own
+
+
+def _build_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """What a LlamaTokenizer does instead of what its tokenizer.json says."""
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = "never" if not has_prefix else "always" if config.get("legacy") else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    stripped = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    backend.decoder = decoders.Sequence(steps)
+    backend.model.unk_token, backend.model.fuse_unk, backend.model.byte_fallback = None, True, True
+
+
 def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
 
 
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+def _add_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Tokens that only the config names join the vocabulary; those with a name are never plain text."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    entries = config.get("added_tokens_decoder") or {}
-    in_order = sorted(entries.items(), key=lambda item: int(item[0]))
-    backend.add_tokens([_added_token(entry) for _, entry in in_order if entry["content"] not in known])
+    """Tokens that the files beside tokenizer.json name join the vocabulary, or change what it says of them; those
+    with a name are never plain text."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, Mapping):
         extra = list(extra.values())
     names = dict.fromkeys([*special_tokens.values(), *(_content(token) for token in extra)])
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens(
-        [tokenizers.AddedToken(name, special=True, normalized=False) for name in names if name not in known]
-    )
+    own = backend.get_added_tokens_decoder()
+    if "added_tokens_decoder" in config:
+        written = config["added_tokens_decoder"].items()
+        entries = {int(token_id): _added_token(entry) for token_id, entry in written}
+    else:
+        entries = {
+            token_id: tokenizers.AddedToken(content, normalized=content not in names, special=content in names)
+            for content, token_id in read_json(folder / "added_tokens.json").items()
+        } | own
+    known = set(map(repr, own.values()))
+    backend.add_tokens([entry for _, entry in sorted(entries.items()) if repr(entry) not in known])
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for name in names:
+        token = added.get(name) or tokenizers.AddedToken(name, normalized=False)
+        if not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
 
 
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over the config's, and a single one is called ``default``."""
+def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; chat_template.jinja wins over the config's, and a single one is called ``default``."""
     inline = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(inline, str):
@@ -175,10 +274,5 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         templates.update(inline)
     elif isinstance(inline, list):
         templates.update({entry["name"]: entry["template"] for entry in inline})
-    files = {}
-    main = folder / "chat_template.jinja"
-    if main.is_file():
-        files["default"] = main.read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[file.stem] = file.read_text(encoding="utf-8")
-    return files or templates
+    file = folder / "chat_template.jinja"
+    return {"default": file.read_text(encoding="utf-8")} if file.is_file() else templates

@@ -25,6 +25,7 @@ import torch
 
 from manylora import processes
 from manylora.adapters.registry import Registry
+from manylora.adapters.textcheck import TextCheck
 from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
@@ -85,7 +86,9 @@ def build_ranks(
         for rank in ranks:
             rank.channel.send(Pools(limits, copy.place))
         _hear_all(ranks, RankReady, None)
-        registry = Registry(plan.whole, plan.config.names.layer_prefix, registry_path)
+        model = settings.model
+        texts = TextCheck(resolve_model(model.model), resolve_model(model.tokenizer or model.model))
+        registry = Registry(plan.whole, plan.config.names.layer_prefix, registry_path, texts)
         max_rank = settings.adapters.max_adapter_rank
         inspections = Inspections(registry, plan.geometry, plan.dtype, max_rank)
         step_timeout_s, num_pages = settings.step_timeout_s, limits.num_pages

@@ -1,0 +1,161 @@
+"""The text side of a base model and of the adapters over it, each of which may bring templates, ends and tokens.
+
+Reads adapters' folders; does not know how an adapter came to be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manylora.text.likeness import contradiction, is_same
+from manylora.text.model_text import GENERATION_CONFIG, ModelText, read_generation
+from manylora.text.tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    chat_templates_of,
+    files_fault,
+    read_json,
+    special_config,
+    special_tokens_of,
+)
+from manylora.types import AdapterCard, AdapterId, InvalidRequest
+
+_MIB = 2**20
+TEXT_FILES = {
+    "tokenizer.json": 64 * _MIB, "tokenizer_config.json": 4 * _MIB, "special_tokens_map.json": _MIB,
+    "added_tokens.json": 4 * _MIB, "chat_template.jinja": _MIB, GENERATION_CONFIG: _MIB,
+}  # fmt: skip
+"""What is read of an adapter's folder, and how large each may be."""
+
+_MOST_KEPT = 4096
+_MOST_TOKENIZERS = 16
+_WITHOUT_EFFECT = ("chat_template", "model_max_length", "padding_side", "truncation_side")
+_log = logging.getLogger(__name__)
+
+
+class Texts:
+    """The texts of a base and of its adapters. Thread-safe.
+
+    ``folder``: the base's; ``tokenizer_folder``: its tokenizer's, if another. ``templates``: chat templates by the
+    name of the adapter that is to have them. ``has_defaults``: whether generation_config.json says what requests
+    do not.
+    """
+
+    def __init__(
+        self,
+        base: ModelText,
+        folder: Path | None = None,
+        templates: Mapping[str, str] | None = None,
+        has_defaults: bool = True,
+        tokenizer_folder: Path | None = None,
+    ) -> None:
+        self.base = base
+        self._tokenizer_folder = tokenizer_folder or folder
+        self._folder = folder
+        self._templates = dict(templates or {})
+        self._has_defaults = has_defaults
+        self._of: dict[AdapterId, ModelText] = {}
+        self._lock = threading.Lock()
+        self._tokenizers: dict[bytes, tuple[Tokenizer, tuple[str, ...]]] = {}
+
+    async def of(self, card: AdapterCard | None) -> ModelText:
+        """Of a served adapter; None: of the base. Raises InvalidRequest where the adapter's files have become
+        unusable since it was loaded."""
+        if card is None:
+            return self.base
+        found = self._of.get(card.id)
+        if found is None:
+            try:
+                found = await asyncio.to_thread(self.read, Path(card.path), card.name)
+            except TokenizerError as error:
+                raise InvalidRequest(f"adapter {card.name!r} cannot be used: {error}", "model") from error
+            if len(self._of) >= _MOST_KEPT:
+                del self._of[next(iter(self._of))]
+            self._of[card.id] = found
+        return found
+
+    def read(self, folder: Path, name: str = "") -> ModelText:
+        """What an adapter's folder says, over what its base's does. Raises TokenizerError, which says of a
+        tokenizer in what it contradicts the base's, and never where the folder lies."""
+        try:
+            return self._read(folder, name)
+        except TokenizerError as error:
+            raise TokenizerError(str(error).replace(str(folder), folder.name)) from error
+
+    def _read(self, folder: Path, name: str) -> ModelText:
+        template, base = self._templates.get(name), self.base
+        held = [file for file in TEXT_FILES if (folder / file).is_file()]
+        if not folder.is_dir():
+            _log.warning("adapter %r: no folder %s here: its text is the base's", name, folder)
+        if not held and template is None:
+            return base
+        with files_fault(folder):
+            for file in held:
+                if (folder / file).stat().st_size > TEXT_FILES[file]:
+                    raise TokenizerError(f"{file} is larger than {TEXT_FILES[file]} bytes")
+            eos_ids, defaults = read_generation(folder)
+            config = special_config(folder)
+            tokenizer, warnings = self._tokenizer_of(folder, config)
+            if tokenizer is not None:
+                own = chat_templates_of(folder, config) if template is None else {"default": template}
+                tokenizer = tokenizer.described(special_tokens_of(config), own)
+                eos_ids += tokenizer.eos_ids
+        defaults = {**base.defaults, **defaults} if self._has_defaults else {}
+        return ModelText(tokenizer, tuple(dict.fromkeys((*base.eos_ids, *eos_ids))), defaults, warnings)
+
+    def _tokenizer_of(
+        self, folder: Path, config: Mapping[str, Any]
+    ) -> tuple[Tokenizer | None, tuple[str, ...]]:
+        """The base's, unless the folder's differs. Equal files are compared with the base's once."""
+        if self._folder is None or not (folder / "tokenizer.json").is_file():
+            return self.base.tokenizer, ()
+        key = _identity(folder, config)
+        with self._lock:
+            if key == self._base_identity:
+                return self.base.tokenizer, ()
+            found = self._tokenizers.get(key)
+            if found is None:
+                found = self._compared(Tokenizer.from_folder(folder, self._tokenizer_folder))
+                if len(self._tokenizers) >= _MOST_TOKENIZERS:
+                    del self._tokenizers[next(iter(self._tokenizers))]
+                self._tokenizers[key] = found
+            return found
+
+    @functools.cached_property
+    def _base_identity(self) -> bytes:
+        assert self._tokenizer_folder is not None
+        return _identity(self._tokenizer_folder, special_config(self._tokenizer_folder))
+
+    def _compared(self, own: Tokenizer) -> tuple[Tokenizer, tuple[str, ...]]:
+        base = self.base.tokenizer
+        if base is None:
+            return own, ()
+        if reason := contradiction(own, base):
+            raise TokenizerError(f"its tokenizer is not the base model's: {reason}")
+        if is_same(own, base):
+            return base, ()
+        assert self._folder is not None
+        rows = read_json(self._folder / "config.json").get("vocab_size", own.vocab_size)
+        known = {*base.vocabulary, own.special_tokens.get("pad_token")}
+        lacking = [token for token, row in own.vocabulary.items() if row >= rows and token not in known]
+        warning = f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
+        # What decodes is the base's: an adapter brings tokens, not ways to write them.
+        return own.decoding_like(base), (warning,) if lacking else ()
+
+
+def _identity(folder: Path, config: Mapping[str, Any]) -> bytes:
+    """Equal for folders whose tokenizers are."""
+    shaping = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    state = hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode())
+    for name in ("tokenizer.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            state.update(hashlib.blake2b((folder / name).read_bytes()).digest())
+    return state.digest()
