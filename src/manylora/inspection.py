@@ -107,7 +107,8 @@ def _line(name: str, facts: dict[str, Any]) -> str:
         return f"{name:<24} does not fit: {facts['reason']}"
     modules = ", ".join(module.rpartition(".")[2] for module in facts["modules"])
     rank = "-".join(str(r) for r in sorted({facts["ranks"][0], facts["ranks"][-1]}))
-    return f"{name:<24} rank {rank:<7} {facts['pages']:>5} pages  {facts['dtype']:<5} {modules}"
+    warnings = "".join(f"; warning: {warning}" for warning in facts["warnings"])
+    return f"{name:<24} rank {rank:<7} {facts['pages']:>5} pages  {facts['dtype']:<5} {modules}{warnings}"
 
 
 class _Geometries(NamedTuple):

@@ -25,7 +25,7 @@ from manylora.adapters.tensorfile import FileStamp, stamp_of
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
 
 _BUSY_TIMEOUT_S, _BUSY_POLL_S = 2.0, 0.01

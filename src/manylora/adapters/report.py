@@ -37,6 +37,7 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "scaling": "lora_alpha / sqrt(r)" if spec.use_rslora else "lora_alpha / r",
         "scales": scales,
         "dtype": spec.dtype,
+        "warnings": list(spec.warnings),
         "file_bytes": spec.weights.size_bytes,
         "pages": layout.num_pages,
         "pool_bytes": pool_bytes,
@@ -72,6 +73,7 @@ def render(facts: dict[str, Any]) -> str:
         ("weights", f"{facts['dtype']}, {facts['file_bytes'] / 2**20:.1f} MiB"),
         ("takes", f"{taken} ({facts['slack']:.0%} unused)"),
         ("fits", "yes" if facts["fits"] else "no"),
+        *(("warning", warning) for warning in facts["warnings"]),
     )  # fmt: skip
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
 

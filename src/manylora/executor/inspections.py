@@ -79,6 +79,8 @@ class Inspections:
         def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
             self.learn(command.adapter, spec)
+            for warning in spec.warnings:
+                _log.warning("adapter in %s: %s", spec.path, warning)
             return self._found(command.adapter, spec)
 
         return _checked(command.adapter, inspect)
