@@ -170,7 +170,7 @@ def test_a_run_and_its_checkpoints_are_loaded_by_the_names_of_the_start(
             assert engine.cards[name].path == str(path)
             assert (await client.get(f"/v1/models/{name}")).status_code == 200
             assert (await client.delete(f"/v1/loras/{name}")).status_code == 200
-        outside = {"lora_name": "x", "lora_path": f"{folder.name}/../secret"}
+        outside = {"lora_name": "x", "lora_path": f"{folder.name}/../../secret"}
         assert (await client.post(LOAD, json=outside)).status_code == 403
 
     for link in ("out", "circle"):
