@@ -77,6 +77,7 @@ class DeviceModel:
         self, page_tokens: int, most_steps: int = 1, corrects: bool = False, steps_wait: bool = False
     ) -> None:
         self.page_tokens = page_tokens
+        self.long_from: int | None = None  # what ``PolicyConfig`` says
         self.most_steps = most_steps
         self.corrects = corrects
         self.steps_wait = steps_wait
@@ -351,10 +352,13 @@ class DeviceModel:
                 sequence.pages.append(page)
             else:
                 sequence.pages[index] = page
-        adapter = sequence.start.adapter
+        adapter, first_row = sequence.start.adapter, sequence.start.first_rotary_row
+        if self.long_from is not None:
+            is_long = start + num_tokens > self.long_from
+            assert first_row == (self.long_from if is_long or len(sequence.start.tokens) > self.long_from else 0)
         for position in range(start + num_tokens):
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
-            value = (adapter, tuple(sequence.tokens[: position + 1]))
+            value = (adapter, first_row, tuple(sequence.tokens[: position + 1]))
             if position >= start:
                 self.content[where] = value if is_right else ("wrong", value)
                 continue

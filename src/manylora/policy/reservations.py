@@ -360,6 +360,7 @@ class Reservations:
         """Take an admitted sequence's reservation; it waits again, in its place."""
         assert sequence.node is not None
         self._release(sequence, now, sequence.node.last_use)
+        sequence.lengthen(self._config.long_from)
         if sequence.forget_executor():
             self._residency.decide(EndSequence(sequence.id))
         self._waiting.put_back(sequence)
