@@ -23,12 +23,12 @@ Answer = list[tuple[int, str | None] | None]
 """Of each name: the number of the first expression that matches, and what its group ``idx`` holds."""
 
 
-class Unusable(ValueError):
+class UnusableExpression(ValueError):
     """``args``: the number of a question, that of its expression, and what is wrong with that."""
 
 
 def match(questions: list[Question], names: list[str]) -> list[Answer]:
-    """Raises Unusable."""
+    """Raises UnusableExpression."""
     return [_match(number, *question, names) for number, question in enumerate(questions)]
 
 
@@ -41,19 +41,19 @@ def _match(question: int, method: str, expressions: list[str], names: list[str])
                 if answer[at] is None and (found := matches(name)):
                     answer[at] = number, found.groupdict().get("idx")
         except (re.error, ArithmeticError, LookupError, MemoryError, RuntimeError, SystemError) as error:
-            raise Unusable(question, number, str(error) or type(error).__name__) from error
+            raise UnusableExpression(question, number, str(error) or type(error).__name__) from error
     return answer
 
 
 def main() -> None:
-    """Answer what stands on the input, in JSON; a list of three is what Unusable says."""
+    """Answer what stands on the input, in JSON; a list of three is what UnusableExpression says."""
     os.nice(10)  # steps are computed beside it
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     questions, names = json.load(sys.stdin)
     try:
         json.dump({"answers": match(questions, names)}, sys.stdout)
-    except Unusable as error:
+    except UnusableExpression as error:
         json.dump({"unusable": error.args}, sys.stdout)
 
 

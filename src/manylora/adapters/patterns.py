@@ -57,8 +57,8 @@ def _first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tu
         found = _ask(json.dumps([questions, names]))
         if "answers" in found:
             return tuple(found["answers"])
-        raise matching.Unusable(*found["unusable"])
-    except matching.Unusable as error:
+        raise matching.UnusableExpression(*found["unusable"])
+    except matching.UnusableExpression as error:
         question, number, reason = error.args
         setting, expressions, *_ = settings[question]
         shown = f"{setting}: the regular expression {expressions[number][:60]!r}"
