@@ -110,6 +110,7 @@ class Reservations:
         """
         residency, page_tokens = self._residency, self._config.page_tokens
         root = self._tree.node(sequence.adapter)
+        sequence.lengthen(self._config.long_from)
         path = self.match(sequence)
         residency.rescue(path, with_standby=False)
         missing = [node for node in path if node.residence is ABSENT]
@@ -360,7 +361,6 @@ class Reservations:
         """Take an admitted sequence's reservation; it waits again, in its place."""
         assert sequence.node is not None
         self._release(sequence, now, sequence.node.last_use)
-        sequence.lengthen(self._config.long_from)
         if sequence.forget_executor():
             self._residency.decide(EndSequence(sequence.id))
         self._waiting.put_back(sequence)
