@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from manylora.adapters import pack as pack_module
+from manylora.adapters.faults import FilesChanged
 from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
 from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
@@ -83,11 +84,11 @@ def test_packed_adapters_give_pefts_delta(kind: str, tmp_path: Path) -> None:
     assert adapted == sum(rank > 0 for row in spec.ranks for rank in row) > 0
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_dtype_converts_as_torch_does(stored: torch.dtype, pool: torch.dtype, tmp_path: Path) -> None:
     make(tmp_path, r=5)
-    edit_tensors(tmp_path, lambda tensors: {name: t.to(stored) for name, t in tensors.items()})
+    edit_tensors(tmp_path, lambda tensors: {name: t.to(stored) * 1.1 for name, t in tensors.items()})
     shape = geometry(itemsize=pool.itemsize)
     spec = inspect(tmp_path, shape)
     packed = pack(spec, shape, pool)
@@ -144,13 +145,26 @@ def test_files_changed_since_inspection_are_refused(tmp_path: Path) -> None:
             pack(spec, geometry())
         os.utime(tmp_path / name, ns=(before.st_atime_ns, before.st_mtime_ns))
     pack(spec, geometry())
-    # The same stamps around other contents: caught by what the header says.
-    stamps = os.stat(tmp_path / WEIGHTS_NAME)
-    data = (tmp_path / WEIGHTS_NAME).read_bytes()
-    (tmp_path / WEIGHTS_NAME).write_bytes(data.replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
-    os.utime(tmp_path / WEIGHTS_NAME, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
-    with pytest.raises(AdapterError, match="no longer"):
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_NAME, CONFIG_NAME])
+def test_files_of_the_same_size_and_time_are_told_apart(name: str, tmp_path: Path) -> None:
+    make(tmp_path, r=2)
+    spec = inspect(tmp_path)
+    stamps, data = os.stat(tmp_path / name), (tmp_path / name).read_bytes()
+
+    def replace(replacement: bytes) -> None:
+        """By a file of its own, as unpacking an archive does."""
+        (tmp_path / "new").write_bytes(replacement)
+        os.utime(tmp_path / "new", ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+        os.replace(tmp_path / "new", tmp_path / name)
+
+    begin = 8 + int.from_bytes(data[:8], "little") if name == WEIGHTS_NAME else data.index(b'"lora_alpha": ') + 14
+    replace(data[:begin] + bytes(byte ^ 1 for byte in data[begin:-1]) + data[-1:])
+    with pytest.raises(FilesChanged, match="add it again"):
         pack(spec, geometry())
+    replace(data)  # the same again: another inode, another time of change
+    pack(spec, geometry())
 
 
 def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:

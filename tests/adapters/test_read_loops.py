@@ -15,7 +15,7 @@ from manylora.adapters import read_loops
 from manylora.adapters.checksum import NUMBERS, checksums
 from manylora.adapters.values import BITS
 
-KINDS = {str(dtype).removeprefix("torch."): bits for dtype, bits in BITS.items()}
+KINDS = {str(dtype).removeprefix("torch."): bits for dtype, bits in BITS.items() if dtype.itemsize < 8}
 CONVERSIONS = {
     "float32 to bfloat16": ("float32", read_loops.FROM_FLOAT32),
     "float16 to bfloat16": ("float16", read_loops.FROM_FLOAT16),

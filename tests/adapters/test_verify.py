@@ -21,7 +21,7 @@ from tests.adapters.tiny import HIDDEN, edit_tensors, geometry, inspect, make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_good_weights_pass(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
     make(tmp_path, r=5)
     edit_tensors(tmp_path, lambda tensors: {name: t.to(stored) for name, t in tensors.items()})

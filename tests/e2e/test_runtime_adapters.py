@@ -254,8 +254,8 @@ def test_weights_that_are_no_numbers_are_400(server: Server, adapters: Path, fol
     assert server.text(model="german")
 
 
-@pytest.mark.parametrize("name", ["a/b", " ", "x\ny", "\x00"])
-def test_a_name_that_could_not_be_a_folders_is_400(server: Server, adapters: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [" ", "x\ny", "\x00"])
+def test_a_name_that_is_not_printable_is_400(server: Server, adapters: Path, name: str) -> None:
     assert_error(server.load(name, adapters / "german"), 400, "lora_name")
 
 

@@ -103,6 +103,31 @@ def test_rope_spellings_agree(tmp_path: Path) -> None:
     assert old.rope == new.rope == RopeConfig(kind="linear", theta=5e5, factor=2)
 
 
+@pytest.mark.parametrize(
+    ("rope", "context", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"type": "yarn", "factor": 2.5, "original_max_position_embeddings": 20}, 50, 64),
+        ({"type": "yarn", "factor": 4.0}, 256, 256),
+        ({"type": "yarn", "factor": None, "original_max_position_embeddings": 16}, 64, 64),
+        ({"type": "linear", "factor": 4}, 64, 256),
+        ({"type": "linear", "factor": 0.5}, 64, 64),
+        ({"type": "dynamic", "factor": 4.0}, 64, 64),
+        (
+            {"type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
+            | {"original_max_position_embeddings": 8},
+            64,
+            64,
+        ),
+        (None, 64, 64),
+    ],
+    ids=str,
+)
+def test_how_long_contexts_may_be(rope: object, context: int, longest: int, tmp_path: Path) -> None:
+    config = read(tmp_path, **LLAMA, max_position_embeddings=64, rope_scaling=rope)
+    assert (config.context, config.longest_context) == (context, longest)
+
+
 def test_original_context_of_rope_beside_it_wins(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     config = read(tmp_path, **LLAMA, rope_scaling=yarn, original_max_position_embeddings=128)
@@ -167,7 +192,7 @@ def test_refused_models(tmp_path: Path) -> None:
     assert "'tanh'" in refused(tmp_path, **opt, activation_function="tanh")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["proportional", "su", "mrope"])
 def test_refused_rope_types(kind: str, tmp_path: Path) -> None:
     assert repr(kind) in refused(tmp_path, **LLAMA, rope_scaling={"type": kind, "factor": 2.0})
     assert repr(kind) in refused(tmp_path, **LLAMA, rope_parameters={"rope_type": kind})
@@ -185,6 +210,10 @@ def test_refused_rope_settings(tmp_path: Path) -> None:
     assert "partial_rotary_factor" in refused(
         tmp_path, **LLAMA, rope_parameters={"partial_rotary_factor": 0.25}
     )
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0] * 63}
+    assert "long_factor must be a list of 64 numbers" in refused(tmp_path, **LLAMA, rope_parameters=longrope)
+    longrope["long_factor"] = [1.0] * 63 + [0]
+    assert "long_factor must be above 0" in refused(tmp_path, **LLAMA, rope_parameters=longrope)
     nested = {"full_attention": {"rope_type": "default"}}
     assert "full_attention" in refused(tmp_path, **QWEN2, rope_parameters=nested)
     assert "rope_theta" in refused(tmp_path, **LLAMA, rope_theta=0)

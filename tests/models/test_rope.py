@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.1},
     "qwen yarn": YARN,
     "yarn, implied factor": YARN | {"factor": None},
     "yarn, given attention factor": YARN | {"attention_factor": 0.9},
@@ -51,3 +52,27 @@ def test_tables_equal_transformers(name: str, head_dim: int, tmp_path: Path) -> 
     their_cos, their_sin = theirs(torch.zeros(1), torch.arange(9000)[None])
     assert torch.equal(cos, their_cos[0, :, : head_dim // 2])
     assert torch.equal(sin, their_sin[0, :, : head_dim // 2])
+
+
+@pytest.mark.parametrize("given", [{}, {"factor": 40.0}, {"attention_factor": 0.7}, {"factor": 0.5}], ids=str)
+def test_longrope_has_a_table_for_short_contexts_and_one_for_long_ones(
+    given: dict[str, float], tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + 0.01 * number for number in range(48)],
+        "long_factor": [1.0 + 1.3 * number for number in range(48)],
+        **given,
+    }
+    sizes = {"hidden_size": 192, "num_attention_heads": 2, "max_position_embeddings": 131072}
+    raw = {"architectures": ["LlamaForCausalLM"], "rope_parameters": rope, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    assert config.long_from == 4096
+    tables = rope_tables(config, 9000, torch.device("cpu"))
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(rope_parameters=dict(rope), **sizes))
+    for first, count in ((0, 4096), (4096, 9000)):
+        for ours, their in zip(tables, theirs(torch.zeros(1), torch.arange(count)[None]), strict=True):
+            assert torch.equal(ours[first : first + count], their[0, :, :48])

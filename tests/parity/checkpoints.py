@@ -63,6 +63,30 @@ OF_RANKS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 """For engines of several ranks, which heads must come out even among. With biases, and sizes that do not."""
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 4.0, 9.0, 14.0, 20.0],
+    "original_max_position_embeddings": 32,
+}
+
+
+def _scaled(config_class: type, **rope: Any) -> tuple[type, dict[str, Any]]:
+    parameters = {"rope_theta": 500.0, **rope}
+    return config_class, _LONG | _MAIN | {"max_position_embeddings": 64, "rope_parameters": parameters}
+
+
+SCALED: dict[str, tuple[type, dict[str, Any]]] = {
+    "yarn": _scaled(
+        transformers.Qwen2Config, rope_type="yarn", factor=4.0, original_max_position_embeddings=64
+    ),
+    "linear": _scaled(transformers.LlamaConfig, rope_type="linear", factor=4.0),
+    "dynamic": _scaled(transformers.LlamaConfig, rope_type="dynamic", factor=4.0),
+    "longrope": _scaled(transformers.LlamaConfig, **_LONGROPE),
+    "longrope-factor": _scaled(transformers.MistralConfig, **_LONGROPE, attention_factor=1.3, factor=4.0),
+}
+"""Rotary positions that are scaled for contexts longer than those of the training."""
+
 _WITH_EVERY_KIND = (
     *OF_RANKS,
     "llama-main",
@@ -131,10 +155,10 @@ def every_kind(family: str) -> dict[str, dict[str, Any]]:
             "r": 4,
             "target_modules": modules.all,
             "rank_pattern": {first: 2, rf"layers.1.*{last}": 11},
-            "alpha_pattern": {first: 7, last: 3.5},
+            "alpha_pattern": {rf"(?i:\b{first.upper()})": 7, last: 3.5},
         },
         "one-layer": {"r": 6, "target_modules": modules.all, "layers_to_transform": [1], "lora_alpha": 18},
-        "regex": {"r": 7, "target_modules": rf".*layers\.[01]\..*({first}|{last})", "lora_alpha": 14},
+        "regex": {"r": 7, "target_modules": rf"(?!vision).*layers\.[01]\..*\b({first}|{last})", "lora_alpha": 14},
         "all-linear": {"r": 1, "target_modules": "all-linear", "lora_alpha": 3},
         "float16": {"r": 9, "target_modules": (first, last), "lora_alpha": 18, "dtype": torch.float16},
     }
@@ -187,7 +211,7 @@ def _convert(path: Path, dtype: torch.dtype) -> None:
 
 def _random_model(family: str) -> Any:
     """float32, every tensor random (norms and biases too)."""
-    config_class, settings = (FAMILIES | OF_RANKS)[family]
+    config_class, settings = (FAMILIES | OF_RANKS | SCALED)[family]
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32)
     with torch.no_grad():

@@ -77,6 +77,7 @@ class DeviceModel:
         self, page_tokens: int, most_steps: int = 1, corrects: bool = False, steps_wait: bool = False
     ) -> None:
         self.page_tokens = page_tokens
+        self.long_from: int | None = None  # what ``PolicyConfig`` says
         self.most_steps = most_steps
         self.corrects = corrects
         self.steps_wait = steps_wait
@@ -351,7 +352,11 @@ class DeviceModel:
                 sequence.pages.append(page)
             else:
                 sequence.pages[index] = page
-        value = hash(sequence.start.adapter)
+        first_row = sequence.start.first_rotary_row
+        if self.long_from is not None:
+            is_long = start + num_tokens > self.long_from
+            assert first_row == (self.long_from if is_long or len(sequence.start.tokens) > self.long_from else 0)
+        value = hash((sequence.start.adapter, first_row))
         for position, token in enumerate(sequence.tokens[: start + num_tokens]):
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
             value = hash((value, token))  # of all so far: tuples of them would take the square of the memory

@@ -105,6 +105,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         queue=st.sampled_from([{}] * len(QUEUES) + QUEUES),
         max_prefills=st.sampled_from([None, None, 1, 2]),
         kept_share=st.sampled_from([0.1, 0.5, 1.0]),
+        long_from=st.sampled_from([None, None, 5, 8, 13]),
     )
     def start(
         self,
@@ -123,6 +124,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         queue: dict[str, Any],
         max_prefills: int | None,
         kept_share: float,
+        long_from: int | None,
     ) -> None:
         cache = CacheConfig(
             policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, low_mark=low_mark, high_mark=high_mark
@@ -143,6 +145,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             QueueConfig(**queue),
             max_prefills_per_step=max_prefills,
             kept_share=kept_share,
+            long_from=long_from,
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
 
@@ -154,6 +157,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.timer: float | None = None
         self.ready: set[str] = set()
         self.device = device
+        device.long_from = config.long_from
         self.now = 0.0
         self.ids = itertools.count()
         self.requests: dict[str, Request] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from manylora.server import adapters
 from manylora.server.app import create_app
 from manylora.server.settings import ServerSettings
 from manylora.text.model_text import ModelText
@@ -161,6 +163,81 @@ def test_relative_paths_and_links_inside(
 
     assert run(engine, tokenizer, scenario, adapter_dir=folder).status_code == 200
     assert Path(engine.cards["x"].path).parent.is_relative_to(folder)
+
+
+def test_a_run_and_its_checkpoints_are_loaded_by_the_names_of_the_start(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path
+) -> None:
+    """``folder`` is the run, which the start would name by its own name."""
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for name, path in ((folder.name, folder), (f"{folder.name}/good", folder / "good")):
+            assert (await client.post(LOAD, json={"lora_name": name, "lora_path": name})).status_code == 200
+            assert engine.cards[name].path == str(path)
+            assert (await client.get(f"/v1/models/{name}")).status_code == 200
+            assert (await client.delete(f"/v1/loras/{name}")).status_code == 200
+        outside = {"lora_name": "x", "lora_path": f"{folder.name}/../../secret"}
+        assert (await client.post(LOAD, json=outside)).status_code == 403
+
+    for link in ("out", "circle"):
+        (folder / link).unlink()
+    run(engine, tokenizer, scenario, adapter_dir=folder)
+
+
+def test_a_folder_of_too_many_files(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        return await client.post(LOAD, json={"lora_name": "x", "lora_path": "good"})
+
+    monkeypatch.setattr(adapters, "_MOST_ENTRIES", 3)
+    for number in range(4):
+        assert run(engine, tokenizer, scenario, adapter_dir=folder).status_code == 200
+        (folder / "good" / str(number)).write_text("")
+        engine.cards.clear()
+    refused = run(engine, tokenizer, scenario, adapter_dir=folder)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_path")
+
+
+def test_a_folder_that_hangs_holds_up_nobody_and_has_a_deadline(
+    engine: FakeEngine, tokenizer: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back = threading.Event()
+
+    def hang(*arguments: Any) -> None:
+        assert is_back.wait(60)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        loading = asyncio.create_task(client.post(LOAD, json={"lora_name": "x", "lora_path": "good"}))
+        await asyncio.sleep(0)
+        assert (await client.get("/v1/models")).status_code == 200
+        refused = await loading
+        assert refused.status_code == 503
+        assert "does not answer" in refused.json()["error"]["message"]
+        is_back.set()
+
+    monkeypatch.setattr(adapters, "_check_entries", hang)
+    monkeypatch.setattr(adapters, "_LOOK_S", 0.05)
+    run(engine, tokenizer, scenario, adapter_dir=folder)
+    assert not engine.cards
+
+
+def test_callers_take_turns_to_load(engine: FakeEngine, tokenizer: Tokenizer, folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        def load(name: str, key: str) -> asyncio.Task[httpx.Response]:
+            body, headers = {"lora_name": name, "lora_path": "good"}, {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(client.post(LOAD, json=body, headers=headers))
+
+        engine.holds_loads = True
+        many = [load(f"a{number}", "one") for number in range(10)]
+        await until(lambda: len(engine.loads) == 2)
+        other = load("b", "two")
+        await until(lambda: "b" in engine.loads)
+        assert engine.loads == ["a0", "a1", "b"]
+        engine.holds_loads = False
+        assert {answer.status_code for answer in await asyncio.gather(other, *many)} == {200}
+
+    run(engine, tokenizer, scenario, adapter_dir=folder, api_keys=("one", "two"))
 
 
 REFUSED = [

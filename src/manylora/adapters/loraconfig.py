@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from manylora.adapters.patterns import NamePatterns
-from manylora.adapters.tensorfile import stamp_of
+from manylora.adapters.patterns import Patterns, first_matches
+from manylora.adapters.tensorfile import shown, stamp_of
 from manylora.protocol import AdapterError
 
 LARGEST_CONFIG_BYTES = 2**20
 """One that names every module of a 126-layer model three times takes 0.1 MiB."""
 
-_MOST_LAYERS_NAMES = 20
-_LAYERS_NAME = re.compile(r"[\w.]{1,200}")
+_MOST_SHOWN_KEYS = 8
 
 _REFUSED = {
     "use_dora": "DoRA (use_dora) is not supported",
@@ -66,65 +64,83 @@ _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 
 
+class Module(NamedTuple):
+    """What PEFT makes of a module: whether it is adapted, at which rank and with which alpha."""
+
+    is_target: bool
+    rank: int
+    alpha: float
+
+
 @dataclasses.dataclass(frozen=True)
 class LoraSettings:
     """A checked adapter_config.json.
 
     ``target_modules``, ``exclude_modules``: names, or one regex; None: all, and none. ``rank_pattern``,
     ``alpha_pattern``: in the file's order, of which the first match counts, over the whole module name or a dotted
-    end of it. ``layers_patterns``: each finds a layer's number in a module's name, as ``idx``.
+    end of it. ``layers_pattern``: names or regexes of lists of layers. ``warnings``: what is served all the same.
     """
 
     base_model: str | None
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: NamePatterns[int]
-    alpha_pattern: NamePatterns[float]
-    target_modules: _Modules | None
-    exclude_modules: _Modules | None
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    target_modules: str | frozenset[str] | None
+    exclude_modules: str | frozenset[str] | None
     layers_to_transform: frozenset[int]
-    layers_patterns: tuple[re.Pattern[str], ...]
+    layers_pattern: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
-    def rank(self, module: str) -> int:
-        """The rank that PEFT gives a module ("model.layers.0.self_attn.q_proj")."""
-        return self.rank_pattern.get(module, self.r)
+    def modules(self, names: Sequence[str]) -> list[Module]:
+        """What PEFT makes of each module ("model.layers.0.self_attn.q_proj"). Raises AdapterError where one of the
+        regular expressions is none, or takes too long."""
+        ends = r"(.*\.)?({})$"
+        layers = Patterns("layers_pattern", self.layers_pattern, "match", r"(?:^|.*?\.){}\.(?P<idx>\d+)\.")
+        if not self.layers_pattern:
+            layers = Patterns("layers_pattern", ("",), "match", r".*?\.[^.]*\.(?P<idx>\d+)\.")
+        matches = first_matches(
+            (
+                Patterns("target_modules", _expressions(self.target_modules)),
+                Patterns("exclude_modules", _expressions(self.exclude_modules)),
+                Patterns("rank_pattern", tuple(self.rank_pattern), "match", ends),
+                Patterns("alpha_pattern", tuple(self.alpha_pattern), "match", ends),
+                layers if self.layers_to_transform else layers._replace(expressions=()),
+            ),
+            tuple(names),
+        )
+        ranks, alphas = list(self.rank_pattern.values()), list(self.alpha_pattern.values())
+        return [
+            Module(
+                self._targets(name, target is not None, excluded is not None, layer and layer[1]),
+                self.r if rank is None else ranks[rank[0]],
+                self.lora_alpha if alpha is None else alphas[alpha[0]],
+            )
+            for name, target, excluded, rank, alpha, layer in zip(names, *matches, strict=True)
+        ]
 
-    def scale(self, module: str, rank: int) -> float:
-        """What (x A) B is multiplied by, for a module of this rank."""
-        alpha = self.alpha_pattern.get(module, self.lora_alpha)
+    def scale(self, alpha: float, rank: int) -> float:
+        """What (x A) B is multiplied by."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
-    def targets(self, module: str) -> bool:
-        """Whether PEFT would adapt this module; True for all when the file names no targets."""
-        if self.exclude_modules is not None and _are_meant(self.exclude_modules, module):
+    def _targets(self, name: str, is_matched: bool, is_excluded: bool, layer: str | None) -> bool:
+        """``is_matched``, ``is_excluded``: by a regex; ``layer``: the number in the name, where it matters."""
+        if is_excluded or (isinstance(self.exclude_modules, frozenset) and _is_end(self.exclude_modules, name)):
             return False
-        if self.target_modules is None:
-            return True
         if not isinstance(self.target_modules, frozenset):
-            return self.target_modules.get(module, False)
-        if module in self.target_modules:
-            return True
-        return _are_meant(self.target_modules, module) and self._transforms(module)
-
-    def _transforms(self, module: str) -> bool:
-        if not self.layers_to_transform:
-            return True
-        for pattern in self.layers_patterns:
-            match = pattern.match(module)
-            if match:
-                return int(match["idx"]) in self.layers_to_transform
-        return False
+            return is_matched or self.target_modules is None
+        if name in self.target_modules or not self.layers_to_transform:
+            return _is_end(self.target_modules, name)
+        return layer is not None and int(layer) in self.layers_to_transform and _is_end(self.target_modules, name)
 
 
-_Modules = NamePatterns[bool] | frozenset[str]
-"""A regex, or names."""
+def _expressions(modules: str | frozenset[str] | None) -> tuple[str, ...]:
+    return (modules,) if isinstance(modules, str) else ()
 
 
-def _are_meant(wanted: _Modules, module: str) -> bool:
-    """Of names: whether one is the module's, or a dotted end of it."""
-    if not isinstance(wanted, frozenset):
-        return wanted.get(module, False)
+def _is_end(wanted: frozenset[str], module: str) -> bool:
+    """Whether one is the module's name, or a dotted end of it."""
     parts = module.split(".")
     return any(".".join(parts[first:]) in wanted for first in range(len(parts)))
 
@@ -137,18 +153,18 @@ def read_config(path: Path) -> LoraSettings:
             raw = file.read(LARGEST_CONFIG_BYTES + 1)
         if len(raw) > LARGEST_CONFIG_BYTES:
             raise AdapterError(f"{path.name} is larger than {LARGEST_CONFIG_BYTES} bytes")
-        config = json.loads(raw.decode("utf-8"))
+        config = json.loads(raw.decode("utf-8-sig"))
     except OSError as error:
         raise AdapterError(f"cannot read {path.name}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{path.name} is not a JSON object")
-    _refuse_unsupported(config)
-    return _settings(config)
+    return dataclasses.replace(_settings(config), warnings=_warnings(config))
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
+def _warnings(config: dict[str, Any]) -> tuple[str, ...]:
+    """Refuse what is unsupported; what is unknown, and may be a note, is left out and named."""
     peft_type = config.get("peft_type")
     if peft_type != "LORA":
         raise AdapterError(f"peft_type {str(peft_type)[:60]!r} is not supported, only 'LORA'")
@@ -158,12 +174,15 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
     if config.get("bias", "none") not in ("none", None):
         raise AdapterError(f"bias {str(config['bias'])[:60]!r} is not supported, only 'none'")
     _refuse_initialisation(config.get("init_lora_weights"))
-    for key in config.keys() - _REFUSED.keys() - _WITHOUT_EFFECT - _HONOURED:
-        value = config[key]
-        # A later PEFT's numbers tune a feature that something else switches on (qalora_group_size is one),
-        # and they come with non-zero defaults; a switch, a list, a mapping or a name may be that something.
-        if value and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise AdapterError(f"setting {str(key)[:60]!r} is unknown and may change the result")
+    unknown = [key for key in config if key not in _REFUSED.keys() | _WITHOUT_EFFECT | _HONOURED and config[key]]
+    for key in unknown:
+        if config[key] is True:
+            raise AdapterError(f"setting {key[:60]!r} is unknown and may change the result")
+    if not unknown:
+        return ()
+    named = ", ".join(shown(repr(key[:60])) for key in unknown[:_MOST_SHOWN_KEYS])
+    more = f" and {len(unknown) - _MOST_SHOWN_KEYS} more" if len(unknown) > _MOST_SHOWN_KEYS else ""
+    return (f"unknown settings of adapter_config.json are ignored: {named}{more}",)
 
 
 def _refuse_initialisation(init: Any) -> None:
@@ -194,7 +213,7 @@ def _settings(config: dict[str, Any]) -> LoraSettings:
         target_modules=_modules(config, "target_modules"),
         exclude_modules=_modules(config, "exclude_modules"),
         layers_to_transform=_layers(layers),
-        layers_patterns=_layers_patterns(config.get("layers_pattern")),
+        layers_pattern=_layers_pattern(config.get("layers_pattern")),
     )
 
 
@@ -219,14 +238,14 @@ def _alpha(value: Any, key: str) -> float:
 
 def _patterns(
     config: dict[str, Any], key: str, checked: Callable[[Any, str], _Number]
-) -> NamePatterns[_Number]:
+) -> dict[str, _Number]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"{key} must be a mapping")
-    return NamePatterns({p: checked(value, key) for p, value in patterns.items()}, key, ends=True)
+    return {pattern: checked(value, key) for pattern, value in patterns.items()}
 
 
-def _modules(config: dict[str, Any], key: str) -> _Modules | None:
+def _modules(config: dict[str, Any], key: str) -> str | frozenset[str] | None:
     value = config.get(key)
     if value is None:
         return None
@@ -234,7 +253,7 @@ def _modules(config: dict[str, Any], key: str) -> _Modules | None:
         # PEFT looks for this name among targets only, and takes no empty exclusion for one.
         if key == "target_modules" and value.lower() == "all-linear":
             return None
-        return NamePatterns({value: True}, key) if value or key == "target_modules" else None
+        return value if value or key == "target_modules" else None
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return frozenset(value)
     raise AdapterError(f"{key} must be a string or a list of strings")
@@ -247,16 +266,8 @@ def _layers(value: Any) -> frozenset[int]:
     raise AdapterError("layers_to_transform must be an integer or a list of integers")
 
 
-def _layers_patterns(value: Any) -> tuple[re.Pattern[str], ...]:
-    """Of names of lists of layers, such as "layers": ``re`` finds these at once, which it would not any regex."""
-    names = [value] if isinstance(value, str) else value or []
+def _layers_pattern(value: Any) -> tuple[str, ...]:
+    names = [value] if value and isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise AdapterError("layers_pattern must be a string or a list of strings")
-    names = [name for name in names if name]
-    if len(names) > _MOST_LAYERS_NAMES:
-        raise AdapterError(f"layers_pattern holds over {_MOST_LAYERS_NAMES} names")
-    for name in names:
-        if not _LAYERS_NAME.fullmatch(name):
-            raise AdapterError(f"layers_pattern: {name[:60]!r} is not a name of layers, such as 'layers'")
-    patterns = [rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\." for name in names]
-    return tuple(map(re.compile, patterns or [r".*?\.[^.]*\.(?P<idx>\d+)\."]))
+    return tuple(names)

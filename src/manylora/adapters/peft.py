@@ -1,8 +1,8 @@
 """A PEFT adapter folder: what it adapts, at which ranks and scales, and whether it fits the base model.
 
-Reads adapter_config.json and the *header* of adapter_model.safetensors, never the weights. The tensors in
-the file are the truth for what is adapted and at what rank; the configuration must agree with them. Knows
-nothing of pages. No torch here.
+Reads adapter_config.json, the *header* of adapter_model.safetensors, and a few samples of the weights. The
+tensors in the file are the truth for what is adapted and at what rank; the configuration must agree with them.
+Knows nothing of pages. No torch here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal
 import msgspec
 
 from manylora.adapters.faults import adapters_fault
-from manylora.adapters.loraconfig import LoraSettings, read_config
-from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, shown, stamp_of
+from manylora.adapters.loraconfig import Module, read_config
+from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, sampled_digest, shown, stamp_of
 from manylora.adapters.textcheck import TextCheck
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol import AdapterError
@@ -56,7 +56,7 @@ class AdapterSpec:
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (order of AdapterGeometry.projections) in layer l; rank 0
     and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files when inspected.
-    ``warnings``: what is served otherwise than its maker may expect.
+    ``digest``: their ``sampled_digest``. ``warnings``: what is served otherwise than its maker may expect.
     """
 
     path: str
@@ -72,6 +72,7 @@ class AdapterSpec:
     layer_prefix: str
     key_prefix: str
     key_infix: str
+    digest: str = ""
     warnings: tuple[str, ...] = ()
 
     def tensor_name(self, layer: int, projection: Projection, side: Side) -> str:
@@ -136,12 +137,13 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
     _refuse_unknown_modules(modules, known, geometry, layer_prefix)
     ranks = [[0] * geometry.page.layers for _ in geometry.projections]
     scales = [[0.0] * geometry.page.layers for _ in geometry.projections]
-    for module, (layer, index, projection) in known.items():
-        if module in modules:
-            rank = _checked_rank(module, modules[module], projection, tensors)
-            _check_settings(settings, module, rank)
-            ranks[index][layer] = rank
-            scales[index][layer] = settings.scale(module, rank)
+    adapted = [module for module in known if module in modules]
+    checked = {name: _checked_rank(name, modules[name], known[name][2], tensors) for name in adapted}
+    for module, stated in zip(adapted, settings.modules(adapted)):
+        (layer, index, _), rank = known[module], checked[module]
+        _check_settings(stated, module, rank)
+        ranks[index][layer] = rank
+        scales[index][layer] = settings.scale(stated.alpha, rank)
     return AdapterSpec(
         path=os.path.abspath(path),
         base_model=settings.base_model,
@@ -156,6 +158,8 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
         layer_prefix=layer_prefix,
         key_prefix=key_prefix,
         key_infix=key_infix,
+        digest=sampled_digest(config_path, weights_path, tensors),
+        warnings=settings.warnings,
     )
 
 
@@ -295,13 +299,12 @@ def _checked_rank(
     return rank
 
 
-def _check_settings(settings: LoraSettings, module: str, rank: int) -> None:
+def _check_settings(stated: Module, name: str, rank: int) -> None:
     """The configuration names this module and gives it this rank; PEFT would else compute something else."""
-    if not settings.targets(module):
-        raise AdapterError(f"the adapter has tensors for {module}, which its {CONFIG_NAME} does not target")
-    stated = settings.rank(module)
-    if stated != rank:
-        raise AdapterError(f"{module} has rank {rank} by its tensors, {stated} by {CONFIG_NAME}")
+    if not stated.is_target:
+        raise AdapterError(f"the adapter has tensors for {name}, which its {CONFIG_NAME} does not target")
+    if stated.rank != rank:
+        raise AdapterError(f"{name} has rank {rank} by its tensors, {stated.rank} by {CONFIG_NAME}")
 
 
 def _shared_rows(rows: Any) -> tuple[tuple[Any, ...], ...]:

@@ -37,11 +37,11 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "scaling": "lora_alpha / sqrt(r)" if spec.use_rslora else "lora_alpha / r",
         "scales": scales,
         "dtype": spec.dtype,
+        "warnings": list(spec.warnings),
         "file_bytes": spec.weights.size_bytes,
         "pages": layout.num_pages,
         "pool_bytes": pool_bytes,
         "slack": 1.0 - held * geometry.itemsize / pool_bytes,
-        "warnings": list(spec.warnings),
     }
 
 

@@ -1,4 +1,4 @@
-"""Where adapters come from: folders under a root.
+"""Where adapters come from: a folder of them, a training run with its checkpoints, or a cache of the hub.
 
 Does not look inside an adapter.
 """
@@ -13,30 +13,62 @@ from manylora.adapters.peft import CONFIG_NAME
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault
 
+_CHECKPOINT = "checkpoint-"
+_HUB_MODEL = "models--"
+
 _log = logging.getLogger(__name__)
 
 
 def discover(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every subfolder that holds an adapter's configuration or weights, by name.
+    """(name, path) of every adapter in ``folder``, by the order of the folders' names.
 
-    One without the other is listed as well: inspecting it says what is missing. A subfolder whose name
-    cannot be an adapter's is skipped with a warning. Raises AdapterError (404) when ``folder`` is not a
-    folder.
+    An adapter is a subfolder that holds a configuration or weights; one without the other is listed as well, since
+    inspecting it says what is missing. ``folder`` itself may be one: it has its own name, and its checkpoints have
+    that before theirs. A repository of a hub cache ("models--ORG--NAME") is "ORG/NAME", at the revision of its
+    refs/main, or at the only one. What cannot name an adapter is skipped with a warning; that there is none at all
+    is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise AdapterError(f"no folder of adapters {folder}", status=404) from error
-    found = []
+    own = os.path.basename(os.path.abspath(folder)) if _is_meant_as_adapter(folder) else None
+    candidates = [] if own is None else [(own, folder)]
     for name in names:
         path = folder / name
-        if not _is_meant_as_adapter(path):
-            continue
+        if name.startswith(_HUB_MODEL):
+            name, path = name.removeprefix(_HUB_MODEL).replace("--", "/"), _snapshot(path)
+        elif own is not None and name.startswith(_CHECKPOINT):
+            name = f"{own}/{name}"
+        if _is_meant_as_adapter(path):
+            candidates.append((name, path))
+    found = []
+    for name, path in candidates:
         if fault := adapter_name_fault(name):
             _log.warning("skipped the folder %r: it cannot name an adapter, for a name %s", str(path), fault)
         else:
             found.append((name, path))
+    if not candidates:
+        _log.warning(
+            "no adapter was found in %s: %s or adapter_model.* was looked for in it, in its subfolders, and in "
+            "%s*/snapshots/* of a hub cache",
+            folder, CONFIG_NAME, _HUB_MODEL,
+        )  # fmt: skip
     return found
+
+
+def _snapshot(repository: Path) -> Path:
+    """The folder of the revision that is served; the repository's own where there is none, or no one to choose."""
+    try:
+        revisions = os.listdir(repository / "snapshots")
+        main = repository / "refs" / "main"
+        chosen = [main.read_text().strip()] if main.is_file() else revisions
+    except (OSError, ValueError):
+        return repository
+    if len(chosen) == 1 and chosen[0] in revisions:
+        return repository / "snapshots" / chosen[0]
+    _log.warning("skipped %r: its refs/main names none of its snapshots", str(repository))
+    return repository
 
 
 def _is_meant_as_adapter(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SERIAL_ELEMENTS = 16384
 """torch copies so few elements in the calling thread."""
@@ -27,6 +27,7 @@ class BitPattern:
 
 
 BITS = {
+    torch.float64: BitPattern(np.dtype(np.uint64), np.dtype(np.int64), 0x7FF << 52, 0xFFF << 52),
     torch.float32: BitPattern(np.dtype(np.uint32), np.dtype(np.int32), 0x7F800000, 0xFF800000),
     torch.float16: BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7C00, 0xFC00),
     torch.bfloat16: BitPattern(np.dtype(np.uint16), np.dtype(np.int16), 0x7F80, 0xFF80),

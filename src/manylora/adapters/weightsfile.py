@@ -13,7 +13,7 @@ from pathlib import Path
 
 from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.peft import IGNORED_TENSORS, AdapterSpec, Side, adapter_files
-from manylora.adapters.tensorfile import StoredTensor, read_header, stamp_of
+from manylora.adapters.tensorfile import StoredTensor, read_header, sampled_digest, stamp_of
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
@@ -53,8 +53,9 @@ class AdapterWeights:
 def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[AdapterWeights]:
     """Raises FilesChanged, on leaving too: bytes replaced while they were read are not the version that was
     inspected. Raises WrongInspection, and AdapterError for a file that cannot be read."""
-    _, weights_path = unchanged_files(spec)
+    config_path, weights_path = unchanged_files(spec)
     header = read_header(weights_path)
+    _compare(spec, config_path, weights_path, header)
     try:
         file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below; what follows has its own errors)
     except OSError as error:
@@ -62,6 +63,13 @@ def open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[Adapt
     with file:
         yield AdapterWeights(spec, geometry, header, file)
     unchanged_files(spec)
+    _compare(spec, config_path, weights_path, header)
+
+
+def _compare(spec: AdapterSpec, config: Path, weights: Path, header: dict[str, StoredTensor]) -> None:
+    """Raises FilesChanged where others lie there, though of the same sizes and times."""
+    if spec.digest and sampled_digest(config, weights, header) != spec.digest:
+        raise FilesChanged("the adapter's files have changed since it was added; add it again")
 
 
 def unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:

@@ -109,6 +109,8 @@ class PolicyConfig(Section):
     max_prefills_per_step: Positive | None = None
     """Prompts of which one step computes a part. None: as many as its tokens allow."""
     cold_start: ColdStartConfig = ColdStartConfig()
+    long_from: Positive | None = None
+    """A sequence of more tokens has other keys (longrope): its KV is computed anew, and shared with such alone."""
     kept_share: Annotated[float, at_least(0), at_most(1)] = KEPT_SHARE
     """Of the device's pages: what copies that a router wants kept may take."""
 

@@ -135,6 +135,11 @@ def _planned(settings: EngineSettings) -> _Plan:
     # No pool can be larger than what is free before the weights are there.
     most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
     limits = policy_limits(settings, config, kind, page, most_pages)
+    if config.longest_context > config.max_position_embeddings:
+        _log.info(
+            "contexts have up to %d tokens, and with --max-model-len up to %d (max_position_embeddings %d)",
+            limits.max_model_len, config.longest_context, config.max_position_embeddings,
+        )  # fmt: skip
     is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits, is_small)
 

@@ -24,7 +24,8 @@ from manylora.types import AdapterId
 class StepInputs:
     """One step of T tokens, M of whose rows draw.
 
-    ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's pending tokens. ``positions``,
+    ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's pending tokens. ``positions`` (as
+    rows of the rotary tables),
     ``slots`` int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``pending_index`` int64
     [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
     the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
@@ -49,7 +50,8 @@ class _Layout:
     """A batch without its positions, for a composition and a version of the adapters' tables.
 
     By row, in batch order: ``order`` (which row of the step), ``slots`` in the table, ``counts`` of tokens. By
-    token: its row's place in the batch (``row``) and slot, and its own place ``inside`` the row.
+    token: its row's place in the batch (``row``) and slot, its own place ``inside`` the row, and the row of the
+    rotary tables where its sequence's begin (``rotary``).
     """
 
     composition: Composition
@@ -60,6 +62,7 @@ class _Layout:
     row: np.ndarray
     token_slots: np.ndarray
     inside: np.ndarray
+    rotary: np.ndarray
     query_start: np.ndarray
     sample_index: np.ndarray
     pending_index: np.ndarray
@@ -97,7 +100,7 @@ class InputBuilder:
         width = -(-int(ends.max()) // page_tokens)
         return StepInputs(
             token_ids=table.tokens[layout.token_slots, positions].astype(np.int64),
-            positions=positions,
+            positions=positions + layout.rotary,
             slots=table.pages[layout.token_slots, page].astype(np.int64) * page_tokens + offset,
             sample_index=layout.sample_index,
             pending_index=layout.pending_index,
@@ -144,6 +147,7 @@ class InputBuilder:
             row=row,
             token_slots=slots[row],
             inside=np.arange(len(row)) - first[row],
+            rotary=self._sequences.rotary[slots[row]],
             query_start=np.concatenate((first[:1], ends)).astype(np.int32),
             sample_index=ends[drawing] - 1,
             pending_index=slots[drawing] + 1,

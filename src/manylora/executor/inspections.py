@@ -78,9 +78,9 @@ class Inspections:
 
         def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
-            for warning in spec.warnings:
-                _log.warning("adapter %d (%s): %s", command.adapter, command.path, warning)
             self.learn(command.adapter, spec)
+            for warning in spec.warnings:
+                _log.warning("adapter in %s: %s", spec.path, warning)
             return self._found(command.adapter, spec)
 
         return _checked(command.adapter, inspect)

@@ -98,7 +98,8 @@ class SequenceTable:
     ``tokens`` int32 [slots, width]: prompt and generated; a token that has been sampled but is not known yet is
     -i, where i is the slot's entry among the device's pending tokens (slot + 1). ``lengths`` int64 [slots]: how
     many tokens there are, pending ones included. ``pages`` int32 [slots, width]: page tables; entries past a
-    sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``greedy`` bool [slots]: ``is_greedy`` of
+    sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``rotary`` int64 [slots]: the row of the
+    rotary tables of a sequence's position 0. ``greedy`` bool [slots]: ``is_greedy`` of
     its parameters. ``owners`` int64 [slots]: a number of the slot's sequence, never given twice; 0 in a free slot.
     The arrays are replaced when they grow: read them anew every step.
     """
@@ -111,6 +112,7 @@ class SequenceTable:
         self.adapters: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self.lengths: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self.greedy: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.bool_)
+        self.rotary: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self.owners: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self._num_started = 0
         self._composition: Composition | None = None
@@ -135,6 +137,7 @@ class SequenceTable:
         self.pages[slot, : len(start.pages)] = start.pages
         self.adapters[slot] = start.adapter
         self.lengths[slot] = len(tokens)
+        self.rotary[slot] = start.first_rotary_row
         params = start.params
         self.greedy[slot] = is_greedy(params)
         self._num_started += 1
@@ -237,6 +240,7 @@ class SequenceTable:
         self.adapters = _doubled(self.adapters)
         self.lengths = _doubled(self.lengths)
         self.greedy = _doubled(self.greedy)
+        self.rotary = _doubled(self.rotary)
         self.owners = _doubled(self.owners)
         self._free.extend(range(2 * old - 1, old - 1, -1))
 

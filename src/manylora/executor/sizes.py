@@ -70,6 +70,7 @@ def policy_limits(
         queue=settings.scheduler.queue,
         merge=settings.scheduler.merge,
         cold_start=settings.scheduler.cold_start,
+        long_from=config.long_from,
     )
 
 
@@ -80,10 +81,11 @@ def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: Pag
     """
     in_pool = num_pages * page.page_tokens
     if asked is None:
-        return min(config.max_position_embeddings, in_pool)
-    if asked > config.max_position_embeddings:
+        return min(config.context, in_pool)
+    if asked > config.longest_context:
+        scaling = "" if config.rope is None else f" (rope type {config.rope.kind})"
         raise ConfigError(
-            f"max_model_len {asked} is more than the model's {config.max_position_embeddings} positions"
+            f"max_model_len {asked} is more than the model's {config.longest_context} positions{scaling}"
         )
     if asked > in_pool:
         pages = -(-asked // page.page_tokens)

@@ -71,6 +71,13 @@ class Fields:
     def number_or_none(self, name: str) -> float | None:
         return self.number(name, 0.0) if name in self else None
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many numbers above 0."""
+        value = self._raw.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            self.fail(f"{name} must be a list of {count} numbers")
+        return tuple(Fields({name: each}, self.origin).positive(name) for each in value)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._raw.get(name, default)
         if not isinstance(value, bool):

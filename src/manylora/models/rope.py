@@ -6,6 +6,7 @@ kernels room.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -16,9 +17,10 @@ from manylora.models.spec import ModelConfig, RopeConfig
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), float32 ``[max_positions, head_dim / 2]``, yarn's attention factor multiplied in.
+    """(cos, sin), float32 ``[max_positions, head_dim / 2]``, yarn's or longrope's attention factor multiplied in.
 
-    The config must have rope settings.
+    Of longrope ``config.long_from`` rows for short contexts come before those for long ones. The config must have
+    rope settings.
     """
     rope = config.rope
     if rope is None:
@@ -26,19 +28,30 @@ def rope_tables(
     # On the CPU whatever the device: pow and cos differ in the last bit between devices.
     inverse, attention_factor = _frequencies(rope, config.head_dim, config.max_position_embeddings)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
+    if config.long_from is not None:
+        short = dataclasses.replace(rope, long_factors=rope.short_factors)
+        inverse, _ = _frequencies(short, config.head_dim, config.max_position_embeddings)
+        angles = torch.cat((torch.arange(config.long_from, dtype=torch.float32)[:, None] * inverse, angles))
     return (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
     """(radians per position, float32 ``[head_dim / 2]``; factor for cos and sin)."""
-    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if rope.kind == "yarn":
+    theta = rope.theta
+    if rope.kind == "dynamic" and rope.factor is not None:  # up to its original length; 1 but for rounding
+        scale = rope.factor * max_position_embeddings / max_position_embeddings - (rope.factor - 1)
+        theta *= scale ** (head_dim / (head_dim - 2))
+    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind in ("yarn", "longrope"):
         factor = rope.factor
         if factor is None:
             factor = max_position_embeddings / rope.original_max_positions
-        return _yarn(rope, powers, factor), _yarn_attention_factor(rope, factor)
+        if rope.kind == "yarn":
+            return _yarn(rope, powers, factor), _yarn_attention_factor(rope, factor)
+        inverse = 1.0 / (torch.tensor(rope.long_factors, dtype=torch.float32) * powers)
+        return inverse, _longrope_attention_factor(rope, factor)
     inverse = 1.0 / powers
-    if rope.kind == "default":
+    if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
     if rope.factor is None:
         raise ValueError(f"{rope.kind} rope needs a factor")
@@ -91,3 +104,9 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
+
+
+def _longrope_attention_factor(rope: RopeConfig, factor: float) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(factor) / math.log(rope.original_max_positions)) if factor > 1 else 1.0

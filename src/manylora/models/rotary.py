@@ -93,7 +93,7 @@ def read_rotary(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope=read_rope(fields, max_positions),
+        rope=read_rope(fields, max_positions, head_dim),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
@@ -122,7 +122,7 @@ def _head_dim(
     return head_dim
 
 
-def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
+def read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     """Rope settings in either spelling, with transformers' precedence. Raises ModelError."""
     empty = Fields({}, fields.origin)
     rope = fields.object_or_none("rope_scaling") or fields.object_or_none("rope_parameters") or empty
@@ -142,12 +142,14 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
     config = RopeConfig(kind=cast(RopeKind, kind), theta=theta)
     if kind == "default":
         return config
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return dataclasses.replace(config, factor=rope.positive("factor"))
     place = fields if "original_max_position_embeddings" in fields else rope
     original = place.integer("original_max_position_embeddings", max_positions)
     config = dataclasses.replace(config, original_max_positions=original)
-    return _read_llama3(rope, config) if kind == "llama3" else _read_yarn(rope, config)
+    if kind == "llama3":
+        return _read_llama3(rope, config)
+    return _read_yarn(rope, config) if kind == "yarn" else _read_longrope(rope, config, head_dim // 2)
 
 
 def _read_llama3(rope: Fields, config: RopeConfig) -> RopeConfig:
@@ -169,6 +171,16 @@ def _read_yarn(rope: Fields, config: RopeConfig) -> RopeConfig:
         mscale=rope.number_or_none("mscale"),
         mscale_all_dim=rope.number_or_none("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+    )
+
+
+def _read_longrope(rope: Fields, config: RopeConfig, count: int) -> RopeConfig:
+    return dataclasses.replace(
+        config,
+        factor=rope.positive("factor") if "factor" in rope else None,
+        attention_factor=rope.number_or_none("attention_factor"),
+        short_factors=rope.numbers("short_factor", count),
+        long_factors=rope.numbers("long_factor", count),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, distinct_groups
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "relu", "gelu"]
 
 
@@ -20,7 +20,8 @@ Activation = Literal["silu", "relu", "gelu"]
 class RopeConfig:
     """Rotary position settings; fields that the kind does not use keep their defaults.
 
-    ``factor=None`` (yarn only) means max_position_embeddings / original_max_positions.
+    ``factor=None`` (yarn, longrope) means max_position_embeddings / original_max_positions. ``short_factors``,
+    ``long_factors``: longrope's, for contexts of up to ``original_max_positions`` and for longer ones.
     """
 
     kind: RopeKind = "default"
@@ -35,6 +36,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +185,28 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "float32"
+
+    @property
+    def context(self) -> int:
+        """Positions that a context may have unless more is asked for."""
+        rope = self.rope
+        if rope is None or rope.kind != "yarn" or rope.factor is None:
+            return self.max_position_embeddings
+        return int(rope.original_max_positions * rope.factor)
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that may be asked for."""
+        rope, scaled = self.rope, self.context
+        if rope is not None and rope.kind == "linear" and rope.factor is not None:
+            scaled = int(self.max_position_embeddings * rope.factor)
+        return max(scaled, self.max_position_embeddings)
+
+    @property
+    def long_from(self) -> int | None:
+        """A context of more positions is computed with other factors, all of it; None: none is."""
+        rope = self.rope
+        return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
 
     @property
     def num_layers(self) -> int:

@@ -81,6 +81,10 @@ class FirstComeFirstServed:
     def compose(self, now: float) -> StepPlan:
         """Rows of the sequences that hold pages; makes the room that they need."""
         self._held.begin_step()
+        if (long_from := self._config.long_from) is not None:
+            for sequence in [s for s in self._held.admitted if s.stage is RUNNING and s.outgrows(long_from)]:
+                if not (sequence.num_pending and sequence.must_wait):
+                    self._held.displace(sequence, now)
         page_tokens = self._config.page_tokens
         rows: list[Scheduled] = []
         unusual: list[

@@ -315,7 +315,7 @@ def _check_sequences(
         assert node is not None, "paths end in an adapter"
         assert node.adapter == sequence.adapter, "KV is never shared between adapters"
         if path:
-            scope, first = sequence.state.request.cache_scope.encode(), path[-1].key
+            scope, first = sequence.scope, path[-1].key
             tokens = array.array("q", sequence.tokens[: (len(first) - len(scope)) // 8])
             assert first == scope + tokens.tobytes(), "KV is never shared between cache scopes"
         is_ready = all(n.residence is Residence.RESIDENT for n in [node, *path])

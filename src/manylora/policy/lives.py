@@ -114,7 +114,9 @@ class RequestLives:
 
     def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
         self._num_sequences += 1
-        return Sequence(self._num_sequences, state, sample, tokens)
+        sequence = Sequence(self._num_sequences, state, sample, tokens)
+        sequence.lengthen(self._config.long_from)
+        return sequence
 
     def _abort(self, event: Abort, now: float) -> None:
         state = self._requests.get(event.request)

@@ -107,6 +107,7 @@ class Reservations:
         """
         residency, page_tokens = self._residency, self._config.page_tokens
         root = self._tree.node(sequence.adapter)
+        sequence.lengthen(self._config.long_from)
         path = self.match(sequence)
         residency.rescue(path)
         missing = [node for node in path if node.residence is ABSENT]

@@ -149,6 +149,7 @@ class Sequence:
         "adapter_s",
         "admitted_s",
         "cold_source",
+        "first_rotary_row",
         "id",
         "is_known_to_executor",
         "is_prefetched",
@@ -204,6 +205,7 @@ class Sequence:
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.
         self.num_unborn_forks = state.unborn_forks_of(sample)
+        self.first_rotary_row = 0  # more for a long context, whose keys are others
         self.is_prefetched = False
         self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
         self.paused_s: float | None = None  # since when it holds pages and may not run (``merging``)
@@ -235,6 +237,16 @@ class Sequence:
         num_known = len(self.tokens) + self.num_pending
         return self.num_pending > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
 
+    @property
+    def scope(self) -> bytes:
+        """What stands before its first page's tokens. A request's own scope is hexadecimal."""
+        return self.state.request.cache_scope.encode() + (b"long" if self.first_rotary_row else b"")
+
+    def outgrows(self, long_from: int | None) -> bool:
+        """Whether its tokens, or those soon known, are more than its KV was, or would be, computed for."""
+        is_short = long_from is not None and not self.first_rotary_row
+        return is_short and len(self.tokens) + self.num_pending > (long_from or 0)
+
     def page_keys(self, page_tokens: int) -> list[PageKey]:
         """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""
         first, size = len(self.keys), page_tokens * _TOKEN_BYTES
@@ -249,7 +261,7 @@ class Sequence:
             if first == 0:
                 # Whatever lies below a first page that only one scope finds is that scope's alone. All pages have
                 # one length, so where the scope ends is clear.
-                self.keys[0] = self.state.request.cache_scope.encode() + self.keys[0]
+                self.keys[0] = self.scope + self.keys[0]
         return self.keys
 
     # ------------------------------------------------------------ waiting and holding
@@ -279,6 +291,7 @@ class Sequence:
         """The sequence is a fork of another whose prompt is computed, and runs on from there."""
         self.node = self.matched = parent.node
         self.num_shared = parent.num_shared
+        self.first_rotary_row, self.keys = parent.first_rotary_row, []
         self.num_computed = self.num_scheduled = self.num_prompt
         self.pages = parent.pages[: parent.num_shared]
         self.pages.extend(own_pages)
@@ -347,6 +360,11 @@ class Sequence:
     def resume(self) -> None:
         """It may have rows again, or holds nothing any more."""
         self.paused_s = None
+
+    def lengthen(self, long_from: int | None) -> None:
+        """What is computed from now on is for a context of its length; the sequence holds nothing."""
+        if self.outgrows(long_from):
+            self.first_rotary_row, self.keys = long_from or 0, []
 
     def forget_executor(self) -> bool:
         """The executor is to forget the sequence; whether it knows it."""
@@ -434,4 +452,5 @@ def _start_of(sequence: Sequence) -> SequenceStart:
         params=request.params,
         stop_ids=request.stop_ids,
         request=request.id,
+        first_rotary_row=sequence.first_rotary_row,
     )

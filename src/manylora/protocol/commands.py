@@ -36,7 +36,8 @@ class SequenceStart:
 
     ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
     ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
-    for people to read, should the step be the executor's last.
+    for people to read, should the step be the executor's last. ``first_rotary_row``: the row of the rotary tables
+    for position 0.
     """
 
     sequence: SequenceId
@@ -49,6 +50,7 @@ class SequenceStart:
     params: SamplingParams
     stop_ids: tuple[int, ...]
     request: RequestId = ""
+    first_rotary_row: int = 0
 
 
 class StepRow(NamedTuple):

@@ -5,7 +5,11 @@ Decides which folders may be read; whether one holds an adapter that fits is the
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import hashlib
+import os
+import weakref
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -24,12 +28,23 @@ from manylora.types import adapter_name_fault, why_reserved
 # As Linux has it. Resolving a path takes time that grows with the square of its length.
 _MAX_PATH_CHARS = 4096
 
+_MOST_ENTRIES = 10_000
+"""Files of an adapter's folder, which may be a training run's."""
+
+_LOOK_S = 10.0
+_LOOKERS = 4
+"""Folders that are looked at beside each other: each thread may come to hang at a share that is gone."""
+
+_LOADS_OF_A_CALLER = 2
+"""At the engine, which loads one after the other. A caller's others wait here, so that callers take turns."""
+
 
 def permitted_folder(path: str, root: Path | None) -> Path:
     """The adapter folder that ``path`` means, links resolved, if it lies under ``root``.
 
-    A relative path is tried from the working directory, then from ``root``. Raises ApiError: 403 for a path
-    outside (whether or not it exists), 404 for no such folder, 400 for one that is no path at all.
+    A relative path is tried from the working directory, then from ``root``, then from the folder where ``root``
+    lies. Raises ApiError: 403 for a path outside (whether or not it exists), 404 for no such folder, 400 for one
+    that is no path at all, or holds too much for an adapter. Takes as long as the file system does.
     """
     if root is None:
         raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")
@@ -37,16 +52,14 @@ def permitted_folder(path: str, root: Path | None) -> Path:
         raise ApiError(400, f"lora_path may have at most {_MAX_PATH_CHARS} characters", param="lora_path")
     try:
         resolved_root = root.resolve()
-        candidates = [Path(path).resolve(), (resolved_root / path).resolve()]
+        places = Path(path), resolved_root / path, resolved_root.parent / path
+        candidates = [place.resolve() for place in places]
         inside = [folder for folder in candidates if folder.is_relative_to(resolved_root)]
         if not inside:
             raise ApiError(403, f"'{clipped(path)}' is outside the folder that adapters may be loaded from")
         for folder in inside:
             if folder.is_dir():
-                if not all(file.resolve().is_relative_to(resolved_root) for file in folder.iterdir()):
-                    raise ApiError(
-                        403, f"'{clipped(path)}' holds a link to a file outside the permitted folder"
-                    )
+                _check_entries(folder, path, resolved_root)
                 return folder
     except (ValueError, OSError, RuntimeError) as error:
         # A NUL byte, a name too long for the file system, or links that run in a circle. The error itself may say
@@ -54,6 +67,17 @@ def permitted_folder(path: str, root: Path | None) -> Path:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise ApiError(400, f"'{clipped(path)}' is not a usable path: {reason}", param="lora_path") from error
     raise ApiError(404, f"there is no adapter folder '{clipped(path)}'", param="lora_path")
+
+
+def _check_entries(folder: Path, path: str, root: Path) -> None:
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number == _MOST_ENTRIES:
+                raise ApiError(
+                    400, f"'{clipped(path)}' holds over {_MOST_ENTRIES} files: no adapter's", param="lora_path"
+                )
+            if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
+                raise ApiError(403, f"'{clipped(path)}' holds a link to a file outside the permitted folder")
 
 
 def _invalid(message: str, param: str) -> ApiError:
@@ -69,13 +93,26 @@ def routes(
 ) -> APIRouter:
     """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
     router = APIRouter(tags=["adapters"])
+    lookers = concurrent.futures.ThreadPoolExecutor(_LOOKERS, thread_name_prefix="manylora-adapter-folder")
+    callers: weakref.WeakValueDictionary[object, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def is_served(name: str) -> bool:
         return any(card.name == name for card in await client.adapters())
 
+    async def find(path: str) -> Path:
+        """``permitted_folder``, beside the event loop and within its time."""
+        look = asyncio.get_running_loop().run_in_executor(
+            lookers, permitted_folder, path, settings.adapter_dir
+        )
+        try:
+            return await asyncio.wait_for(look, _LOOK_S)
+        except TimeoutError as error:
+            reason = f"'{clipped(path)}' could not be looked at within {_LOOK_S:.0f} s: its disk does not answer"
+            raise ApiError(503, reason, param="lora_path") from error
+
     async def add(request: Request, name: str, path: str, in_place: bool) -> None:
         note_model(request, name)
-        if fault := adapter_name_fault(name) or ("must hold no '/'" if "/" in name else None):
+        if fault := adapter_name_fault(name):
             raise _invalid(f"lora_name {fault}", "lora_name")
         if reason := why_reserved(name, settings.names):
             raise _invalid(f"{reason}.", "lora_name")
@@ -83,9 +120,11 @@ def routes(
         if not replaces and await is_served(name):
             hint = " Replacing it in place is not supported: unload it first." if in_place else ""
             raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
-        folder = permitted_folder(path, settings.adapter_dir)
+        folder = await find(path)
+        caller = getattr(request.state, "api_key", None) or (request.client and request.client.host)
+        turn = callers.setdefault(caller, asyncio.Semaphore(_LOADS_OF_A_CALLER))
         # A load whose client has gone is not begun.
-        async with lifecycle.interruptible(request.receive):
+        async with lifecycle.interruptible(request.receive), turn:
             if replaces and isinstance(client, ReplacesAdapters):
                 card = await client.replace_adapter(name, str(folder))
             else:
