@@ -269,7 +269,7 @@ async def _serve(
         client = await _connect_unless_stopped(ours, engine)
         if client is None:
             return 0
-        settings = server_settings(engine, http, connection_limits(http, client.info))
+        settings = server_settings(engine, http, connection_limits(http, client.info), sock)
         app = create_app(client, tokenizer, settings)
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
@@ -290,9 +290,10 @@ async def _serve(
 
 
 def server_settings(
-    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits
+    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
-    """What a server's own side goes by."""
+    """What a server's own side goes by. ``sock``: what it listens on."""
+    from manylora.server.hosts import allowed_hosts
     from manylora.server.settings import ServerSettings
 
     return ServerSettings(
@@ -304,6 +305,7 @@ def server_settings(
         metrics_open=http.metrics_key == "open",
         max_body_bytes=http.max_body_size,
         connections=connections,
+        allowed_hosts=allowed_hosts(http.allowed_hosts, http.host, sock),
     )
 
 
@@ -366,7 +368,7 @@ def bind(http: HttpSettings) -> socket.socket:
     """The listening address, taken but not yet listened on; raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            http.host.strip("[]"), http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, proto)
         # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.

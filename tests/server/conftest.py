@@ -24,6 +24,7 @@ from tests.server.fakes import FakeEngine
 from tests.text import made
 
 BASE = "org/base"
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,7 @@ def make_app(engine: FakeEngine, tokenizer: Tokenizer | None, **settings: Any) -
 async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the app; exceptions of the app show as 500, as they would outside."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=JSON) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from manylora.server.connection import MAX_AHEAD, ConnectionLimits
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, make_app
 from tests.server.fakes import FakeEngine
-from tests.server.test_lifecycle import until
+from tests.server.test_lifecycle import POST, until
 
 WAIT_S = 60.0
 LIMITS = ConnectionLimits(max_connections=50, head_bytes=2000, head_s=0.5, body_s=0.5)
@@ -96,7 +96,7 @@ def head_of(size: int) -> bytes:
 
 
 def post(body: bytes, *headers: bytes) -> bytes:
-    lines = [b"POST /v1/completions HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(body), *headers]
+    lines = [*POST.splitlines(), b"Content-Length: %d" % len(body), *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
@@ -143,7 +143,7 @@ def test_a_head_without_end_is_refused_long_before_it_ends(
 def test_a_body_is_not_bounded_by_the_limit_on_heads(tokenizer: Tokenizer) -> None:
     """Announced or in chunks; its trailers and the words beside a chunk's size are."""
     large = body(user="u" * 10_000)
-    chunked = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunked = POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     chunks = b"".join(b"%x\r\n" % len(part) + part + b"\r\n" for part in (large[:5000], large[5000:]))
     with serving(tokenizer) as server:
         assert ask(server, post(large, b"Connection: close"))[0][0] == 200
@@ -173,7 +173,7 @@ def test_malformed_http_gets_an_error_body_an_id_and_a_log_line(
 
 
 def test_a_body_that_breaks_off_in_garbage_is_answered_under_its_own_id(tokenizer: Tokenizer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nx-request-id: mine\r\n\r\n"
+    head = POST + b"Transfer-Encoding: chunked\r\nx-request-id: mine\r\n\r\n"
     with serving(tokenizer, body_s=WAIT_S) as server:
         (answer,) = ask(server, head + b"5\r\nhello\r\n", b"zz\r\n")
         check(answer, 400, "BadRequestError", "not valid HTTP")

@@ -14,7 +14,8 @@ class ServerSettings:
 
     ``adapter_dir`` is the only folder that runtime loads may read; without it runtime loading is off.
     Without ``api_keys`` everyone may use /v1/* and /metrics; ``metrics_open``: with them, too, /metrics.
-    ``max_body_bytes``: None for what the model's context and vocabulary need.
+    ``max_body_bytes``: None for what the model's context and vocabulary need. ``allowed_hosts``: patterns of the
+    names that clients may call it by.
     """
 
     served_model_name: str
@@ -25,3 +26,4 @@ class ServerSettings:
     metrics_open: bool = False
     max_body_bytes: int | None = None
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
+    allowed_hosts: tuple[str, ...] = ("*",)
