@@ -32,7 +32,7 @@ MAX_AHEAD = 16
 PROBE_CONNECTIONS = 32
 """Beside those that a server may have, for probes alone: each serves one, whose headers must come quickly."""
 _PROBE_HEAD_S = 2.0
-_LINGER_S = 2.0
+LINGER_S = 2.0
 _LOOKS = 8
 # For all that is not a connection: the engine, log files, libraries that are loaded late.
 _RESERVED_FILES = 128
@@ -82,7 +82,7 @@ def _no_room() -> ApiError:
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """Answer in HTTP/1.0, which has no chunks: where no length is announced, the connection's end is the body's."""
+    """Answer in HTTP/1.0, which has no chunks: without a length the connection's end is the body's."""
     cycle.waiting_for_100_continue = False
     send = cycle.send
 
@@ -256,7 +256,7 @@ class Connection(HttpToolsProtocol):
         if self._part is _Part.BODY and self._num_unanswered <= 1:
             if is_new:
                 self._num_body_bytes = 0
-                self._set_deadline(self._limits.body_s if self._num_unanswered else _LINGER_S)
+                self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
         elif self._part is _Part.HEAD and not self._num_unanswered:
             if is_new:
                 self._set_deadline(self._head_s)
@@ -312,8 +312,11 @@ class Connection(HttpToolsProtocol):
         self._watch_reader()
 
     def _watch_reader(self, before: int = -1, num_looks: int = 0) -> None:
-        """Leave the client when it has taken nothing of what is written for ``write_s``: when the system has had as
-        much to send as ``before`` at so many looks. Only this shows that a slow client reads."""
+        """Leave the client when it has taken nothing of what is written for ``write_s``.
+
+        ``before``: what the system had to send at the last look, and at ``num_looks`` before that. A connection's
+        own buffer does not show whether a slow client reads: it waits until much of the system's is free.
+        """
         sock = self.transport.get_extra_info("socket")
         unsent = int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         self._read_on()
@@ -363,7 +366,7 @@ class Connection(HttpToolsProtocol):
             return
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._set_deadline(_LINGER_S)
+        self._set_deadline(LINGER_S)
 
     def _write(self, error: ApiError) -> None:
         request_id, body = uuid.uuid4().hex, error.body()

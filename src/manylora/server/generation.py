@@ -215,7 +215,8 @@ class GenerationResponse(Response):
         return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
 
     async def _send(self, data: bytes, send: Send) -> None:
-        """Or keep the data while the client does not read: the engine's news must be taken, or they pile up unbounded."""
+        """Or keep the data while the client does not read: what comes of the engine would pile up where nothing
+        bounds it. Raises ApiError."""
         if self._flow is not None and self._flow.write_paused:
             self._unsent.append(data)
             self._num_unsent_bytes += len(data)

@@ -165,9 +165,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     headers = request.headers
     coding = headers.get("content-encoding", "identity")
     if coding.strip().lower() != "identity":
-        raise ApiError(
-            415, f"a body in {clipped(coding)} is not read; send it as it is", headers={"Accept-Encoding": "identity"}
-        )
+        message = f"a body in {clipped(coding)} is not read; send it as it is"
+        raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     media_type = headers.get("content-type", "")
     if has_body and media_type.partition(";")[0].strip().lower() != "application/json":
