@@ -1,4 +1,4 @@
-"""What a large body may hold is counted before it is decoded, exactly, whatever its strings say. What a body is."""
+"""What a large body may hold is counted before it is decoded, exactly for any strings; and what a body must be."""
 
 from __future__ import annotations
 

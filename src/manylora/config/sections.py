@@ -285,8 +285,8 @@ class HttpSettings(Section):
     )
     allowed_hosts: Annotated[tuple[str, ...], Rule("names without a port", _are_hosts)] = setting(
         (),
-        "answer only requests to this host, named without its port; may be repeated, or a list with commas; * is any "
-        "text (default: localhost, 127.0.0.1, [::1] and --host where that is of the loopback, else *)",
+        "answer only requests to this host, named without its port; may be repeated, or a list with commas; * is "
+        "any text (default: localhost, 127.0.0.1, [::1] and --host where that is of the loopback, else *)",
         "HOST",
     )
     api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_keys)] = setting(

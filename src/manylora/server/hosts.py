@@ -1,7 +1,7 @@
 """From where a browser may come: names that it may know this server by, and pages that may manage adapters.
 
-A page of any site can have its visitor's browser send requests to servers of the visitor's own machine. A site that
-gives its name that machine's address can read the answers as well.
+A page of any site can have its visitor's browser send requests to servers of the visitor's own machine. A site
+that gives its name that machine's address can read the answers as well.
 """
 
 from __future__ import annotations
