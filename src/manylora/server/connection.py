@@ -57,6 +57,11 @@ class ConnectionLimits:
     write_s: float = 30.0
     probes: frozenset[str] = frozenset()
 
+    @property
+    def least_body_bytes(self) -> int:
+        """What must come of a body in ``body_s``."""
+        return int(self.body_s * self.body_bytes_per_s)
+
 
 def connections_allowed(wanted: int) -> int:
     """How many of ``wanted`` connections the limit on open files allows, after raising it as far as it goes."""
@@ -254,7 +259,7 @@ class Connection(HttpToolsProtocol):
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
         if self._part is _Part.BODY and self._num_unanswered <= 1:
-            if is_new:
+            if is_new or self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes:
                 self._num_body_bytes = 0
                 self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
         elif self._part is _Part.HEAD and not self._num_unanswered:
@@ -285,14 +290,13 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _judge_body(self) -> None:
-        least = int(self._limits.body_s * self._limits.body_bytes_per_s)
         if not self._num_unanswered:
             self.transport.close()  # it is dropped, and has been long enough
-        elif self._num_body_bytes >= least or self.flow.read_paused:
+        elif self.flow.read_paused:
             self._watch(is_new=True)
         else:
             come = f"{self._num_body_bytes} bytes of the body came in {self._limits.body_s:g} s"
-            self.refuse(ApiError(408, f"{come}, not {least}"))
+            self.refuse(ApiError(408, f"{come}, not {self._limits.least_body_bytes}"))
 
     # ------------------------------------------------------------ clients that do not read
 
