@@ -46,12 +46,19 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class RunningServer:
-    """``serve`` on a thread with an event loop of its own."""
+    """``serve`` on a thread with an event loop of its own.
 
-    def __init__(self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0) -> None:
+    ``send_bytes``: what the system may hold of an answer that is not read; by default megabytes.
+    """
+
+    def __init__(
+        self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0, send_bytes: int | None = None
+    ) -> None:
         self.app, self.engine = app, engine
         self.exit_code: int | None = None
         self._socket = socket.socket()
+        if send_bytes is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._drain_timeout_s = drain_timeout_s

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -152,55 +154,49 @@ def test_probes_have_places_beside_all_others(tokenizer: Tokenizer, caplog: pyte
         until(lambda: ask(server, GET)[0][0] == 200)
 
 
-def endless(tokens: int = 10**6) -> FakeEngine:
-    """Four kilobytes of answer, and more, for each token of a choice."""
-    return FakeEngine(script=lambda request, sample: [39] * tokens, delay_s=0.001)
-
-
-def ask_for_much(server: RunningServer, connection: socket.socket) -> None:
-    connection.sendall(post(body(stream=True, n=64, logprobs=20), CLOSE))
-
-
-def unread(server: RunningServer) -> socket.socket:
-    """A connection with a small buffer, of which nothing is read."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(WAIT_S)
-    connection.connect((host, int(port)))
-    ask_for_much(server, connection)
-    return connection
+@contextlib.contextmanager
+def streaming(
+    tokenizer: Tokenizer, write_s: float, num_tokens: int = 10**6
+) -> Iterator[tuple[FakeEngine, socket.socket]]:
+    """An engine whose answer has more than a kilobyte for each token of each choice, and a connection on which it
+    comes, with little room on its way."""
+    engine = FakeEngine(script=lambda request, sample: [39] * num_tokens, delay_s=0.001)
+    app = make_app(engine, tokenizer, connections=dataclasses.replace(LIMITS, write_s=write_s))
+    with RunningServer(app, engine, send_bytes=2**16) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(WAIT_S)
+        host, port = server.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(post(body(stream=True, n=8, logprobs=20), CLOSE))
+        until(lambda: bool(engine.running))
+        yield engine, connection
 
 
 def test_a_stream_that_nobody_reads_is_ended(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "manylora.server.access")
-    engine = endless()
-    with serving(tokenizer, engine, write_s=0.5) as server, unread(server):
-        until(lambda: bool(engine.running))
+    with streaming(tokenizer, write_s=0.5) as (engine, _):
         until(lambda: "status=499" in caplog.text)
         assert not engine.running
         assert [reason for _, _, reason in engine.aborts] == ["closed"]
 
 
 def test_a_stream_that_is_read_slowly_is_served(tokenizer: Tokenizer) -> None:
-    """It takes three times as long as a client may read nothing."""
-    with serving(tokenizer, endless(60), write_s=1.0) as server, unread(server) as connection:
+    """So slowly that for more than twice the time of one that is not read nothing can be written."""
+    with streaming(tokenizer, write_s=1.0, num_tokens=60) as (_, connection):
         data, end_s = b"", time.monotonic() + 3.0
-        while piece := connection.recv(2**16 if time.monotonic() < end_s else 2**22):
+        while piece := connection.recv(2**10 if time.monotonic() < end_s else 2**20):
             data += piece
             if time.monotonic() < end_s:
                 time.sleep(0.05)
         assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert data.count(b'"finish_reason":"length"') == 64
+        assert data.count(b"data: {") == 8 * 60
 
 
 def test_what_is_not_read_of_one_answer_has_a_bound(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "MAX_UNSENT_BYTES", 2**20)
-    engine = endless()
-    with serving(tokenizer, engine, write_s=WAIT_S) as server, unread(server) as connection:
-        until(lambda: bool(engine.running))
+    with streaming(tokenizer, write_s=WAIT_S) as (engine, connection):
         until(lambda: not engine.running)
         events = received(connection).split(b"data: ")
         assert json.loads(events[-2].partition(b"\n\n")[0])["error"]["code"] == 408

@@ -259,7 +259,7 @@ class Connection(HttpToolsProtocol):
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
         if self._part is _Part.BODY and self._num_unanswered <= 1:
-            if is_new or self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes:
+            if is_new or (self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes):
                 self._num_body_bytes = 0
                 self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
         elif self._part is _Part.HEAD and not self._num_unanswered:
