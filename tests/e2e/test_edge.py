@@ -174,6 +174,11 @@ def test_half_a_head_is_answered_within_its_time(server: Server) -> None:
         assert silent.recv(1) == b""
 
 
+def test_a_server_of_the_loopback_answers_to_its_names_alone(server: Server) -> None:
+    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200), ("evil.example", 403)):
+        assert get(f"{server.url}/v1/models", headers={"Host": host}).status_code == status
+
+
 def test_routes_that_are_not_offered(server: Server) -> None:
     for path in ("/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/v1/files"):
         assert_error(server.post(path, {}), 404, f"{path} is not offered by this server")

@@ -43,7 +43,7 @@ def _are_keys(texts: tuple[str, ...]) -> bool:
 
 def _are_hosts(texts: tuple[str, ...]) -> bool:
     names = [name.strip() for text in texts for name in text.split(",")]
-    return all(re.fullmatch(r"[^\s:/]+|\[?[\da-fA-F:.]+\]?", name) for name in names)
+    return all(name and name.count(":") != 1 and not re.search(r"[\s/]|\]:", name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

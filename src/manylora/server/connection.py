@@ -33,7 +33,8 @@ PROBE_CONNECTIONS = 32
 """Beside those that a server may have, for probes alone: each serves one, whose headers must come quickly."""
 _PROBE_HEAD_S = 2.0
 LINGER_S = 2.0
-_LOOKS = 8
+"""What is still sent after its answer is read and dropped for so long, so that the client gets to read why."""
+_LOOKS = 8  # in ``write_s``: what has stalled is seen little later
 # For all that is not a connection: the engine, log files, libraries that are loaded late.
 _RESERVED_FILES = 128
 
@@ -151,7 +152,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._set_deadline(None)
-        self._read_on()
+        self._stop_watching()
         self._uploads.end(self)
         super().connection_lost(exc)
 
@@ -183,7 +184,7 @@ class Connection(HttpToolsProtocol):
         """The head of a request that asks for another protocol, which is not spoken here, without its asking: the
         parser reads no body after that."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        lines += [name + b":" + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     # ------------------------------------------------------------ the parser's side
@@ -196,7 +197,7 @@ class Connection(HttpToolsProtocol):
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
-        self.scope["state"]["flow"] = self.flow
+        self.scope["state"]["flow"] = self.flow  # a stream goes on while its client does not read
 
     def on_headers_complete(self) -> None:
         """The end of a request's headers."""
@@ -307,13 +308,14 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         """See asyncio.Protocol."""
-        self._read_on()
+        self._stop_watching()
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection on which no other request has come."""
-        super().timeout_keep_alive_handler()
-        self._watch_reader()
+        if not self.transport.is_closing():
+            super().timeout_keep_alive_handler()
+            self._watch_reader()
 
     def _watch_reader(self, before: int = -1, num_looks: int = 0) -> None:
         """Leave the client when it has taken nothing of what is written for ``write_s``.
@@ -323,7 +325,7 @@ class Connection(HttpToolsProtocol):
         """
         sock = self.transport.get_extra_info("socket")
         unsent = int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        self._read_on()
+        self._stop_watching()
         num_looks = num_looks + 1 if unsent == before else 0
         if num_looks == _LOOKS:
             self.transport.abort()
@@ -331,7 +333,7 @@ class Connection(HttpToolsProtocol):
             wait_s = self._limits.write_s / _LOOKS
             self._stall = self.loop.call_later(wait_s, self._watch_reader, unsent, num_looks)
 
-    def _read_on(self) -> None:
+    def _stop_watching(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None

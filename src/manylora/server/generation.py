@@ -148,6 +148,7 @@ class GenerationResponse(Response):
         if self._plan.is_on:
             await self._begin(send)
             ending = b"".join([*self._unsent, ending])
+            self._unsent.clear()
             await send({"type": "http.response.body", "body": ending, "more_body": False})
         else:
             await Response(ending, media_type="application/json")(scope, receive, send)
