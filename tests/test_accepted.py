@@ -32,7 +32,8 @@ HELD_BY = {
     "cache_policy": "cache.policy.policy", "cache_adapter_share": "cache.policy.adapter_share",
     "cache_tau": "cache.policy.tau_s", "cache_window": "cache.policy.window_s", "trace": "cache.trace",
     "max_adapter_rank": "adapters.max_adapter_rank", "step_timeout": "step_timeout_s",
-    "drain_timeout": "drain_timeout", "api_key": "api_keys", "metrics_key": "metrics_key",
+    "drain_timeout": "drain_timeout", "allowed_hosts": "allowed_hosts", "api_key": "api_keys",
+    "metrics_key": "metrics_key",
     "max_waiting": "max_waiting", "max_connections": "max_connections", "max_body_size": "max_body_size",
     "journal": "journal", "journal_rotate": "journal_part_bytes",
     "adapter_store": "adapters.store", "adapter_store_size": "adapters.store_bytes",
@@ -136,6 +137,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("api_key_file", KEYS, KEYS), ("api_key_file", Path(KEYS), KEYS)]
     found += [("adapter_store", "x", "x"), ("adapter_store", Path("a/b"), "a/b")]
     found += [("api_key", "k", ("k",)), ("api_key", ["k", "l"], ("k", "l")), ("api_key", ("k",), ("k",))]
+    found += [("allowed_hosts", each, (each,)) for each in ("*", "a.example,*.b.example", "[::1]", "::1")]
     found += [("api_key", [], ()), ("adapter", [], ()), ("adapter", "a=b=c", (("a", "b=c"),))]
     found += [("adapter", {"a": "b"}, (("a", "b"),)), ("adapter", ["a=b", "c=d"], (("a", "b"), ("c", "d")))]
     found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
@@ -202,6 +204,7 @@ def refused() -> list[tuple[str, Any]]:
     found += each("gpu_memory_utilization", 0, -0.1, 1.01, "x", "", NAN, INF, [1], {})
     found += each("uds", "", " ", 1, ["x"]) + each("root_path", "x", "a/b", 1, ["/x"])
     found += each("api_key_file", "no/such/file", ".", os.devnull, 1, ["x"])
+    found += each("allowed_hosts", "", "a,,b", "a:80", "[::1]:80", "http://a", ["a", ""], 1)
     found += each("api_key", "", [" "], 1, [1], ["k", ""], {1: 2}.keys())
     found += each("adapter", "", "a", "a=", "=b", 1, [1], ["a=b", "a=c"], {"": "b"}, {"a": ""})
     return found
@@ -222,8 +225,8 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            lists = ("adapter", "api_key", "page_tokens", "fair_share", "served_model_name", "chat_template")
-            if flag.name in (*lists, "cold_start"):
+            lists = ("adapter", "allowed_hosts", "api_key", "fair_share", "served_model_name", "chat_template")
+            if flag.name in (*lists, "page_tokens", "cold_start"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default

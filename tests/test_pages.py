@@ -15,7 +15,17 @@ from manylora.flags import CLUSTER_FLAGS, FLAGS
 from manylora.policy.caches import CACHES
 from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol import commands, events
-from manylora.server import bodies, chat, completions, connection, errors, naming, sampling, schemas
+from manylora.server import (
+    bodies,
+    chat,
+    completions,
+    connection,
+    errors,
+    generation,
+    naming,
+    sampling,
+    schemas,
+)
 from manylora.server.connection import ConnectionLimits
 
 ROOT = Path(__file__).parents[1]
@@ -117,9 +127,14 @@ def test_http_says_the_limits_that_hold() -> None:
     for row, numbers in {
         "requests waiting for admission": [HttpSettings().max_waiting],
         "connections": [limits.max_connections],
+        "connections for probes alone, beside these": [connection.PROBE_CONNECTIONS],
         "request line and headers; trailers": [limits.head_bytes // 1024],
         "a request's headers": [limits.head_s],
-        "a request's body": [limits.body_s],
+        "a request's body": [limits.body_s, limits.body_bytes_per_s],
+        "bodies that are not whole, together": [limits.upload_bytes // 2**20],
+        "what is left of a body that was answered early": [connection.LINGER_S],
+        "an answer, while its client reads nothing": [limits.write_s],
+        "what is unread of one stream": [generation.MAX_UNSENT_BYTES // 2**20],
         "lists and objects, strings, values in a body": [
             bodies.MAX_CONTAINERS, bodies.MAX_STRINGS, bodies.MAX_VALUES
         ],

@@ -41,7 +41,7 @@ def bind(http: HttpSettings) -> socket.socket:
         if http.uds is not None:
             return _bind_path(http.uds)
         family, kind, proto, _, address = socket.getaddrinfo(
-            http.host, http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            http.host.strip("[]"), http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, proto)
         # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.

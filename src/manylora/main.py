@@ -293,7 +293,7 @@ async def _serve(
         client = await _connect_unless_stopped(ours, engine)
         if client is None:
             return 0
-        settings = server_settings(engine, http, connection_limits(http, client.info))
+        settings = server_settings(engine, http, connection_limits(http, client.info), sock)
         app = create_app(client, texts, settings)
         try:
             sock.listen()  # fails where another server took the address and listened on it meanwhile
@@ -313,9 +313,10 @@ async def _serve(
 
 
 def server_settings(
-    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits
+    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
-    """What a server's own side goes by."""
+    """What a server's own side goes by. ``sock``: what it listens on."""
+    from manylora.server.hosts import allowed_hosts
     from manylora.server.settings import ServerSettings
 
     return ServerSettings(
@@ -330,6 +331,7 @@ def server_settings(
         max_body_bytes=http.max_body_size,
         trusts_templates=http.trust_request_chat_template,
         connections=connections,
+        allowed_hosts=allowed_hosts(http.allowed_hosts, http.host, sock),
     )
 
 

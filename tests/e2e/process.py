@@ -148,7 +148,12 @@ class Server:
         )
         self._pids = [self.process.pid]
         self.url = ""
-        self.http = httpx.Client(timeout=TIMEOUT_S, verify=False, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.Client(
+            timeout=TIMEOUT_S,
+            verify=False,
+            limits=httpx.Limits(max_connections=None),
+            headers={"Content-Type": "application/json"},
+        )
 
     @property
     def log(self) -> str:

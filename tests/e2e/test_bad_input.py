@@ -131,7 +131,7 @@ def test_an_unknown_model_is_404_and_never_the_base(server: Server, name: str) -
 
 
 def test_unknown_routes_and_methods(server: Server) -> None:
-    for path in ("/", "/v1", "/v1/nope", "/v2/completions", "/v1/completions/"):
+    for path in ("/", "/v1", "/v1/nope", "/v2/completions", "/v1/completions/x"):
         assert_error(server.http.get(path), 404)
     for name in ("nope", "demo%3Anope", "%00", "%ff", "..%2f.."):
         assert_error(server.http.get(f"/v1/models/{name}"), 404)

@@ -115,9 +115,7 @@ def test_metrics_need_a_key(tight: Server) -> None:
 
 def test_the_body_limit_of_a_flag(tight: Server) -> None:
     """By the announced length, before anything of it has come; without one as soon as it is passed."""
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nConnection: close\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer secret\r\nConnection: close\r\n"
     status, _, body = raw(tight, head + b"Content-Length: 200001\r\n\r\n")
     assert (status, json.loads(body)["error"]["type"]) == (413, "ContentTooLargeError")
     pieces = iter([b"a" * 100_000] * 3)
@@ -135,14 +133,15 @@ def test_connections_beyond_the_limit(tight: Server) -> None:
         def is_refused() -> bool:
             nonlocal answer
             with contextlib.suppress(httpx.TransportError):  # it closes, whatever the client still sends
-                answer = get(f"{tight.url}/health")
+                answer = get(f"{tight.url}/docs")
             return answer is not None and answer.status_code == 503
 
         wait_until(is_refused, "a refused connection")
         assert answer is not None
         assert_error(answer, 503, "connections")
         assert answer.headers["retry-after"] == "1"
-    wait_until(lambda: get(f"{tight.url}/health").status_code == 200, "room for connections")
+        assert get(f"{tight.url}/health").status_code == 200
+    wait_until(lambda: get(f"{tight.url}/docs").status_code == 200, "room for connections")
 
 
 @pytest.mark.parametrize("start", [b"GET /", b"GET /health HTTP/1.1\r\nx: ", b"GET /health HTTP/1.1\r\n"])
@@ -173,6 +172,11 @@ def test_half_a_head_is_answered_within_its_time(server: Server) -> None:
         assert (status, json.loads(body)["error"]["type"]) == (408, "RequestTimeoutError")
         assert time.monotonic() - start_s > 5
         assert silent.recv(1) == b""
+
+
+def test_a_server_of_the_loopback_answers_to_its_names_alone(server: Server) -> None:
+    for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200), ("evil.example", 403)):
+        assert get(f"{server.url}/v1/models", headers={"Host": host}).status_code == status
 
 
 def test_routes_that_are_not_offered(server: Server) -> None:

@@ -133,7 +133,8 @@ def test_sigterm_leaves_memory_to_the_system(tmp_path: Path) -> None:
 def half_sent(url: httpx.URL) -> socket.socket:
     """A connection with a request whose body does not come to its end."""
     connection = socket.create_connection((url.host, url.port or 80), timeout=TIMEOUT_S)
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    connection.sendall(head + b"{")
     return connection
 
 
@@ -176,8 +177,8 @@ def test_clients_that_read_nothing_do_not_hold_up_the_end() -> None:
             connection = socket.socket()
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((url.host, url.port or 80))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-            connection.sendall(head.encode() + raw)
+            head = "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
             connections.append(connection)
         wait_until(lambda: server.gauge(RUNNING) >= 4, "streams that run")
         time.sleep(2)

@@ -26,6 +26,7 @@ from tests.server.fakes import FakeEngine
 from tests.text import made
 
 BASE = "org/base"
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -43,21 +44,31 @@ def make_app(engine: FakeEngine, text: Texts | Tokenizer | None, **settings: Any
 async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the app; exceptions of the app show as 500, as they would outside."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=JSON) as client:
         yield client
 
 
 class RunningServer:
-    """``serve`` on a thread with an event loop of its own."""
+    """``serve`` on a thread with an event loop of its own.
+
+    ``send_bytes``: what the system may hold of an answer that is not read; by default megabytes. ``sock``: what it
+    listens on, where that is no port of its own.
+    """
 
     def __init__(
-        self, app: FastAPI, engine: FakeEngine, drain_timeout_s: float = 60.0, sock: socket.socket | None = None
+        self,
+        app: FastAPI,
+        engine: FakeEngine,
+        drain_timeout_s: float = 60.0,
+        send_bytes: int | None = None,
+        sock: socket.socket | None = None,
     ) -> None:
-        """``sock``: what it listens on, where that is no port of its own."""
         self.app, self.engine = app, engine
         self.exit_code: int | None = None
         if sock is None:
             sock = socket.socket()
+            if send_bytes is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
             sock.bind(("127.0.0.1", 0))
         self._socket = sock
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"

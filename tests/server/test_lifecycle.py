@@ -25,6 +25,7 @@ from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, make_app
 from tests.server.fakes import FakeEngine
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 SLOW = {"model": BASE, "prompt": [5], "max_tokens": 200}
 
 
@@ -39,8 +40,7 @@ def send_raw(url: str, body: dict[str, object]) -> socket.socket:
     host, port = url.removeprefix("http://").rstrip("/").split(":")
     connection = socket.create_connection((host, int(port)))
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-    connection.sendall(head.encode() + raw)
+    connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
     return connection
 
 
@@ -75,7 +75,7 @@ def test_disconnect_while_uploading(
     caplog.set_level(logging.INFO, "manylora.server.access")
     host, port = running.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    connection.sendall(POST + b"Content-Length: 99\r\n\r\n{")
     time.sleep(0.05)
     connection.close()
     until(lambda: "status=499" in caplog.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -315,3 +316,31 @@ def test_bench_bodies(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     *chunks, last = events(post(engine, tokenizer, "/v1/chat/completions", body))
     assert (len(chunks), last["usage"]["completion_tokens"]) == (5, 4)
     assert engine.requests[1].params.ignore_eos
+
+
+def test_a_slash_at_the_end_means_nothing(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        await engine.add_adapter("team/german", "/adapters/german")
+        app = make_app(engine, tokenizer, api_keys=("secret",))
+        async with client_of(app) as client:
+            assert (await client.get("/v1/models/")).status_code == 401
+            assert (await client.get("/health/")).status_code == 200
+            key = {"Authorization": "Bearer secret"}
+            listed = (await client.get("/v1/models//", headers=key)).json()
+            assert [card["id"] for card in listed["data"]] == [BASE, "team/german"]
+            one = (await client.get("/v1/models/team/german/", headers=key)).json()
+            assert one["id"] == "team/german"
+            for path in ("/v1/completions/", "/v1/chat/completions/"):
+                body = COMPLETION if "chat" not in path else CHAT
+                assert (await client.post(path, json=body, headers=key)).status_code == 200
+            assert (await client.get("/", headers=key)).status_code == 404
+
+    asyncio.run(scenario())
+
+
+def test_ids_inside_are_not_the_clients(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    """Random bits, since two front ends of a cluster would number their requests alike."""
+    post(engine, tokenizer, "/v1/completions", COMPLETION | {"prompt": ["a", "b"]}, **{"x-request-id": "same"})
+    ids = [request.id for request in engine.requests]
+    assert len(set(ids)) == 2
+    assert all(re.fullmatch("cmpl-same-[0-9a-f]{16}", each) for each in ids)

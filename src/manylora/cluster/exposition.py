@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +20,7 @@ from manylora.metrics.requests import Metrics
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import ReplicaId
 from manylora.server.errors import ApiError, unavailable
+from manylora.server.hosts import refuse_foreign_origin
 from manylora.types import EngineInfo
 
 _STATUS_S = 2.0
@@ -154,7 +155,7 @@ class ClusterPage:
 
 def cluster_route(client: ClusterClient, api_keys: Sequence[str]) -> APIRouter:
     """/cluster: with a key where keys are set (the server asks for it), else on the loopback only."""
-    router = APIRouter(tags=["cluster"])
+    router = APIRouter(tags=["cluster"], dependencies=[Depends(refuse_foreign_origin)])
 
     @router.get("/cluster", summary="The cluster's processes, their state and their load")
     async def show(request: Request) -> JSONResponse:

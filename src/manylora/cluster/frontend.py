@@ -85,7 +85,7 @@ async def serve_clients(
 
     client.start()
     await client.wait_ready()
-    settings = server_settings(engine, http, connection_limits(http, client.info))
+    settings = server_settings(engine, http, connection_limits(http, client.info), sock)
     page = ClusterPage(client, engine.model.name, client.info)
     routes = cluster_route(client, http.api_keys)
     app = create_app(

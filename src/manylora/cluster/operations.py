@@ -233,7 +233,7 @@ class Operations:
         known = router.fleet.up.get(replica)
         if known is None or not known.is_open:
             raise Refusal(f"there is no replica {replica} that may get work")
-        names = [name for name in router.requests() if name == request or name.startswith(f"{request}-")]
+        names = [name for name in router.requests() if request in (name, name.rpartition("-")[0])]
         if not names:
             raise Refusal(f"there is no request {request!r}")
         left, there, asked = set(names), set[str](), set[str]()

@@ -5,6 +5,7 @@ the name that users give it. Does not know where values come from (``manylora.fl
 """
 
 import dataclasses
+import re
 from typing import Annotated, Literal
 
 from manylora.config.cold_start import ColdStartConfig, check_host_pool
@@ -42,6 +43,11 @@ def _are_filled(texts: tuple[str, ...]) -> bool:
 
 def _is_root(path: str) -> bool:
     return not path or path.startswith("/")
+
+
+def _are_hosts(texts: tuple[str, ...]) -> bool:
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return all(name and name.count(":") != 1 and not re.search(r"[\s/]|\]:", name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -318,6 +324,12 @@ class HttpSettings(Section):
         5.0,
         "seconds that running requests get to finish after SIGTERM, SIGINT or SIGHUP, which a second signal ends; "
         "the server is gone at most 5 s after them, so that the default ends before Docker kills after 10 s",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], Rule("names without a port", _are_hosts)] = setting(
+        (),
+        "answer only requests to this host, named without its port; may be repeated, or a list with commas; * is "
+        "any text (default: localhost, 127.0.0.1, [::1] and --host where that is of the loopback, else *)",
+        "HOST",
     )
     api_keys: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
         (), "accept only requests that carry this key; may be repeated", "KEY", name="api_key"

@@ -13,12 +13,13 @@ import weakref
 from pathlib import Path
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, clipped
+from manylora.server.hosts import refuse_foreign_origin
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.models import Models, note_model
 from manylora.server.schemas import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
@@ -92,7 +93,7 @@ def routes(
     metrics: Metrics,
 ) -> APIRouter:
     """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
-    router = APIRouter(tags=["adapters"])
+    router = APIRouter(tags=["adapters"], dependencies=[Depends(refuse_foreign_origin)])
     lookers = concurrent.futures.ThreadPoolExecutor(_LOOKERS, thread_name_prefix="manylora-adapter-folder")
     callers: weakref.WeakValueDictionary[object, asyncio.Semaphore] = weakref.WeakValueDictionary()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -12,8 +13,9 @@ from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
 from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
 from manylora.server.generation import Service
+from manylora.server.hosts import AllowedHosts
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import ApiKeys, BodyLimit, Gate, RequestLog, RootPath
+from manylora.server.middleware import PROBES, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
 from manylora.text.texts import Texts
 
@@ -45,7 +47,11 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.lifecycle = lifecycle
-    app.state.connection_limits = settings.connections
+    max_body_bytes = settings.max_body_bytes or bodies.max_bytes(client.info)
+    limits = settings.connections
+    app.state.connection_limits = dataclasses.replace(
+        limits, probes=PROBES, upload_bytes=max(limits.upload_bytes, 2 * max_body_bytes)
+    )
     errors.install(app)
 
     served = models.Models(client, texts, settings)
@@ -61,9 +67,10 @@ def create_app(
     docs.install(app, settings.root_path)
 
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes or bodies.max_bytes(client.info))
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
     app.add_middleware(Gate, lifecycle=lifecycle)
+    app.add_middleware(AllowedHosts, patterns=settings.allowed_hosts)
     app.add_middleware(RequestLog)
     app.add_middleware(RootPath, root=settings.root_path)
     return app

@@ -1,7 +1,8 @@
 """One HTTP connection: uvicorn's, with bounds on its requests' heads, on time, and on the number of connections.
 
 Refuses, in the error body of all routes, what no route gets to see: malformed HTTP, heads that are too large,
-requests that do not come to their end, connections beyond the limit. Does not know what is served.
+requests that do not come to their end, connections beyond the limit; and leaves clients that do not read. Does not
+know what is served.
 """
 
 from __future__ import annotations
@@ -10,21 +11,30 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import fcntl
 import resource
+import sys
+import termios
 import uuid
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from manylora.server.access import log_request
 from manylora.server.errors import ApiError, try_later
+from manylora.server.uploads import Uploads
 
 MAX_AHEAD = 16
 """Requests that a client may send before the answer to an earlier one has ended."""
-_LINGER_S = 2.0
+PROBE_CONNECTIONS = 32
+"""Beside those that a server may have, for probes alone: each serves one, whose headers must come quickly."""
+_PROBE_HEAD_S = 2.0
+LINGER_S = 2.0
+"""What is still sent after its answer is read and dropped for so long, so that the client gets to read why."""
+_LOOKS = 8  # in ``write_s``: what has stalled is seen little later
 # For all that is not a connection: the engine, log files, libraries that are loaded late.
 _RESERVED_FILES = 128
 
@@ -34,13 +44,24 @@ class ConnectionLimits:
     """``head_bytes`` bound the request line with all headers, or the trailers of a chunked body.
 
     ``head_s``: from a connection to its first byte, and from a request's first byte to the end of its headers.
-    ``body_s``: within a body, without a byte.
+    ``body_s``: within a body, with less than ``body_bytes_per_s``. ``upload_bytes`` bound all bodies that are not
+    whole, together. ``write_s``: an answer waits to be sent, and the client takes nothing of it. ``probes``: paths
+    that have connections beside ``max_connections``.
     """
 
     max_connections: int = 16_384
     head_bytes: int = 64 * 2**10
     head_s: float = 10.0
     body_s: float = 30.0
+    body_bytes_per_s: int = 1024
+    upload_bytes: int = 128 * 2**20
+    write_s: float = 30.0
+    probes: frozenset[str] = frozenset()
+
+    @property
+    def least_body_bytes(self) -> int:
+        """What must come of a body in ``body_s``."""
+        return int(self.body_s * self.body_bytes_per_s)
 
 
 def connections_allowed(wanted: int) -> int:
@@ -62,6 +83,26 @@ class _Part(enum.Enum):
     BODY = enum.auto()
 
 
+def _no_room() -> ApiError:
+    return try_later(503, "the server has as many connections as it may have")
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Answer in HTTP/1.0, which has no chunks: without a length the connection's end is the body's."""
+    cycle.waiting_for_100_continue = False
+    send = cycle.send
+
+    async def send_plain(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                cycle.chunked_encoding = False
+        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
+
+
 class Connection(HttpToolsProtocol):
     """Parses requests and runs the app for each.
 
@@ -73,6 +114,7 @@ class Connection(HttpToolsProtocol):
     def __init__(
         self,
         limits: ConnectionLimits,
+        uploads: Uploads,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -80,13 +122,17 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._uploads = uploads
+        self._is_for_probes = False
         self._part = _Part.NOTHING
         self._num_begun = 0
         self._num_unanswered = 0
         # Bytes since the parser last came to the end of a head, a piece of body, or a request.
         self._num_unseen = 0
+        self._num_body_bytes = 0  # since the deadline was set
         self._refusal: ApiError | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
         self._start_s = self.loop.time()
 
     # ------------------------------------------------------------ the transport's side
@@ -94,16 +140,20 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._refusal = try_later(503, "the server has as many connections as it may have")
+        num_beyond = len(self.connections) - self._limits.max_connections
+        self._is_for_probes = num_beyond > 0
+        if num_beyond > PROBE_CONNECTIONS:
+            self._refusal = _no_room()
             self._write(self._refusal)
             transport.close()
             return
-        self._set_deadline(self._limits.head_s)
+        self._set_deadline(self._head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._set_deadline(None)
+        self._stop_watching()
+        self._uploads.end(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -118,15 +168,24 @@ class Connection(HttpToolsProtocol):
             self._num_unseen += len(piece)
             try:
                 self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:
-                break  # no other protocol is spoken here; the request is served as it is
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_again() + piece[upgrade.args[0] :] + data
+                self._num_unseen = 0
+                self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError:
-                self._refuse(ApiError(400, "the request is not valid HTTP"))
+                self.refuse(ApiError(400, "the request is not valid HTTP"))
             else:
                 if self._num_unseen >= most:
                     what = "trailers" if self._part is _Part.BODY else "headers"
-                    self._refuse(ApiError(431, f"the request's {what} are over the limit of {most} bytes"))
+                    self.refuse(ApiError(431, f"the request's {what} are over the limit of {most} bytes"))
         self._watch(is_new=(self._part, self._num_begun) != before)
+
+    def _head_again(self) -> bytes:
+        """The head of a request that asks for another protocol, which is not spoken here, without its asking: the
+        parser reads no body after that."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b":" + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     # ------------------------------------------------------------ the parser's side
 
@@ -138,33 +197,56 @@ class Connection(HttpToolsProtocol):
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
+        self.scope["state"]["flow"] = self.flow  # a stream goes on while its client does not read
 
     def on_headers_complete(self) -> None:
         """The end of a request's headers."""
         self._num_unseen = 0
         self._unset_keepalive_if_required()
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("no proxy")
+            return
+        path = self.url.partition(b"?")[0].rstrip(b"/").decode("latin-1")
+        if self._is_for_probes and path not in self._limits.probes:
+            self.refuse(_no_room())
+            raise httptools.HttpParserError("nothing more is read")
         super().on_headers_complete()
+        if self._is_for_probes:
+            self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            _end_by_closing(self.cycle)
         self._part = _Part.BODY
         self._num_unanswered += 1
         if len(self.pipeline) > MAX_AHEAD:
-            self._refuse(ApiError(400, f"more than {MAX_AHEAD} requests were sent ahead"))
+            self.refuse(ApiError(400, f"more than {MAX_AHEAD} requests were sent ahead"))
             raise httptools.HttpParserError("nothing more is read")
 
     def on_body(self, body: bytes) -> None:
         """A piece of a request's body."""
         self._num_unseen = 0
+        self._num_body_bytes += len(body)
+        if not self.cycle.response_complete:
+            self._uploads.add(self, len(body), self.loop.time())
         super().on_body(body)  # which stops reading where much has come that the app has not asked for
 
     def on_message_complete(self) -> None:
         """The end of a request."""
+        if self.parser.should_upgrade():
+            return
         self._num_unseen = 0
         self._part = _Part.NOTHING
+        self._uploads.end(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """The last byte of an answer has been handed over."""
         self._num_unanswered -= 1
         super().on_response_complete()
+        if self.cycle.response_complete:
+            self._uploads.end(self)  # what still comes of the body is dropped
+        if self.transport.is_closing():
+            self._watch_reader()
         if self._refusal is not None and not self._num_unanswered:
             self._answer_refusal()
         else:
@@ -178,12 +260,18 @@ class Connection(HttpToolsProtocol):
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
         if self._part is _Part.BODY and self._num_unanswered <= 1:
-            self._set_deadline(self._limits.body_s)
+            if is_new or (self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes):
+                self._num_body_bytes = 0
+                self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
         elif self._part is _Part.HEAD and not self._num_unanswered:
             if is_new:
-                self._set_deadline(self._limits.head_s)
+                self._set_deadline(self._head_s)
         elif self._num_begun:
             self._set_deadline(None)  # between requests uvicorn's own one holds
+
+    @property
+    def _head_s(self) -> float:
+        return min(self._limits.head_s, _PROBE_HEAD_S) if self._is_for_probes else self._limits.head_s
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
@@ -193,20 +281,71 @@ class Connection(HttpToolsProtocol):
     def _deadline_passed(self) -> None:
         if self._refusal is not None:
             self.transport.abort()
-        elif self._part is _Part.HEAD:
-            self._refuse(ApiError(408, f"the headers were not complete within {self._limits.head_s:g} s"))
         elif self._part is _Part.BODY:
-            self._refuse(ApiError(408, f"nothing came of the body for {self._limits.body_s:g} s"))
+            self._judge_body()
+        elif self._is_for_probes:
+            self.refuse(_no_room())
+        elif self._part is _Part.HEAD:
+            self.refuse(ApiError(408, f"the headers were not complete within {self._limits.head_s:g} s"))
         else:
             self.transport.close()
 
+    def _judge_body(self) -> None:
+        if not self._num_unanswered:
+            self.transport.close()  # it is dropped, and has been long enough
+        elif self.flow.read_paused:
+            self._watch(is_new=True)
+        else:
+            come = f"{self._num_body_bytes} bytes of the body came in {self._limits.body_s:g} s"
+            self.refuse(ApiError(408, f"{come}, not {self._limits.least_body_bytes}"))
+
+    # ------------------------------------------------------------ clients that do not read
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._stop_watching()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection on which no other request has come."""
+        if not self.transport.is_closing():
+            super().timeout_keep_alive_handler()
+            self._watch_reader()
+
+    def _watch_reader(self, before: int = -1, num_looks: int = 0) -> None:
+        """Leave the client when it has taken nothing of what is written for ``write_s``.
+
+        ``before``: what the system had to send at the last look, and at ``num_looks`` before that. A connection's
+        own buffer does not show whether a slow client reads: it waits until much of the system's is free.
+        """
+        sock = self.transport.get_extra_info("socket")
+        unsent = int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        self._stop_watching()
+        num_looks = num_looks + 1 if unsent == before else 0
+        if num_looks == _LOOKS:
+            self.transport.abort()
+        else:
+            wait_s = self._limits.write_s / _LOOKS
+            self._stall = self.loop.call_later(wait_s, self._watch_reader, unsent, num_looks)
+
+    def _stop_watching(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
     # ------------------------------------------------------------ refusals
 
-    def _refuse(self, error: ApiError) -> None:
+    def refuse(self, error: ApiError) -> None:
         """Read no more; the answers that are due come first."""
         if self._refusal is not None:
             return
         self._refusal = error
+        self._uploads.end(self)
         self._set_deadline(None)
         if self._part is _Part.BODY:
             if self.pipeline:
@@ -228,9 +367,12 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # the request at fault has had its answer
             return
         self._write(self._refusal)
+        if self._is_for_probes:
+            self.transport.close()  # its place is needed
+            return
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._set_deadline(_LINGER_S)
+        self._set_deadline(LINGER_S)
 
     def _write(self, error: ApiError) -> None:
         request_id, body = uuid.uuid4().hex, error.body()

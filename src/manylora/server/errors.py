@@ -23,6 +23,7 @@ _TYPES = {
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "ContentTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "rate_limit_error",
     431: "RequestHeaderFieldsTooLargeError",
     503: "ServiceUnavailableError",

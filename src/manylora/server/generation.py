@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
+import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics, RequestRecorder
-from manylora.server.errors import as_api_error
+from manylora.server.errors import ApiError, as_api_error
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.server.models import Chosen
 from manylora.server.packed_logprobs import PackedLogprobs, check_packed
@@ -118,8 +118,8 @@ class Shape(Protocol):
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
-# Client-chosen ids may repeat, so the engine's end in a number that does not.
-_serial = itertools.count()
+MAX_UNSENT_BYTES = 64 * 2**20
+"""The most of one stream that waits for a client which reads too slowly."""
 
 
 class GenerationResponse(Response):
@@ -133,9 +133,12 @@ class GenerationResponse(Response):
         self._plan = plan
         self._usage = Usage(sum(len(prompt) for prompt in job.prompts))
         self._has_begun = False
+        self._unsent: list[bytes] = []
+        self._num_unsent_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        self._flow = scope["state"].get("flow")
         closing = contextlib.aclosing(self._deltas())
         try:
             # The last byte is sent outside: a client may leave once it has that, which is no interruption.
@@ -150,6 +153,8 @@ class GenerationResponse(Response):
             ending = error_events(known)
         if self._plan.is_on or self._has_begun:
             await self._begin(send)
+            ending = b"".join([*self._unsent, ending])
+            self._unsent.clear()
             await send({"type": "http.response.body", "body": ending, "more_body": False})
         else:
             await Response(ending, media_type="application/json")(scope, receive, send)
@@ -179,8 +184,9 @@ class GenerationResponse(Response):
                 await stream.aclose()
 
     def _submit(self, prompt: tuple[int, ...], params: SamplingParams, more: bool) -> TextStream:
-        request_id = f"{self._job.id}-{next(_serial)}"
         job = self._job
+        # Clients choose ids that repeat, and a cluster has several front ends.
+        request_id = f"{job.id}-{secrets.token_hex(8)}"
         request = GenerationRequest(
             request_id,
             prompt,
@@ -216,8 +222,24 @@ class GenerationResponse(Response):
             if not self._has_begun:
                 await self._begin(send)
                 data = shape.opening(writer, always) + data
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send(data, send)
         return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
+
+    async def _send(self, data: bytes, send: Send) -> None:
+        """Or keep the data while the client does not read: what comes of the engine would pile up where nothing
+        bounds it. Raises ApiError."""
+        if self._flow is not None and self._flow.write_paused:
+            self._unsent.append(data)
+            self._num_unsent_bytes += len(data)
+            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+                self._unsent.clear()
+                raise ApiError(408, f"{MAX_UNSENT_BYTES} bytes of the answer have not been read")
+            return
+        if self._unsent:
+            data = b"".join(self._unsent) + data
+            self._unsent.clear()
+            self._num_unsent_bytes = 0
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _whole(self, deltas: Deltas, send: Send) -> bytes:
         """Send the whole answer, once all of it is there, but its last piece, which it returns."""

@@ -25,6 +25,7 @@ from starlette.types import Receive
 from manylora.engine.client import EngineClient
 from manylora.server.connection import Connection
 from manylora.server.errors import ApiError, unavailable
+from manylora.server.uploads import Uploads
 
 logger = logging.getLogger("manylora.server")
 
@@ -219,7 +220,8 @@ async def serve(
     Run under uvloop for speed; any event loop works.
     """
     lifecycle: Lifecycle = app.state.lifecycle
-    connection: Any = functools.partial(Connection, app.state.connection_limits)
+    limits = app.state.connection_limits
+    connection: Any = functools.partial(Connection, limits, Uploads(limits.upload_bytes))
     config = uvicorn.Config(
         app, loop="none", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=_HANG_UP_S,

@@ -23,8 +23,8 @@ from manylora.server.lifecycle import Disconnected, Lifecycle
 logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# These answer while the server drains or its engine is dead.
-_PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
+PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
+"""These answer while the server drains, its engine is dead or its connections are all taken."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -57,6 +57,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a slash at the end means nothing
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
@@ -95,7 +96,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["type"] != "http" or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
         refusal = self._lifecycle.refusal()

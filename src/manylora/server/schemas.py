@@ -5,6 +5,7 @@ Types are strict (a string is no number), null means the default, unknown fields
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import msgspec
 from fastapi import Request
 
 from manylora.server.bodies import check_contents, run_beside
-from manylora.server.errors import ApiError
+from manylora.server.errors import ApiError, clipped
 from manylora.server.naming import AdapterFields, Name
 from manylora.types import InvalidRequest
 
@@ -157,7 +158,20 @@ _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
 
 async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
-    """The request's JSON body as ``kind``, whatever its content type, and as it came; raises ApiError 400."""
+    """Read the JSON body as ``kind``; returns it as it came, too. Raises ApiError 400, and 415 for a body
+    that says that it is something else.
+
+    Browsers send JSON to another site only after asking it, but a form's body, or one of no type, at once.
+    """
+    headers = request.headers
+    coding = headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        message = f"a body in {clipped(coding)} is not read; send it as it is"
+        raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    media_type = headers.get("content-type", "")
+    if has_body and media_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"the body needs content-type: application/json, not {clipped(media_type)!r}")
     # The request, which lives until it is answered, would keep what its ``body`` gives.
     raw = b"".join([piece async for piece in request.stream()])
     return await run_beside(raw, _decode, raw, kind), raw
@@ -166,7 +180,7 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
 def _decode(raw: bytes, kind: type[Body]) -> Body:
     check_contents(raw)
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw.removeprefix(codecs.BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
         found = _PARAM.search(str(error))
         raise ApiError(400, str(error), param=found and (found[1] or found[2])) from error

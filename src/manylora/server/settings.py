@@ -17,6 +17,7 @@ class ServerSettings:
     Without ``api_keys`` everyone may use /v1/* and /metrics; ``metrics_open``: with them, too, /metrics.
     ``max_body_bytes``: None for what the model's context and vocabulary need. ``trusts_templates``: whether
     requests may bring chat templates. ``root_path``: where a proxy serves the app, without a slash at its end.
+    ``allowed_hosts``: patterns of the names that clients may call it by.
     """
 
     served_model_name: str
@@ -30,6 +31,7 @@ class ServerSettings:
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
     other_names: tuple[str, ...] = ()
     root_path: str = ""
+    allowed_hosts: tuple[str, ...] = ("*",)
 
     @property
     def names(self) -> tuple[str, ...]:
