@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from manylora_lab.bench.race import behind
 
 from manylora import LLM, SamplingParams
 from manylora.executor.sampler import SampledRow, _edited, _weights
 from manylora.text.tokenizer import Tokenizer
-from manylora_lab.bench.race import behind
 from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, TooLate
 from tests.e2e.process import BASE, MODEL
 from tests.parity.reference import Reference

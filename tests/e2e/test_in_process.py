@@ -130,9 +130,10 @@ def test_seeded_answers_are_the_same_alone_and_in_a_crowd(adapters: Path, num_re
     rng = random.Random(num_requests)
     named = {folder.name: str(folder) for folder in sorted(adapters.iterdir())[:8]}
     prompts = [[rng.randrange(10, 4000) for _ in range(rng.randint(5, 60))] for _ in range(num_requests)]
+    lengths = [rng.randint(200, 420) for _ in prompts]
     params = [
-        SamplingParams(temperature=1.0, seed=rng.randrange(2**40), max_tokens=rng.randint(200, 420), ignore_eos=True)
-        for _ in prompts
+        SamplingParams(temperature=1.0, seed=rng.randrange(2**40), max_tokens=length, ignore_eos=True)
+        for length in lengths
     ]
     chosen = [rng.choice((None, *named)) for _ in prompts]
     crowds = {"max_num_seqs": 64, "device_pool": "96MiB"}, {"max_num_seqs": 16, "device_pool": "12MiB"}

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manylora_lab.bench.race import behind
 
 from manylora import AsyncLLM, SamplingParams
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.executor.sampler import SampledRow, _edited, _weights
 from manylora.text.generate import TextOutput, collect, generate_text
 from manylora.text.tokenizer import Tokenizer
-from manylora_lab.bench.race import behind
 from tests.e2e.process import MODEL
 from tests.engine.moving import MovingEngines
 from tests.parity.reference import Reference

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from manylora_lab.bench.race import behind
 
 from manylora.executor import sampler
 from manylora.executor.best import greedy
 from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, draw_key
 from manylora.types import SamplingParams, TokenLogprobs
-from manylora_lab.bench.race import behind
 
 
 def row(
