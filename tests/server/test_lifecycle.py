@@ -20,7 +20,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from manylora import main
 from manylora.main import Ending, run_loop
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.text.tokenizer import Tokenizer
@@ -290,7 +289,7 @@ def test_the_system_has_time_to_take_an_engines_memory_back(monkeypatch: pytest.
         child.events.append(f"exit {code}")
         left.set()
 
-    monkeypatch.setattr(main.os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", leave)
     Ending(child).begin(within_s=0.0, code=0, release_s=32.0)  # type: ignore[arg-type]
     assert left.wait(60)
     assert child.events == ["kill", 32, "exit 0"]

@@ -16,9 +16,7 @@ def behind(weights: np.ndarray, seed: int, sample: int, position: int) -> np.nda
     0 for the token that is drawn, inf where a weight is 0.
     """
     size = len(weights)
-    blocks = np.zeros(size + -size % BLOCK_TOKENS)
-    blocks[:size] = weights
-    blocks = blocks.reshape(-1, BLOCK_TOKENS)
+    blocks = np.pad(weights, (0, -size % BLOCK_TOKENS)).reshape(-1, BLOCK_TOKENS)
     bits = np.arange(1, BLOCK_TOKENS + len(blocks) + 1, dtype=np.int64) * _signed(0x9E3779B97F4A7C15)
     bits += draw_key(seed, sample, position)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -28,7 +26,7 @@ def behind(weights: np.ndarray, seed: int, sample: int, position: int) -> np.nda
         of_blocks = noise[BLOCK_TOKENS:] - np.log(blocks.sum(axis=1))
         of_tokens = noise[:BLOCK_TOKENS] - np.log(blocks)
         of_tokens -= of_tokens.min(axis=1, keepdims=True)  # NaN where no token of a block may be drawn
-    lost = np.fmax(of_blocks[:, None] - of_blocks.min(), of_tokens)
+    lost: np.ndarray = np.fmax(of_blocks[:, None] - of_blocks.min(), of_tokens)
     return lost.reshape(-1)[:size]
 
 

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 requests = asked(rng, temperature, list(adapters), longest)
                 together = answers(llm, requests)
                 order = rng.sample(range(NUM_REQUESTS), NUM_REQUESTS)
-                apart = {}
+                apart: dict[int, CompletionOutput] = {}
                 for begin in range(0, NUM_REQUESTS, FEW):
                     some = order[begin : begin + FEW]
                     apart.update(zip(some, answers(llm, [requests[place] for place in some])))
