@@ -403,7 +403,7 @@ def _noise(keys: torch.Tensor, count: int) -> torch.Tensor:
     """float64 [R, N, count]: of each key, int64 [R, N], the logarithms of so many uniform numbers in (0, 1)."""
     bits = keys.unsqueeze(-1) + torch.arange(1, count + 1, device=keys.device) * _STEP
     for shift, factor in _MIX:
-        # This shift repeats the sign, where SplitMix64's brings zeros: a bit is lost, and nobody misses it.
+        # This shift repeats the sign, where SplitMix64 brings zeros: one bit is lost, which does no harm.
         bits = bits.bitwise_xor_(bits >> shift).mul_(factor)
     return bits.double().mul_((1 - 2.0**-52) * 2.0**-64).add_(0.5).log_()
 
