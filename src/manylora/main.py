@@ -69,6 +69,9 @@ LEAST_EXIT_S = 1.0
 OWN_EXIT_S = 0.5
 """What this process needs once the engine's is gone."""
 
+RELEASED_BYTES_PER_S = 2**30
+"""At least so fast the system takes back pinned memory of a process that has ended."""
+
 _Writer = TypeVar("_Writer")
 
 
@@ -302,7 +305,8 @@ async def _serve(
         log.info("serving %s on %s", engine.model.name, address_of(sock))
         gc.freeze()  # what start-up made lives on; do not look through it again
         code = await serve(app, sock, client, http.drain_timeout, stop_signals())
-        ending.begin(app.state.lifecycle.left_s(), code)
+        pinned = client.info.num_host_pages * client.info.page_bytes + client.info.pristine_bytes
+        ending.begin(app.state.lifecycle.left_s(), code, pinned / RELEASED_BYTES_PER_S)
         return code
     finally:
         _ignore_signals()
@@ -397,34 +401,40 @@ class Ending:
         self._child = child
         self._by_s = time.monotonic() + START_EXIT_S
 
-    def begin(self, within_s: float, code: int) -> None:
-        """From here on nothing that hangs keeps this process longer than so many seconds; its exit code is
-        ``code``."""
+    def begin(self, within_s: float, code: int, release_s: float) -> None:
+        """From here on nothing that hangs keeps this process longer than ``within_s``; its exit code is ``code``.
+
+        ``release_s``: how much longer the system may need to take back the engine's memory. Until then its process
+        is not gone, and the next server would not find that memory.
+        """
         if code:
             self.kill()  # what died by itself has had its time, and what hangs does not end
         self._by_s = time.monotonic() + within_s
         threading.Thread(
-            target=self._force, args=(within_s, code), name="manylora-ending", daemon=True
+            target=self._force, args=(within_s, code, release_s), name="manylora-ending", daemon=True
         ).start()
 
-    def _force(self, within_s: float, code: int) -> None:
+    def _force(self, within_s: float, code: int, release_s: float) -> None:
         time.sleep(within_s)
-        log.error("something does not end: the server leaves it behind")
         self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(release_s)
+        time.sleep(OWN_EXIT_S)
+        log.error("something does not end: the server leaves it behind")
         os._exit(code)
 
     def kill(self) -> None:
-        """End the engine's process, stopped or not."""
+        """End the engine's process, stopped or not. One that has ended already keeps its exit code."""
         self._child.kill()
 
     def reap(self) -> None:
-        """The child ends by itself when the socket closes; make sure that it does."""
+        """The child ends by itself when the socket closes; make sure that it does, and wait until it is gone."""
         try:
             self._child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
         except subprocess.TimeoutExpired:
-            log.warning("the engine's process does not end: it is killed")
             self.kill()
-            self._child.wait()
+            if self._child.wait() == -signal.SIGKILL:
+                log.warning("the engine's process did not end by itself: it was killed")
 
 
 # ---------------------------------------------------------------- the engine process

@@ -1,6 +1,7 @@
 """Whether answers to the same requests are equal, up to rounding.
 
-What runs in the same steps changes last digits, and a draw, or two logits, may lie that close to a boundary.
+What runs in the same steps changes last digits, and two logits, or the first two of a draw's race, may lie that
+close together.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from manylora_lab.bench.race import behind
 
 from manylora import LLM, SamplingParams
-from manylora.executor.sampler import SampledRow, _edited, _weights, uniform
+from manylora.executor.sampler import SampledRow, _edited, _weights
 from manylora.text.tokenizer import Tokenizer
 from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, TooLate
 from tests.e2e.process import BASE, MODEL
 from tests.parity.reference import Reference
 
-CLOSE_LOGITS = 2e-4
-AT_BOUNDARY = 1e-5
+CLOSE = 2e-4
 
 
 def assert_equal(before: Sequence[Answer], after: Sequence[Answer]) -> int:
@@ -46,7 +47,7 @@ def assert_equal(before: Sequence[Answer], after: Sequence[Answer]) -> int:
         parted += found
     if parted:
         _judge(parted)
-    assert len(parted) <= max(2, len(before) // 10), len(parted)
+    assert len(parted) <= max(1, len(before) // 100), len(parted)
     return len(parted)
 
 
@@ -137,16 +138,14 @@ def _is_close(
     eos_ids: tuple[int, ...],
 ) -> bool:
     """Whether the token at that place might as well have been another."""
-    params, known, token = parted.params, tokens[:place], tokens[place]
+    params, known = parted.params, tokens[:place]
     logits = reference.next_logits([*prompt, *known], parted.adapter)[None]
     stop_ids = () if params.ignore_eos else eos_ids
     row = SampledRow(params, np.array(prompt), np.array(known), stop_ids, ((parted.index, place),))
     edited = _edited(logits, [row], None)
     if not params.temperature:
         best = edited[0].topk(2).values
-        return bool(best[0] - best[1] < CLOSE_LOGITS)
-    sums = _weights(edited, [params])[0].double().cumsum(0)
-    sums = sums / sums[-1]
-    point = uniform(params.seed or 0, parted.index, place)
-    lower = float(sums[token - 1]) if token else 0.0
-    return min(abs(point - lower), abs(point - float(sums[token]))) < AT_BOUNDARY
+        return bool(best[0] - best[1] < CLOSE)
+    weights = _weights(edited, [params])[0].double().numpy()
+    second = np.partition(behind(weights, params.seed or 0, parted.index, place), 1)[1]
+    return bool(second < CLOSE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import shutil
 import threading
 from pathlib import Path
@@ -182,3 +183,25 @@ def test_priorities_and_fairness_in_process(adapters: Path) -> None:
                 llm.generate("a", params, priority=wrong)  # type: ignore[arg-type]
     with LLM(MODEL, device="cpu", **pools) as llm, pytest.raises(InvalidRequest, match="--scheduling-policy"):
         llm.generate("a", params, priority=1)
+
+
+@pytest.mark.parametrize("num_requests", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_seeded_answers_are_the_same_alone_and_in_a_crowd(adapters: Path, num_requests: int) -> None:
+    """Long answers at temperature 1: all at once, then few at a time in a pool that is too small for these."""
+    rng = random.Random(num_requests)
+    named = {folder.name: str(folder) for folder in sorted(adapters.iterdir())[:8]}
+    prompts = [[rng.randrange(10, 4000) for _ in range(rng.randint(5, 60))] for _ in range(num_requests)]
+    lengths = [rng.randint(200, 420) for _ in prompts]
+    params = [
+        SamplingParams(temperature=1.0, seed=rng.randrange(2**40), max_tokens=length, ignore_eos=True)
+        for length in lengths
+    ]
+    chosen = [rng.choice((None, *named)) for _ in prompts]
+    crowds = {"max_num_seqs": 64, "device_pool": "96MiB"}, {"max_num_seqs": 16, "device_pool": "12MiB"}
+    answers = []
+    for settings in crowds:
+        with LLM(MODEL, named, device="cpu", dtype="float32", host_pool="8MiB", **settings) as llm:
+            found = llm.generate(prompts, params, chosen)
+            answers.append([output.outputs[0].token_ids for output in found])
+    differ = [number for number, (one, other) in enumerate(zip(*answers)) if one != other]
+    assert len(differ) <= 1, differ

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from manylora_lab.bench.race import behind
 
 from manylora.executor import sampler
 from manylora.executor.best import greedy
-from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, uniform
+from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, draw_key
 from manylora.types import SamplingParams, TokenLogprobs
 
 
@@ -98,23 +99,64 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
+def assert_distributed(drawn: np.ndarray, expected: np.ndarray) -> None:
+    """Counts of draws [K] are those of probabilities [K]."""
+    total = drawn.sum()
+    assert not drawn[expected == 0].any()
+    assert drawn[expected > 40 / total].all()
+    likely = expected * total > 10
+    chi_square = ((drawn - expected * total) ** 2 / np.maximum(expected * total, 1e-9))[likely].sum()
+    degrees = max(int(likely.sum()) - 1, 1)
+    # Wilson-Hilferty: the 99.99 % point of chi-square, seeds being fixed.
+    assert chi_square < degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3 + 1e-6
+
+
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("ties", [False, True])
-def test_draws_cover_exactly_the_reference_support(filters: dict[str, Any], ties: bool) -> None:
-    logits = noise(1, 40)
+@pytest.mark.parametrize(("size", "ties"), [(40, False), (40, True), (300, False)])
+def test_draws_cover_exactly_the_reference_support(filters: dict[str, Any], size: int, ties: bool) -> None:
+    logits = noise(1, size)
     if ties:
         logits = (logits / 2).round()
     r = row(**{"temperature": 1.0, **filters})
     r.samples = tuple((i, 0) for i in range(20000))
     expected = distribution_reference(logits[0].numpy(), r)
-    drawn = np.bincount(sample(logits, [r])[0][0], minlength=40)
-    assert not drawn[expected == 0].any()
-    assert drawn[expected > 0.002].all()
-    likely = expected * 20000 > 10
-    chi_square = ((drawn - expected * 20000) ** 2 / np.maximum(expected * 20000, 1e-9))[likely].sum()
-    degrees = max(int(likely.sum()) - 1, 1)
-    # Wilson-Hilferty: the 99.99 % point of chi-square, seeds being fixed.
-    assert chi_square < degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3 + 1e-6
+    assert_distributed(np.bincount(sample(logits, [r])[0][0], minlength=size), expected)
+
+
+@pytest.mark.parametrize("neighbour", ["seed", "sample", "position"])
+def test_draws_of_neighbours_are_independent(neighbour: str) -> None:
+    """Each pair of tokens is drawn as often as if the two were drawn apart."""
+    logits = noise(1, 300).expand(40000, -1)
+    named = [{"seed": 0, "sample": 0, "position": 0, neighbour: place} for place in range(40000)]
+    rows = [
+        row(temperature=0.6, seed=n["seed"], samples=((n["sample"], n["position"]),)) for n in named
+    ]
+    tokens = draw(logits, rows).first.view(-1, 2).numpy()
+    expected = distribution_reference(logits[0].numpy(), rows[0])
+    counts = np.bincount(tokens[:, 0] * 300 + tokens[:, 1], minlength=300 * 300)
+    assert_distributed(counts, np.outer(expected, expected).ravel())
+
+
+@pytest.mark.parametrize("size", [40, 512, 5000])
+def test_the_first_of_a_race_is_drawn(size: int) -> None:
+    """Seeded answers stay what they are as long as this holds."""
+    logits = noise(50, size)
+    rows = [row(temperature=0.8, seed=2**63 + i, samples=((i % 3, i),)) for i in range(50)]
+    weights = [distribution_reference(x.numpy(), r) for x, r in zip(logits, rows)]
+    first = [int(behind(w, 2**63 + i, i % 3, i).argmin()) for i, w in enumerate(weights)]
+    assert draw(logits, rows).first.tolist() == first
+    assert len({draw_key(s, i, p) for s in (-1, 0, 1, 2**64 - 2) for i in range(5) for p in range(5)}) == 100
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
+def test_logits_that_differ_by_rounding_change_few_draws(filters: dict[str, Any]) -> None:
+    """No larger a part of all draws than logits over temperature differ by."""
+    logits, off = noise(100, 4096), 1e-3
+    other = logits + noise(100, 4096, seed=1) / 3 * off
+    draws = tuple((i, 0) for i in range(300))
+    rows = [row(temperature=0.8, seed=i, samples=draws, **filters) for i in range(100)]
+    one, two = (np.array(sample(x, rows)[0]) for x in (logits, other))
+    assert 0 < (one != two).mean() < off / 0.8
 
 
 def test_large_top_k_sorts_and_agrees_with_selection() -> None:
@@ -157,16 +199,6 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     mixed, _ = sample(logits[order], [rows[i] for i in order])
     assert mixed == [together[i] for i in order]
     assert [entry[0] is not None for entry in logprobs] == [r.params.logprobs is not None for r in rows]
-
-
-def test_noise_is_a_function_of_seed_sample_and_position() -> None:
-    values = {uniform(s, i, p) for s in (-1, 0, 1, 2**64 - 2) for i in range(5) for p in range(5)}
-    assert len(values) == 100
-    assert all(0 <= v < 1 for v in values)
-    assert uniform(3, 1, 2) == uniform(3, 1, 2)
-    many = np.array([uniform(7, 0, p) for p in range(20000)])
-    assert abs(many.mean() - 0.5) < 0.01
-    assert np.abs(np.histogram(many, 10, (0, 1))[0] - 2000).max() < 200
 
 
 def test_samples_of_a_fork_differ_and_continue_apart() -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from manylora.main import run_loop
+from manylora.main import Ending, run_loop
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, make_app
@@ -253,3 +254,43 @@ def test_a_missing_module_is_named_when_the_server_runs() -> None:
 
     with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
         run_loop(serve())
+
+
+class Child:
+    """An engine's process that outlasts every wait with a limit: it hangs, or has ended and holds memory yet."""
+
+    def __init__(self, has_ended: bool) -> None:
+        self.has_ended = has_ended
+        self.events: list[object] = []
+
+    def kill(self) -> None:
+        self.events.append("kill")
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            self.events.append(round(timeout))
+            raise subprocess.TimeoutExpired("engine", timeout)
+        return 0 if self.has_ended else -signal.SIGKILL
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_an_engine_that_has_ended_is_waited_for_and_not_called_killed(
+    has_ended: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(has_ended)
+    Ending(child).reap()  # type: ignore[arg-type]
+    assert child.events[1:] == ["kill"]
+    assert ("it was killed" in caplog.text) is not has_ended
+
+
+def test_the_system_has_time_to_take_an_engines_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    child, left = Child(has_ended=True), threading.Event()
+
+    def leave(code: int) -> None:
+        child.events.append(f"exit {code}")
+        left.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    Ending(child).begin(within_s=0.0, code=0, release_s=32.0)  # type: ignore[arg-type]
+    assert left.wait(60)
+    assert child.events == ["kill", 32, "exit 0"]

@@ -7,9 +7,11 @@ top_k=1 is greedy. A row whose logits are not finite is told of, and what is sam
 tensors and SamplingParams; nothing of models, pages or devices by name.
 
 A draw depends on the row's logits and on (seed, sample, position), never on the batch: probabilities become
-integers, whose sums are exact in any order, and the token is the inverse of their running sum at one uniform
-number. All tensor work stays on the logits' device and nothing waits for it: what the host is to know leaves
-in one tensor.
+integers, whose sums are exact in any order, and race. A runner of weight w arrives after an exponential time of
+rate w, and the first one wins: first among blocks of tokens, then among the winning block's tokens. The noise is
+of the runner alone, so logits that differ in their last digits change a draw only where two runners arrive that
+close together. All tensor work stays on the logits' device and nothing waits for it: what the host is to know
+leaves in one tensor.
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ _LARGEST = 3e38
 
 _LEAST_TEMPERATURE = 1e-30
 """Smaller ones are 0 in float32."""
+
+BLOCK_TOKENS = 128
+"""A race in two rounds needs noise for the blocks and for one block's tokens, not for the whole vocabulary."""
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
+"""SplitMix64's constants, as int64 has them."""
 
 
 class Results(NamedTuple):
@@ -172,10 +181,10 @@ def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1), a function of its arguments alone: 53 bits of their hash."""
+def draw_key(seed: int, sample_index: int, position: int) -> int:
+    """An int64, a function of its arguments alone: 64 bits of their hash."""
     key = struct.pack("<Qqq", seed & (2**64 - 1), sample_index, position)
-    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
 def _is_plain(row: SampledRow) -> bool:
@@ -373,17 +382,30 @@ def _integers(scaled: torch.Tensor, size: int) -> torch.Tensor:
 def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
     """int64 [R, N]: each row's draws in front; N is the longest row's number."""
     longest = max(len(row.samples) for row in rows)
-    noise = np.zeros((len(rows), longest))
+    keys = np.zeros((len(rows), longest), dtype=np.int64)
     for i, row in enumerate(rows):
         seed = row.params.seed or 0
         for n, (sample_index, position) in enumerate(row.samples):
-            noise[i, n] = uniform(seed, sample_index, position)
-    sums = weights.cumsum(dim=-1)
-    total = sums[:, -1:]
-    points = (_to(weights, noise, torch.float64) * total.double()).to(torch.int64)
-    # The first token whose running sum exceeds the point: its own weight is therefore above 0.
-    found = torch.searchsorted(sums, torch.minimum(points, total - 1), right=True)
-    return found.clamp(max=weights.shape[1] - 1)
+            keys[i, n] = draw_key(seed, sample_index, position)
+    size = weights.shape[1]
+    if size % BLOCK_TOKENS:
+        weights = torch.nn.functional.pad(weights, (0, -size % BLOCK_TOKENS))
+    blocks = weights.view(len(rows), -1, BLOCK_TOKENS)
+    noise = _noise(_to(weights, keys), BLOCK_TOKENS + blocks.shape[1])
+    # The negative of a time is noise / weight: the largest is the first. Of weight 0 it is -inf.
+    won = (noise[..., BLOCK_TOKENS:] / blocks.sum(dim=-1).unsqueeze(1)).argmax(dim=-1)
+    tokens = blocks.gather(1, won.unsqueeze(-1).expand(-1, -1, BLOCK_TOKENS))
+    first = (noise[..., :BLOCK_TOKENS] / tokens).argmax(dim=-1)
+    return (won * BLOCK_TOKENS + first).clamp_(max=size - 1)
+
+
+def _noise(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """float64 [R, N, count]: of each key, int64 [R, N], the logarithms of so many uniform numbers in (0, 1)."""
+    bits = keys.unsqueeze(-1) + torch.arange(1, count + 1, device=keys.device) * _STEP
+    for shift, factor in _MIX:
+        # This shift repeats the sign, where SplitMix64 brings zeros: one bit is lost, which does no harm.
+        bits = bits.bitwise_xor_(bits >> shift).mul_(factor)
+    return bits.double().mul_((1 - 2.0**-52) * 2.0**-64).add_(0.5).log_()
 
 
 # ---------------------------------------------------------------- results

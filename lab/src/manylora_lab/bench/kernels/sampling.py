@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from manylora.executor.sampler import SampledRow, draw, uniform
+from manylora.executor.sampler import BLOCK_TOKENS, SampledRow, draw
 from manylora.types import SamplingParams
 from manylora_lab.bench.kernels.rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels.settings import KernelSizes
+from manylora_lab.bench.race import behind
 from manylora_lab.bench.rounding import unit
 
 SAMPLERS = {
@@ -41,7 +42,7 @@ def sampling_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCa
 
 
 def _check(logits: torch.Tensor, rows: list[SampledRow]) -> Errors:
-    """By how much of probability the worst draw misses its token."""
+    """How far behind the winner the worst drawn token is."""
     tokens = draw(logits, rows).first.tolist()
     off = [
         _distance(row.astype(np.float64), sampled, token)
@@ -56,28 +57,39 @@ def _over(distance: float, bound: float) -> float:
 
 
 def _distance(logits: np.ndarray, row: SampledRow, token: int) -> tuple[float, float]:
-    """How far the draw's point lies outside its token's share, and how far it may. Sums are of integers, so exact:
-    what rounds is each weight, by a few units of float32 and by its exponent's rounding."""
+    """How far behind the winner the drawn token is, and how far it may be.
+
+    Sums are of integers, so exact. What rounds is each weight: by a few units of float32, by its exponent's
+    rounding and by the integer.
+    """
     params = row.params
     if params.temperature == 0:
         return float(token != logits.argmax()), 0.0
     ((sample, position),) = row.samples
     exponents = (logits - logits.max()) / params.temperature
     weights = np.exp(exponents)
+    off = (8 - 2 * exponents) * unit(torch.float32) + 2.0 ** (len(logits).bit_length() - 62) / weights
     order = np.argsort(-weights, kind="stable")
     if params.top_k:
         weights[order[params.top_k :]] = 0
     weights /= weights.sum()
-    off = float((weights * (8 - 2 * exponents)).sum()) * unit(torch.float32)
-    bound = 4 * off  # of a running sum and of the total, each on either side
     before = np.cumsum(weights[order]) - weights[order]
-    point = uniform(params.seed or 0, sample, position)
+    # Of a running sum and of the total, each on either side.
+    at_end = 4 * float((weights * off)[weights > 0].sum())
     found = []
-    for top_p in (params.top_p - bound, params.top_p, params.top_p + bound):
+    for top_p in (params.top_p - at_end, params.top_p, params.top_p + at_end):
         # A token at the very end of top-p stays or goes by rounding.
         kept = weights.copy()
         kept[order[before >= top_p]] = 0
-        ends = np.cumsum(kept) / kept.sum()
-        begin = ends[token - 1] if token else 0.0
-        found.append(float(max(begin - point, point - ends[token], 0.0)))
-    return min(found), bound
+        lost = behind(kept, params.seed or 0, sample, position)
+        bound = sum(_off(kept, off, place) for place in (token, int(lost.argmin())))
+        found.append((float(lost[token]), bound))
+    return min(found)
+
+
+def _off(weights: np.ndarray, off: np.ndarray, token: int) -> float:
+    """By how much a token's own weight and its block's may be off, relatively; ``off`` [V]: each weight's part."""
+    begin = token - token % BLOCK_TOKENS
+    block = slice(begin, begin + BLOCK_TOKENS)
+    total = weights[block].sum()
+    return float(off[token] + (weights[block] * off[block]).sum() / total) if total else 0.0
