@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "arguments": {"types"},
     "exits": set(),
     "feeding": set(),
-    "outputs": set(),
+    "outputs": {"types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},

@@ -34,7 +34,7 @@ from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
 from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams, TokenLogprobs
+from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams
 
 Adapter = str | None
 Salt = str | None
@@ -225,12 +225,14 @@ class AsyncLLM:
 
     async def _finished(self, job: _Job, stream: RecordedStream) -> RequestOutput:
         outputs = await collect(stream, job.request.params.n)
+        prompt, scored = job.request.prompt, [output.prompt_logprobs for output in outputs]
         return RequestOutput(
             job.request.id,
             job.prompt,
             list(job.request.prompt),
             job.request.adapter,
             [self._completion(output, job.request.params) for output in outputs],
+            prompt_logprobs=Logprob.of_prompt(prompt, scored, self._token_text),
         )
 
     async def _forward(
@@ -248,18 +250,10 @@ class AsyncLLM:
     def _completion(self, output: TextOutput, params: SamplingParams) -> CompletionOutput:
         logprobs = None
         if params.logprobs is not None:
-            logprobs = [self._logprobs_at(position) for position in output.logprobs]
+            logprobs = [Logprob.all_at(position, self._token_text) for position in output.logprobs]
         return CompletionOutput(
             output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason
         )
-
-    def _logprobs_at(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        found = {
-            token: Logprob(logprob, rank, self._token_text(token))
-            for rank, (token, logprob) in enumerate(position.top, start=1)
-        }
-        found.setdefault(position.token, Logprob(position.logprob, None, self._token_text(position.token)))
-        return found
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)

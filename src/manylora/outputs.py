@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from manylora.types import PromptLogprobs, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -12,6 +15,26 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+    @staticmethod
+    def all_at(
+        position: TokenLogprobs, text: Callable[[int], str | None], rank: int | None = None
+    ) -> dict[int, Logprob]:
+        """By token id. ``rank``: of the position's own token, where it is known beyond the top."""
+        top = enumerate(position.top, start=1)
+        found = {token: Logprob(logprob, place, text(token)) for place, (token, logprob) in top}
+        found.setdefault(position.token, Logprob(position.logprob, rank, text(position.token)))
+        return found
+
+    @staticmethod
+    def of_prompt(
+        prompt: Sequence[int], scored: Iterable[PromptLogprobs | None], text: Callable[[int], str | None]
+    ) -> list[dict[int, Logprob] | None] | None:
+        """Of each token of a prompt, as ``RequestOutput`` has them; one of ``scored`` is known, or none is."""
+        known = next((each for each in scored if each is not None), None)
+        if known is None:
+            return None
+        return [None, *(Logprob.all_at(entry, text, rank) for entry, rank in known.entries(prompt[1:]))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +51,11 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model."""
+    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model.
+
+    ``prompt_logprobs``, where they are asked for: None for the first token, which follows nothing, then per token
+    token id -> Logprob, its own included.
+    """
 
     request_id: str
     prompt: str | None
@@ -36,6 +63,7 @@ class RequestOutput:
     adapter: str | None
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

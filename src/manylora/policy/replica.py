@@ -48,6 +48,7 @@ from manylora.protocol import (
     Event,
     Keep,
     LetGo,
+    PromptScored,
     Ready,
     Report,
     ReportDue,
@@ -379,11 +380,17 @@ class Replica(RequestLives):
                         self._bear_if_shared(sequence)
             elif stage is ENDED:
                 continue
+            if sequence.state.num_unscored and sequence.state.score(sequence.num_computed):
+                self._commands.append(PromptScored(sequence.state.id, sequence.id))
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
+                    continue
+                if not sequence.state.max_tokens:  # the prompt was all that was asked for
+                    for sample in sorted(sequence.state.open_samples):
+                        self._end_sample(sequence.state, sample, "length", now)
                     continue
                 if shares is not None:
                     shares.drew(sequence, num_samples)

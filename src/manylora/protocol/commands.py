@@ -36,7 +36,8 @@ class SequenceStart:
 
     ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
     ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
-    for people to read, should the step be the executor's last.
+    for people to read, should the step be the executor's last. ``num_scored``: where ``params.prompt_logprobs``
+    is set, the log-probabilities of the tokens after the first so many positions are known, and not asked for.
     """
 
     sequence: SequenceId
@@ -49,6 +50,7 @@ class SequenceStart:
     params: SamplingParams
     stop_ids: tuple[int, ...]
     request: RequestId = ""
+    num_scored: int = 0
 
 
 class StepRow(NamedTuple):
@@ -215,6 +217,15 @@ emit = functools.partial(tuple.__new__, Emit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PromptScored:
+    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last row.
+    Each token's count once, in order, whatever moved, and all of them before the request's first Emit."""
+
+    request: RequestId
+    sequence: SequenceId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
     """The request left the queue for the first time; ``num_cached`` of its prompt's tokens were reused."""
 
@@ -354,7 +365,7 @@ DeviceCommand = (
 )  # fmt: skip
 """An executor carries these out."""
 
-ClientCommand = Emit | Admitted | Ready | Finish | Reject | Released
+ClientCommand = Emit | PromptScored | Admitted | Ready | Finish | Reject | Released
 """News of a request."""
 
 EngineCommand = SetTimer | AdapterFreed | Decided | Report | Status

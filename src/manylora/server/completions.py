@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
-from manylora.server.logprobs import CompletionLogprobs, TokenNames
+from manylora.server.logprobs import CompletionLogprobs, TokenNames, echoed, prompt_entries
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
 from manylora.server.sampling import check_parameters, completion_params
@@ -17,7 +17,8 @@ from manylora.server.schemas import CompletionBody, check_supported, read_body
 from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_texts, fit_params, require_tokenizer
-from manylora.types import InvalidRequest, SamplingParams
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
@@ -28,17 +29,34 @@ MAX_CHOICES = 16_384
 class CompletionShape:
     """Choices with ``text``. ``echoes`` holds, per prompt, the text that comes before the completion."""
 
-    def __init__(self, job: Job, names: TokenNames, echoes: list[str]) -> None:
+    def __init__(
+        self, job: Job, body: CompletionBody, tokenizer: Tokenizer | None, echoes: list[str]
+    ) -> None:
         self._job = job
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._num_prompt_top = body.prompt_logprobs
+        self._echoed: dict[int, dict[str, list[Any]]] = {}
+        self._prompts: dict[int, list[Any]] = {}
         self._created_s = int(time.time())
         self._unechoed = {
             prompt * job.n + sample: text for prompt, text in enumerate(echoes) for sample in range(job.n)
         }
         num_top = job.params[0].logprobs
+        names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         self._logprobs = None if num_top is None else (names, num_top)
         self._writers: dict[int, CompletionLogprobs] = {}
 
-    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+    def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
+        """See Shape."""
+        tokens, tokenizer = self._job.prompts[number], self._tokenizer
+        if self._echoes and self._logprobs is not None and tokenizer is not None:
+            asked = *self._logprobs, tokenizer
+            self._echoed[number] = echoed(*asked, tokens, scored, self._echoes[number])
+        if self._num_prompt_top is not None:
+            self._prompts[number] = prompt_entries(tokenizer, self._num_prompt_top, tokens, scored)
+
+    def identity(self, is_chunk: bool) -> dict[str, Any]:
         """See Shape."""
         return {
             "id": self._job.id,
@@ -58,12 +76,14 @@ class CompletionShape:
 
     def choice(self, index: int, output: TextOutput) -> dict[str, Any]:
         """See Shape."""
+        prompt = self._prompts.get(index // self._job.n)
         return {
             "index": index,
             "text": self._unechoed.pop(index, "") + output.text,
             "logprobs": self._encode(index, output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            **({} if prompt is None else {"prompt_logprobs": prompt}),
         }
 
     def _encode(self, index: int, news: TextDelta | TextOutput) -> dict[str, Any] | None:
@@ -71,7 +91,10 @@ class CompletionShape:
             return None
         writer = self._writers.get(index)
         if writer is None:
-            writer = self._writers[index] = CompletionLogprobs(*self._logprobs)
+            number = index // self._job.n
+            text = self._echoes[number] if self._echoes else ""
+            writer = CompletionLogprobs(*self._logprobs, text, self._echoed.get(number))
+            self._writers[index] = writer
         return writer.encode(news.logprobs)
 
 
@@ -121,8 +144,6 @@ def routes(service: Service, models: Models) -> APIRouter:
     def echoes(body: CompletionBody, prompts: list[Any]) -> list[str]:
         if not body.echo:
             return []
-        if body.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported by this server", "echo")
         tokenizer = require_tokenizer(service.tokenizer, "echo")
         if isinstance(prompts[0], str):
             return prompts
@@ -144,8 +165,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         scope = service.cache_scope(request, body.cache_salt)
         client = service.client_of(request)
         job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s, scope, priority, client)
-        names = TokenNames(service.tokenizer, bool(body.return_tokens_as_token_ids))
-        shape = CompletionShape(job, names, echoes(body, prompts))
+        shape = CompletionShape(job, body, service.tokenizer, echoes(body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))
 
     return router

@@ -6,6 +6,7 @@ ends it when the client goes, the server stops or the engine dies.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -34,7 +35,7 @@ from manylora.text.generate import (
 )
 from manylora.text.prompts import check_priority
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import SamplingParams
+from manylora.types import PromptLogprobs, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +100,10 @@ class StreamPlan:
 class Shape(Protocol):
     """How an answer looks on the wire. One instance serves one request."""
 
-    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+    def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
+        """What is asked of the log-probabilities of the prompt of this number, before any of its choices."""
+
+    def identity(self, is_chunk: bool) -> dict[str, Any]:
         """The fields that open every chunk, and the whole answer."""
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
@@ -162,6 +166,8 @@ class GenerationResponse(Response):
                     if delta.error is not None:
                         raise GenerationFailed(delta.error)
                     self._usage.count(delta)
+                    if delta.prompt_logprobs is not None:  # of a long prompt this takes a second
+                        await asyncio.to_thread(self._shape.take_prompt, number, delta.prompt_logprobs)
                     yield number * job.n + delta.sample, delta
         finally:
             for recorder in recorders:

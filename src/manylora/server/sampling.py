@@ -28,6 +28,9 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]*")
 def completion_params(body: CompletionBody) -> SamplingParams:
     """The parameters of a /v1/completions body; raises InvalidRequest."""
     given: dict[str, Any] = {"logprobs": body.logprobs}
+    asked = body.prompt_logprobs or 0
+    if body.echo and (body.logprobs is not None or body.max_tokens == 0) and asked >= 0:
+        given["prompt_logprobs"] = max(asked, body.logprobs or 0)
     if body.max_tokens is not None:
         given["max_tokens"] = body.max_tokens
     elif body.min_tokens is not None:
@@ -71,7 +74,7 @@ def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
     for name in _SAME_NAME:
         value = getattr(body, name)
         if value is not None:
-            given[name] = value
+            given.setdefault(name, value)
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"stop may hold at most {MAX_STOP_STRINGS} strings", "stop")
     if sum(map(len, body.stop or ())) > MAX_STOP_CHARS:
