@@ -41,14 +41,17 @@ class _Open:
     samples: dict[int, _Sample] = dataclasses.field(default_factory=dict)
     scored: list[PromptLogprobs] = dataclasses.field(default_factory=list)
 
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+    @property
+    def num_scored(self) -> int:
+        return sum(map(len, self.scored))
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
         """Once, when they are those of the whole prompt."""
-        num_top = self.request.params.prompt_logprobs
-        if num_top is None or self.told_prompt or sum(map(len, self.scored)) < len(self.request.prompt) - 1:
+        is_asked = self.request.params.prompt_logprobs is not None and not self.told_prompt
+        if not is_asked or self.num_scored < len(self.request.prompt) - 1:
             return None
-        scored, self.scored, self.told_prompt = self.scored, [], True
-        num_top = scored[0].num_top if scored else num_top
-        return PromptLogprobs(num_top, b"".join(run.packed for run in scored))
+        runs, self.scored, self.told_prompt = self.scored, [], True
+        return PromptLogprobs(runs[0].num_top if runs else 0, b"".join(run.packed for run in runs))
 
 
 class Outbox:
@@ -92,7 +95,9 @@ class Outbox:
 
     def prompt_scored(self, command: PromptScored, now: float) -> None:
         """Takes in PromptScored."""
-        self._live[command.request].scored.append(self.prompt_logprobs[command.sequence])
+        entry = self._live[command.request]
+        if command.start == entry.num_scored:  # else it is of an attempt before this entry's
+            entry.scored.append(self.prompt_logprobs[command.sequence])
 
     def ready(self, command: Ready, now: float) -> None:
         """Takes in Ready."""
@@ -176,5 +181,5 @@ class Outbox:
             serial=entry.serial,
             attempt=entry.attempt,
             start=sample.start,
-            prompt_logprobs=entry.take_prompt_logprobs(),
+            prompt_logprobs=entry.prompt_logprobs(),
         )

@@ -360,12 +360,12 @@ class Replica(RequestLives):
             self._residency.rates.saw_step(len(rows), num_tokens, event.device_s - event.stall_s)
             if event.unsound:
                 self._fail_unsound(rows, set(event.unsound), now)
-            self._take_step(rows, dict(event.tokens), now)
+            self._take_step(event.step, rows, dict(event.tokens), now)
         else:
             self._fail_step(rows, event.error, now)
 
     def _take_step(
-        self, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
+        self, step: int, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
     ) -> None:
         """What the rows computed, and what was sampled for them."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
@@ -380,8 +380,8 @@ class Replica(RequestLives):
                         self._bear_if_shared(sequence)
             elif stage is ENDED:
                 continue
-            if sequence.state.num_unscored and sequence.state.score(sequence.num_computed):
-                self._commands.append(PromptScored(sequence.state.id, sequence.id))
+            if sequence.state.num_unscored:
+                self._note_scored(sequence, step)
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
@@ -397,6 +397,11 @@ class Replica(RequestLives):
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)
+
+    def _note_scored(self, sequence: Sequence, step: int) -> None:
+        state, first = sequence.state, sequence.state.num_scored
+        if state.score(sequence, step):
+            self._commands.append(PromptScored(state.id, sequence.id, first))
 
     def _fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """No row of the step counts as computed."""

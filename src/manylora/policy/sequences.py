@@ -121,9 +121,11 @@ class RequestState:
         is_first, self.is_ready = not self.is_ready, True
         return is_first
 
-    def score(self, num_computed: int) -> bool:
-        """So many of the prompt's tokens are computed; whether more log-probabilities are known by that."""
-        num_new = min(num_computed - self.num_scored, self.num_unscored)
+    def score(self, sequence: Sequence, step: int) -> bool:
+        """A step has computed a row of the sequence, which may have lost its pages meanwhile; whether more
+        log-probabilities are known by that."""
+        start, end = sequence.scoring.pop(step, (0, 0))
+        num_new = min(end - self.num_scored, self.num_unscored) if start <= self.num_scored else 0
         if num_new <= 0:
             return False
         self.num_scored += num_new
@@ -184,6 +186,7 @@ class Sequence:
         "pages",
         "paused_s",
         "sample",
+        "scoring",
         "stage",
         "state",
         "tokens",
@@ -224,6 +227,8 @@ class Sequence:
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
         self.page_updates: list[tuple[int, PageId]] = []
+        # By step, which of the prompt's positions it computes, where their log-probabilities are asked for.
+        self.scoring: dict[int, tuple[int, int]] = {}
         state.sequences[sample] = self
 
     # ------------------------------------------------------------ asked
@@ -417,6 +422,8 @@ def run_step(
             changed = ()
         first = sequence.num_scheduled
         rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
+        if sequence.state.num_unscored:
+            sequence.scoring[step] = first, first + num_tokens
         sequence.num_scheduled = first + num_tokens
         sequence.last_step = step
         if num_samples:
