@@ -201,14 +201,16 @@ class ReplicaMachine(RuleBasedStateMachine):
             case RunStep():
                 most = self.config.max_prefills_per_step
                 assert most is None or sum(row.num_tokens > 1 for row in command.rows) <= most
-                self.num_scored_before |= {start.sequence: start.num_scored for start in command.starts}
+                scored = self.num_scored_before
+                scored |= {start.sequence: start.num_scored for start in command.starts}
                 self.scoring[command.step] = {
-                    row.sequence: (max(row.start, self.num_scored_before[row.sequence]), row.start + row.num_tokens)
+                    row.sequence: (max(row.start, scored[row.sequence]), row.start + row.num_tokens)
                     for row in command.rows
                 }
             case PromptScored():
-                params, last = self.requests[command.request].params, len(self.requests[command.request].prompt) - 1
-                assert params.prompt_logprobs is not None
+                asked = self.requests[command.request]
+                assert asked.params.prompt_logprobs is not None
+                last = len(asked.prompt) - 1
                 first, end = self.scoring[self.ending][command.sequence]
                 assert first == command.start == self.scored.get(command.request, 0), "each once, in order"
                 assert first < last
@@ -244,10 +246,12 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert command.kv_s >= 0
                 self.ready.add(command.request)
             case Admitted():
-                assert 0 <= command.num_cached <= len(self.requests[command.request].prompt)
-                if self.requests[command.request].params.prompt_logprobs is not None:
-                    scored, last = self.scored.get(command.request, 0), len(self.requests[command.request].prompt) - 1
-                    assert command.num_cached <= scored or scored == last, "nothing unscored is reused"
+                asked = self.requests[command.request]
+                assert 0 <= command.num_cached <= len(asked.prompt)
+                if asked.params.prompt_logprobs is not None:
+                    num_scored = self.scored.get(command.request, 0)
+                    is_known = num_scored == len(asked.prompt) - 1
+                    assert is_known or command.num_cached <= num_scored, "nothing unscored is reused"
                 self.admission_order.append(command.request)
             case Released():
                 self.note_release(command)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,14 +38,6 @@ class Numbers:
     slots: torch.Tensor
     sample_index: torch.Tensor
     pending_index: torch.Tensor
-
-
-class Scored(NamedTuple):
-    """The device's copies of ``ScoredTokens``, and their ``width``."""
-
-    index: torch.Tensor
-    targets: torch.Tensor
-    width: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -105,11 +97,12 @@ class Forward:
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
         cold: ColdRows | None = None,
-        scored: Scored | None = None,
+        scored: tuple[torch.Tensor, int] | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
-        Without ``has_pending`` no token id may be negative; with ``scored`` there is no ``sampled``.
+        Without ``has_pending`` no token id may be negative. ``scored``: the ``tokens`` of ``ScoredTokens``, on the
+        device, and their ``width``; there is no ``sampled`` then.
         """
         token_ids = numbers.token_ids
         if has_pending:
@@ -132,16 +125,19 @@ class Forward:
         else:
             x, residual = self.decoder.body(batch, self.arena.pool)
             logits = self.decoder.logits(x, residual, numbers.sample_index)
-            scores = self._scores(x, residual, scored)
+            scores = self._scores(x, residual, *scored)
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index, scores)
 
-    def _scores(self, x: Summands, residual: torch.Tensor | None, scored: Scored) -> torch.Tensor:
+    def _scores(
+        self, x: Summands, residual: torch.Tensor | None, tokens: torch.Tensor, width: int
+    ) -> torch.Tensor:
         size = max(1, LOGITS_AT_A_TIME // self.decoder.config.vocab_size)
-        parts = zip(scored.index.split(size), scored.targets.split(size))
-        logits = self.decoder.logits
-        found = [self._score(logits(x, residual, rows), targets, scored.width) for rows, targets in parts]
+        found = []
+        for first in range(0, tokens.shape[1], size):
+            rows, targets = tokens[:, first : first + size]
+            found.append(self._score(self.decoder.logits(x, residual, rows), targets, width))
         return torch.cat(found)
 
     def close(self) -> None:
@@ -172,18 +168,13 @@ class EagerSteps:
     ) -> Outputs:
         """``before_layer``, ``cold``: see StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
-        arrays = [
+        arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
-        ]  # fmt: skip
-        if inputs.scored is not None:
-            arrays += [inputs.scored.index, inputs.scored.targets]
+        )  # fmt: skip
         packed = self._device.upload(np.concatenate(arrays))
-        *first, index, targets = torch.split(packed, [len(array) for array in arrays])
-        scored = None
-        if inputs.scored is None:
-            numbers = Numbers(*first, index, targets)
-        else:
-            numbers, scored = Numbers(*first), Scored(index, targets, inputs.scored.width)
+        numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
+        asked = inputs.scored
+        scored = None if asked is None else (self._device.upload(asked.tokens), asked.width)
         if inputs.lora is not self._segments:
             self._segments, self._lora = inputs.lora, None
             if inputs.lora is not None:

@@ -130,7 +130,8 @@ class InputBuilder:
             targets.append(table.tokens[slots[row], begin + 1 : begin + 1 + count])
             sequence = layout.composition.sequences[layout.order[row]]
             runs.append((sequence, count, table.num_top(sequence)))
-        return ScoredTokens(np.concatenate(index), np.concatenate(targets).astype(np.int64), tuple(runs))
+        tokens = np.concatenate(index), np.concatenate(targets)
+        return ScoredTokens(np.stack(tokens, dtype=np.int64), tuple(runs))
 
     def _sampled(self, rows: Rows, chosen: list[int]) -> list[SampledRow]:
         composition = rows.composition

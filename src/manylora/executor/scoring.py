@@ -21,13 +21,12 @@ LOGITS_AT_A_TIME = 2**23
 class ScoredTokens:
     """The S tokens of a step whose logits tell how probable the next token of their prompt is.
 
-    ``index`` int64 [S]: their places in the batch; ``targets`` int64 [S]: the tokens that follow them. ``runs``:
-    the sequences in the order of their tokens, each with its number of tokens and of alternatives. ``width``: the
-    largest number of alternatives.
+    ``tokens`` int64 [2, S]: their places in the batch, and the tokens that follow them. ``runs``: the sequences in
+    the order of their tokens, each with its number of tokens and of alternatives. ``width``: the largest number
+    of alternatives.
     """
 
-    index: np.ndarray
-    targets: np.ndarray
+    tokens: np.ndarray
     runs: tuple[tuple[SequenceId, int, int], ...]
 
     @property

@@ -218,8 +218,8 @@ emit = functools.partial(tuple.__new__, Emit)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptScored:
-    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last row, from
-    that of the token after position ``start`` on. Each token's count once, in order, whatever moved, and all of them
+    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last row.
+    The first is of the token after position ``start``. Each counts once, in order, whatever moved, and all of them
     before the request's first Emit."""
 
     request: RequestId

@@ -79,7 +79,7 @@ def echoed(
     scored: PromptLogprobs,
     text: str,
 ) -> dict[str, list[Any]]:
-    """What ``CompletionLogprobs`` gives of a prompt that is echoed as ``text``. Its first token follows nothing."""
+    """What ``CompletionLogprobs`` gives of a prompt, echoed as ``text``. Its first token follows nothing."""
     rest = prompt[1:]
     return {
         "text_offset": _offsets(tokenizer, prompt, text),
