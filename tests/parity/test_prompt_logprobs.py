@@ -13,7 +13,7 @@ import torch
 
 from manylora import SamplingParams
 from manylora.config import MergeTimes
-from manylora.executor import build, forward
+from manylora.executor import build, forward, scoring
 from manylora.outputs import RequestOutput
 from manylora.policy.merging import state
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -61,12 +61,21 @@ def check(bench: Bench, outputs: Sequence[RequestOutput]) -> None:
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 def test_in_chunks_beside_others(bench: Bench, monkeypatch: pytest.MonkeyPatch, pipeline_depth: int) -> None:
     """A few rows of logits at a time; samples fork where all is known, and one asks for nothing else."""
+    num_rows: list[int] = []
+
+    def score(logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
+        num_rows.append(len(logits))
+        return scoring.score(logits, targets, width)
+
     monkeypatch.setattr(forward, "LOGITS_AT_A_TIME", 5 * bench.checkpoint.vocab_size)
+    monkeypatch.setattr(forward, "score", score)
     prompts, names = prompts_of(bench), names_of(bench)
     params = [asked(2), asked(0), asked(0, n=3), asked(4, n=3), greedy(20), asked(2), asked(1), asked(3)]
     limits: Any = {"max_num_seqs": 8, "max_batch_tokens": 16, "pipeline_depth": pipeline_depth}
     with bench.llm(page_tokens=4, **limits) as llm:
         outputs = llm.generate(prompts, params, names)
+    assert max(num_rows) == 5
+    assert sum(num_rows) == sum(length - 1 for length in LENGTHS) - (LENGTHS[4] - 1), "each once"
     assert outputs.pop(4).prompt_logprobs is None
     check(bench, outputs)
     for output, each in zip(outputs, params[:4] + params[5:]):
