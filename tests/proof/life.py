@@ -70,6 +70,8 @@ class Scene:
     """Of all events, how many have a request leave, or come back with its tokens."""
     keeps: float = 0.0
     """Of all events, how many have a copy of an adapter kept, or not any more."""
+    scores: float = 0.0
+    """Of all requests, how many ask for their prompts' log-probabilities, half of them for nothing else."""
 
 
 SCENES: dict[str, Scene] = {
@@ -140,6 +142,11 @@ MOVING_SCENES: dict[str, Scene] = {
     "kept": dataclasses.replace(SCENES["crowd"], failures=2, moves=0.02, keeps=0.02),
 }
 """Likewise."""
+
+SCORING_SCENES: dict[str, Scene] = {
+    "scored": dataclasses.replace(SCENES["tiny"], num_pages=20, most_prompt=20, moves=0.03, scores=0.5)
+}
+"""Likewise, and shorter."""
 
 
 class Life:
@@ -263,6 +270,9 @@ class Life:
             params = SamplingParams(
                 n=rng.choice((1, 1, 1, 1, 1, 1, 2, 3)), max_tokens=rng.randint(1, scene.most_tokens), seed=0
             )
+            if scene.scores and rng.random() < scene.scores:
+                most = rng.choice((0, params.max_tokens))
+                params = dataclasses.replace(params, prompt_logprobs=rng.choice((0, 3)), max_tokens=most)
             stop_ids = (VOCABULARY - 1,) if rng.random() < 0.3 else ()
             name = f"r{next(self._request_ids)}"
             scope = rng.choice(("", "", "", "tenant"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.journal import JournalWriter
-from tests.proof.life import MERGING_SCENES, MOVING_SCENES, SCENES, Life
+from tests.proof.life import MERGING_SCENES, MOVING_SCENES, SCENES, SCORING_SCENES, Life
 
 JOURNALS = Path(__file__).parent / "journals"
 EVENTS = 3200
@@ -31,10 +31,10 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     life = Life(
         policy,
         pipeline_depth,
-        {**SCENES, **MERGING_SCENES, **MOVING_SCENES}[scene],
+        {**SCENES, **MERGING_SCENES, **MOVING_SCENES, **SCORING_SCENES}[scene],
         zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()),
     )
-    life.live(EVENTS // 4 if policy in LATER else EVENTS)
+    life.live(EVENTS // 4 if policy in LATER or scene in SCORING_SCENES else EVENTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
         writer = JournalWriter(path, life.config)
@@ -63,6 +63,7 @@ def lives() -> list[tuple[str, int, str]]:
         *itertools.product([policy for policy in LATER if policy not in ABLATIONS], (2,), SCENES),
         *itertools.product(ABLATIONS, (2,), ("tiny", "crush")),
         *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
+        *itertools.product(["manylora"], (2,), SCORING_SCENES),
     ]  # fmt: skip
 
 
