@@ -47,7 +47,8 @@ def check(bench: Bench, outputs: Sequence[RequestOutput]) -> None:
         for token, found, row in zip(prompt[1:], others, expected):
             assert found is not None
             values = torch.tensor([each.logprob for each in found.values()])
-            torch.testing.assert_close(values, row[list(found)], atol=1e-4, rtol=0.0)
+            # Random models find some tokens impossible: what has e**-25 differs by more.
+            torch.testing.assert_close(values, row[list(found)], atol=1e-4, rtol=1e-5)
             top = [i for i, each in found.items() if each.rank is not None and each.rank <= NUM_TOP]
             assert [found[i].rank for i in top] == list(range(1, NUM_TOP + 1))
             assert found.keys() == {token, *top}
