@@ -263,6 +263,6 @@ def check_supported(body: SamplingFields) -> None:
         if body.tools and body.tool_choice != "none":
             raise InvalidRequest("tools are not supported by this server; set tool_choice to 'none'", "tools")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs may be given without stream=true only", "prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs may be given with stream=false only", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given with stream=true only", "stream_options")

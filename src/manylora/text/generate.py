@@ -217,6 +217,7 @@ def add_delta(output: TextOutput, delta: TextDelta) -> None:
     output.text += delta.text
     output.token_ids.extend(delta.token_ids)
     output.logprobs.extend(delta.logprobs)
-    output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = delta.prompt_logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason
