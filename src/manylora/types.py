@@ -177,7 +177,8 @@ class SamplingParams:
             field, must = broken
             raise InvalidRequest(f"{field.name} {must}", field.name)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise InvalidRequest("max_tokens must be at least 1, or 0 with prompt_logprobs (or echo)", "max_tokens")
+            why = "max_tokens must be at least 1, or 0 with prompt_logprobs (or echo)"
+            raise InvalidRequest(why, "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", "min_tokens")
 
