@@ -271,6 +271,7 @@ INTEGERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_tokens": ([None, 1, 10**30], [0, -1]),
     "seed": ([None, 0, -(2**63), 2**64 - 1], [-(2**63) - 1, 2**64]),
     "logprobs": ([None, 0, 20], [-1, 21]),
+    "prompt_logprobs": ([None, 0, 20], [-1, 21]),
 }
 SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 NO_NUMBERS: list[Any] = [True, "1", NAN, [], {}, 1j]

@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "arguments": {"types"},
     "exits": set(),
     "feeding": set(),
-    "outputs": {"text", "types"},
+    "outputs": {"engine.client", "text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},

@@ -29,7 +29,7 @@ from manylora.feeding import run_all
 from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics
 from manylora.metrics.stream import RecordedStream
-from manylora.outputs import RequestOutput, StreamOutput, completion_of
+from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text
 from manylora.text.model_text import ModelText
@@ -244,13 +244,7 @@ class AsyncLLM:
 
     async def _finished(self, job: _Job, stream: RecordedStream) -> RequestOutput:
         outputs = await collect(stream, job.request.params.n)
-        return RequestOutput(
-            job.request.id,
-            job.prompt,
-            list(job.request.prompt),
-            job.request.adapter,
-            [completion_of(output, job.request.params, job.tokenizer) for output in outputs],
-        )
+        return result_of(job.request, job.prompt, outputs, job.tokenizer)
 
     async def _forward(
         self, index: int, job: _Job, queue: asyncio.Queue[StreamOutput | BaseException | None]

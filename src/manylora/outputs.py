@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
+from manylora.engine.client import GenerationRequest
 from manylora.text.generate import TextOutput
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import SamplingParams, TokenLogprobs
+from manylora.types import PromptLogprobs, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,6 +18,26 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+    @staticmethod
+    def all_at(
+        position: TokenLogprobs, text: Callable[[int], str | None], rank: int | None = None
+    ) -> dict[int, Logprob]:
+        """By token id. ``rank``: of the position's own token, where it is known beyond the top."""
+        top = enumerate(position.top, start=1)
+        found = {token: Logprob(logprob, place, text(token)) for place, (token, logprob) in top}
+        found.setdefault(position.token, Logprob(position.logprob, rank, text(position.token)))
+        return found
+
+    @staticmethod
+    def of_prompt(
+        prompt: Sequence[int], scored: Iterable[PromptLogprobs | None], text: Callable[[int], str | None]
+    ) -> list[dict[int, Logprob] | None] | None:
+        """Of each token of a prompt, as ``RequestOutput`` has them; one of ``scored`` is known, or none is."""
+        known = next((each for each in scored if each is not None), None)
+        if known is None:
+            return None
+        return [None, *(Logprob.all_at(entry, text, rank) for entry, rank in known.entries(prompt[1:]))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +54,11 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model."""
+    """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model.
+
+    ``prompt_logprobs``, where they are asked for: None for the first token, which follows nothing, then per token
+    token id -> Logprob, its own included.
+    """
 
     request_id: str
     prompt: str | None
@@ -40,6 +66,7 @@ class RequestOutput:
     adapter: str | None
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,24 +89,24 @@ class StreamOutput:
     kv_s: float = 0.0
 
 
-def completion_of(
-    output: TextOutput, params: SamplingParams, tokenizer: Tokenizer | None
-) -> CompletionOutput:
-    """A sample as callers get it."""
-    logprobs = None
-    if params.logprobs is not None:
-        logprobs = [_logprobs_at(position, tokenizer) for position in output.logprobs]
-    return CompletionOutput(
-        output.index, output.text, output.token_ids, logprobs, output.finish_reason, output.stop_reason
+def result_of(
+    request: GenerationRequest, prompt: str | None, outputs: Sequence[TextOutput], tokenizer: Tokenizer | None
+) -> RequestOutput:
+    """The result of a request, whose prompt was ``prompt`` where that was text."""
+    text: Callable[[int], str | None] = tokenizer.token_text if tokenizer is not None else lambda token: None
+    has_logprobs = request.params.logprobs is not None
+    samples = [
+        CompletionOutput(
+            each.index,
+            each.text,
+            each.token_ids,
+            [Logprob.all_at(position, text) for position in each.logprobs] if has_logprobs else None,
+            each.finish_reason,
+            each.stop_reason,
+        )
+        for each in outputs
+    ]
+    scored = Logprob.of_prompt(request.prompt, [each.prompt_logprobs for each in outputs], text)
+    return RequestOutput(
+        request.id, prompt, list(request.prompt), request.adapter, samples, prompt_logprobs=scored
     )
-
-
-def _logprobs_at(position: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    def text(token: int) -> str | None:
-        return None if tokenizer is None else tokenizer.token_text(token)
-
-    found = {
-        token: Logprob(logprob, rank, text(token)) for rank, (token, logprob) in enumerate(position.top, start=1)
-    }
-    found.setdefault(position.token, Logprob(position.logprob, None, text(position.token)))
-    return found

@@ -1,12 +1,12 @@
 """Ids and plain value types that every room shares.
 
 Owns the vocabulary (request, adapter, page, sampling parameters, outputs); knows nothing of tensors,
-clocks, processes or HTTP. Everything here is immutable and made of ints, floats, strings and tuples, so
-it can cross a process boundary or be written to a journal as it is.
+clocks, processes or HTTP. Everything here is immutable and made of ints, floats, strings, bytes and tuples,
+so it can cross a process boundary or be written to a journal as it is.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from manylora.rules import FINITE, Rule, at_least, between, broken_rule, more_than
@@ -140,11 +140,12 @@ class SamplingParams:
     ``max_tokens=None`` means as many as the context and the pool allow. ``temperature=0`` is greedy.
     ``top_k`` of 0 or -1 and ``top_p=1`` and ``min_p=0`` switch those filters off. Sample ``i`` of ``n``
     draws from ``(seed, i)``, position by position, whatever batch it runs in. ``logprobs`` asks for that
-    many alternatives beside the chosen token's own. Raises InvalidRequest on values out of range.
+    many alternatives beside the chosen token's own, ``prompt_logprobs`` for the same of the prompt's tokens.
+    With the latter ``max_tokens`` may be 0: nothing is generated. Raises InvalidRequest on values out of range.
     """
 
     n: Annotated[_Integer, between(1, 128)] = 1
-    max_tokens: Annotated[_OptionalInteger, at_least(1)] = 16
+    max_tokens: Annotated[_OptionalInteger, at_least(0)] = 16
     min_tokens: Annotated[_Integer, at_least(0)] = 0
     temperature: Annotated[_Number, between(0, 100)] = 1.0
     top_p: Annotated[_Number, Rule("in (0, 1]", lambda value: 0 < value <= 1)] = 1.0
@@ -161,6 +162,7 @@ class SamplingParams:
     presence_penalty: Annotated[_Number, between(-2, 2)] = 0.0
     frequency_penalty: Annotated[_Number, between(-2, 2)] = 0.0
     repetition_penalty: Annotated[_Number, more_than(0), FINITE] = 1.0
+    prompt_logprobs: Annotated[_OptionalInteger, between(0, MAX_LOGPROBS)] = None
 
     def __post_init__(self) -> None:
         stop: Any = self.stop
@@ -175,6 +177,9 @@ class SamplingParams:
         if broken := broken_rule(self):
             field, must = broken
             raise InvalidRequest(f"{field.name} {must}", field.name)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            why = "max_tokens must be at least 1, or 0 with prompt_logprobs (or echo)"
+            raise InvalidRequest(why, "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", "min_tokens")
 
@@ -226,6 +231,31 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a run of a prompt's tokens, each given those before it; a long prompt has many.
+
+    ``packed``: of each token 2 + 2 * ``num_top`` numbers of four bytes in the machine's order. They are its own
+    log-probability (a float) and its rank among all tokens (an integer, from 1), then the log-probabilities of
+    the most probable tokens, the largest first, then the ids of these.
+    """
+
+    num_top: int
+    packed: bytes
+
+    def __len__(self) -> int:
+        return len(self.packed) // (8 + 8 * self.num_top)
+
+    def entries(self, tokens: Sequence[int]) -> Iterator[tuple[TokenLogprobs, int]]:
+        """Each of the run's ``tokens`` with its rank."""
+        floats, integers = memoryview(self.packed).cast("f"), memoryview(self.packed).cast("i")
+        for place, token in enumerate(tokens):
+            first = place * (2 + 2 * self.num_top)
+            ids, end = first + 2 + self.num_top, first + 2 + 2 * self.num_top
+            top = zip(integers[ids:end].tolist(), floats[first + 2 : ids].tolist())
+            yield TokenLogprobs(token, floats[first], tuple(top)), integers[first + 1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -121,6 +121,32 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
         assert 1 <= len(top) <= 4
 
 
+@pytest.mark.parametrize("model", [BASE, "german"])
+def test_an_echo_gives_answers_the_logprobs_with_which_they_were_drawn(client: openai.OpenAI, model: str) -> None:
+    """As lm-evaluation-harness asks: prompts as token ids, several at once; and the same in vLLM's form."""
+    names = {"return_tokens_as_token_ids": True}
+    drawn = client.completions.create(model=model, logprobs=2, echo=True, extra_body=names, **GREEDY)
+    said = drawn.choices[0].logprobs
+    assert said is not None
+    assert said.tokens is not None
+    assert said.token_logprobs is not None
+    tokens = [int(name.removeprefix("token_id:")) for name in said.tokens]
+    prompts = [tokens, tokens[:-3]]
+    told = client.completions.create(
+        model=model, prompt=prompts, max_tokens=0, echo=True, logprobs=1, extra_body={"prompt_logprobs": 0}
+    )
+    for choice, prompt in zip(told.choices, prompts):
+        logprobs: Any = choice.logprobs
+        entries: Any = choice.model_extra
+        none, *found = logprobs.token_logprobs
+        assert (choice.finish_reason, none) == ("length", None)
+        assert found == pytest.approx(said.token_logprobs[1 : len(prompt)], abs=1e-4)
+        of_ids = zip(entries["prompt_logprobs"][1:], prompt[1:], strict=True)
+        assert [entry[str(token)]["logprob"] for entry, token in of_ids] == found
+    assert told.usage is not None
+    assert told.usage.completion_tokens == 0
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     arguments: Any = {"model": BASE, "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **arguments)

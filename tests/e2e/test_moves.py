@@ -40,6 +40,7 @@ def asked(rng: random.Random, number: int) -> GenerationRequest:
         top_p=rng.choice((1.0, 0.9)),
         seed=rng.randrange(2**40),
         logprobs=rng.choice((None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, 0, 2)),
         ignore_eos=rng.random() < 0.7,
         presence_penalty=rng.choice((0.0, 0.0, 0.7)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.4)),
@@ -103,6 +104,19 @@ class Judge:
         return bool(max(lost[one], lost[other]) < CLOSE)
 
 
+def compare_prompts(request: GenerationRequest, ours: list[TextOutput], theirs: list[TextOutput]) -> None:
+    """Of each prompt token the same log-probability, whatever replica computed it, where it was asked for."""
+    is_asked = request.params.prompt_logprobs is not None
+    found = []
+    for outputs in (ours, theirs):
+        told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+        assert len(told) == is_asked, request
+        found += [[entry.logprob for entry, _ in each.entries(request.prompt[1:])] for each in told]
+    if is_asked:
+        assert len(found[0]) == len(request.prompt) - 1
+        assert found[0] == pytest.approx(found[1], abs=CLOSE_LOGPROBS)
+
+
 @pytest.mark.parametrize("least_moves", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_request_that_moves_is_answered_as_if_it_had_not(least_moves: int) -> None:
     async def scenario() -> None:
@@ -121,6 +135,7 @@ def test_a_request_that_moves_is_answered_as_if_it_had_not(least_moves: int) -> 
                 undisturbed = await answers(here, first.tokenizer, requests)
                 moved = await answers(moving.as_client(), first.tokenizer, requests)
                 for request, ours, theirs in zip(requests, moved, undisturbed):
+                    compare_prompts(request, ours, theirs)
                     for got, alone in zip(ours, theirs):
                         num_seeded += request.params.temperature > 0
                         place = parting(got, alone)

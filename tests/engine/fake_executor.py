@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manylora.protocol import (
     DEVICE_COMMANDS,
@@ -33,8 +34,13 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import AdapterId, SequenceId, TokenLogprobs
+from manylora.types import AdapterId, PromptLogprobs, SequenceId, TokenLogprobs
 from tests.policy.device_model import next_token
+
+
+def prompt_logprobs(tokens: Iterable[int]) -> PromptLogprobs:
+    """Each token with its own number, negative, as log-probability, a rank one higher, and no alternatives."""
+    return PromptLogprobs(0, b"".join(struct.pack("=fi", -token, token + 1) for token in tokens))
 
 
 class FakeExecutor:
@@ -99,8 +105,14 @@ class FakeExecutor:
             return StepResult(StepDone(step.step, False, error="made to fail"), {})
         drawn = []
         logprobs = {}
+        prompts = {}
         for row in step.rows:
             start, tokens = self.sequences[row.sequence]
+            scored = range(
+                max(row.start, start.num_scored), min(row.start + row.num_tokens, start.num_prompt_tokens - 1)
+            )
+            if start.params.prompt_logprobs is not None and scored:
+                prompts[row.sequence] = prompt_logprobs(tokens[position + 1] for position in scored)
             if not row.num_samples:
                 continue
             new = tuple(
@@ -110,7 +122,7 @@ class FakeExecutor:
                 logprobs[row.sequence, i] = TokenLogprobs(token, -float(token))
             tokens.append(new[0])
             drawn.append((row.sequence, new))
-        return StepResult(StepDone(step.step, True, tuple(drawn)), logprobs)
+        return StepResult(StepDone(step.step, True, tuple(drawn)), logprobs, prompts)
 
     def end_sequence(self, command: EndSequence) -> None:
         self.sequences.pop(command.sequence, None)

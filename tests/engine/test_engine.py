@@ -189,6 +189,38 @@ def test_final_only_requests_come_in_one_delta(kind: str) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("max_tokens", [0, 8])
+def test_a_prompts_logprobs_come_whole_with_the_first_delta(kind: str, stream: bool, max_tokens: int) -> None:
+    """Of prompts of several chunks, of pages and a half, and of one token; cached or not."""
+
+    async def scenario() -> None:
+        async with running(kind, FakeExecutor()) as engine:
+            for number, length in enumerate((42, 42, 16, 17, 2, 1)):
+                prompt = tuple(1 + i % 5 for i in range(length))
+                asked: Any = {"n": 2, "stream": stream, "max_tokens": max_tokens, "prompt_logprobs": 3}
+                tokens, reasons, deltas = await drain(engine.generate(request(f"r{number}", prompt, **asked)))
+                first, *others = deltas
+                assert first.num_cached_tokens == 0
+                assert first.prompt_logprobs is not None
+                entries = list(first.prompt_logprobs.entries(prompt[1:]))
+                assert len(first.prompt_logprobs) == len(entries) == length - 1
+                assert [(e.token, e.logprob, e.top, rank) for e, rank in entries] == [
+                    (token, -float(token), (), token + 1) for token in prompt[1:]
+                ]
+                assert all(delta.prompt_logprobs is None for delta in others)
+                assert reasons == {0: "length", 1: "length"}
+                for sample in (0, 1):
+                    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=3)
+                    assert tokens[sample] == undisturbed(0, prompt, params, (), sample)
+            # Its pages are in the cache all the same.
+            _, _, deltas = await drain(engine.generate(request("last", tuple(1 + i % 5 for i in range(42)))))
+            assert (deltas[0].num_cached_tokens, deltas[0].prompt_logprobs) == (40, None)
+
+    asyncio.run(scenario())
+
+
+@kinds
 def test_stop_ids_are_marked(kind: str) -> None:
     async def scenario() -> None:
         async with running(kind, FakeExecutor()) as engine:

@@ -13,9 +13,9 @@ import pytest
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.outbox import Outbox
-from manylora.protocol import AdapterError, Emit, Finish
+from manylora.protocol import AdapterError, Emit, Finish, PromptScored
 from manylora.types import BASE, Request, SamplingParams
-from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_executor import FakeExecutor, prompt_logprobs
 from tests.engine.test_engine import CONFIG, INFO, drain, kinds, request, running
 from tests.policy.device_model import undisturbed
 
@@ -223,3 +223,30 @@ def test_a_closer_that_gives_up_takes_no_other_along() -> None:
             await asyncio.wait_for(asyncio.gather(*closing), WAIT_S)
 
     asyncio.run(scenario())
+
+
+def test_what_an_earlier_attempt_says_of_a_prompt_is_not_joined_to_the_next_ones() -> None:
+    """Unless it is what comes next, which is the same whoever says it."""
+    prompt, params = (5, 6, 7, 8, 9), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outbox = Outbox(lambda: 0.0)
+
+    def scored(start: int, *tokens: int) -> None:
+        outbox.prompt_logprobs = {1: prompt_logprobs(tokens)}
+        outbox.prompt_scored(PromptScored("r", 1, start), 0.0)
+
+    for attempt in (0, 1):
+        outbox.open(Request("r", BASE, prompt, params), GenerationRequest("r", prompt, params, attempt=attempt))
+        scored(0, 6, 7)
+    scored(3, 9)
+    scored(0, 6)
+    scored(2, 8)
+    outbox.finish(Finish("r", 0, "abort"), 0.0)
+    (released, ended) = outbox.collect()
+    assert (released.prompt_logprobs, ended.prompt_logprobs) == (None, None), "not before all of it is known"
+    outbox.open(Request("r", BASE, prompt, params), GenerationRequest("r", prompt, params))
+    for start, token in enumerate(prompt[1:]):
+        scored(start, token)
+        scored(start, token)
+    outbox.finish(Finish("r", 0, "length"), 0.0)
+    (delta,) = outbox.collect()
+    assert delta.prompt_logprobs == prompt_logprobs(prompt[1:])

@@ -18,7 +18,7 @@ from manylora.devices.cpu import CpuDevice
 from manylora.executor import graphs
 from manylora.executor.graphs import StepGraphs, bucket_sizes
 from manylora.kernels.triton.operations import TritonOps
-from manylora.types import BASE, SamplingParams
+from manylora.types import BASE, SamplingParams, TokenLogprobs
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.tiny import VOCAB, write_adapter
@@ -176,6 +176,34 @@ def test_sampling_logprobs_and_penalties_in_a_padded_step(padded: Rig, files: Fi
     for said, wanted in zip(logprobs, expected_logprobs):
         assert said.keys() == wanted.keys() == {(2, 0)}
         assert said[2, 0].logprob == pytest.approx(wanted[2, 0].logprob, abs=1e-4)
+
+
+def test_steps_that_score_prompts_run_eagerly(padded: Rig, files: Files) -> None:
+    """In chunks and whole, beside rows that decode and rows that draw nothing; of one adapter and of several."""
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=3, max_tokens=32)
+    open_all(padded, 1, 2)
+    known: dict[int, list[TokenLogprobs]] = {3: [], 5: [], 6: []}
+    for sequence in known:
+        adapter, prompt = PROMPTS[sequence]
+        padded.open(sequence, prompt, adapter, params=asked)
+    for sizes in ({3: 4, 1: None, 6: None}, {2: None, 5: 2}, {3: 6, 1: None, 5: None}, {3: None, 1: None}):
+        result = padded.step(*(padded.row(sequence, size) for sequence, size in sizes.items()))
+        assert (graphs_of(padded).ran is None) == bool(result.prompt_logprobs)
+        for sequence, run in result.prompt_logprobs.items():
+            begin = 1 + len(known[sequence])
+            tokens = PROMPTS[sequence][1][begin : begin + len(run)]
+            known[sequence] += [entry for entry, _ in run.entries(tokens)]
+    padded.decode(2, 1, 2, 3, 5, 6)
+    for sequence, entries in known.items():
+        adapter, prompt = PROMPTS[sequence]
+        expected = files.reference.logits(prompt, files.path(adapter)).log_softmax(-1)
+        assert [entry.token for entry in entries] == prompt[1:]
+        for entry, row in zip(entries, expected):
+            assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
+            assert [token for token, _ in entry.top] == row.topk(3).indices.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    check(padded, files)
+    check_untouched(padded)
 
 
 # ---------------------------------------------------------------- two steps in flight

@@ -8,6 +8,7 @@ import pytest
 
 from manylora.config import ConfigError
 from manylora.kernels.cuts import possible_counts
+from tests.parity import test_prompt_logprobs
 from tests.parity.checkpoints import FAMILIES, OF_RANKS
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -59,14 +60,17 @@ _CASES = [
 def test_one_mixed_batch(
     family: str, count: int, sharding: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Long and short prompts, in one step and in chunks, under every adapter."""
+    """Long and short prompts, in one step and in chunks, under every adapter; then one under all of them, with its
+    log-probabilities."""
     bench = make_bench(tmp_path_factory, family)
     names = bench.names
     prompts = [random_tokens(i, 1 + 9 * (i % 6), bench.checkpoint.vocab_size) for i in range(len(names))]
     with bench.llm(tensor_parallel_size=count, lora_sharding=sharding, max_batch_tokens=61) as llm:
         assert len(llm.info.ranks) == count
         outputs = llm.generate(prompts, greedy(NUM_TOKENS), names)
-        again = llm.generate(prompts[3:4] * len(names), greedy(NUM_TOKENS), names)
+        scored = greedy(NUM_TOKENS, prompt_logprobs=test_prompt_logprobs.NUM_TOP)
+        again = llm.generate(prompts[3:4] * len(names), scored, names)
+    test_prompt_logprobs.check(bench, again)
     bench.check(outputs, NUM_TOKENS)
     bench.check(again, NUM_TOKENS)
     answers = {tuple(output.outputs[0].token_ids) for output in again}

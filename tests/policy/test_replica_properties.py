@@ -30,6 +30,7 @@ from manylora.protocol import (
     Finish,
     Keep,
     LetGo,
+    PromptScored,
     ReadAdapter,
     Ready,
     Reject,
@@ -38,6 +39,7 @@ from manylora.protocol import (
     SetTimer,
     Status,
     StatusDue,
+    StepDone,
     Timer,
 )
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
@@ -176,6 +178,10 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.away: set[str] = set()  # let go, and not back yet
         self.moved: set[str] = set()
         self.resumed: set[str] = set()  # came back with tokens, the last time
+        self.scored: dict[str, int] = {}  # of prompts' positions, how many are told of
+        self.num_scored_before: dict[int, int] = {}  # by sequence, as it started
+        self.scoring: dict[int, dict[int, tuple[int, int]]] = {}  # by step and sequence: what its row scores
+        self.ending = 0
         self.adapter_ids = itertools.count(1)
         self.told: dict[int, AdapterUse] = {}
         self.num_reports = 0
@@ -184,6 +190,8 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> None:
         self.now += EVENT_S
+        if isinstance(event, StepDone):
+            self.ending = event.step
         commands = self.replica.handle(event, self.now)
         if self.config.pipeline_depth == 1:
             check_order(commands)
@@ -197,7 +205,22 @@ class ReplicaMachine(RuleBasedStateMachine):
             case RunStep():
                 most = self.config.max_prefills_per_step
                 assert most is None or sum(row.num_tokens > 1 for row in command.rows) <= most
+                scored = self.num_scored_before
+                scored |= {start.sequence: start.num_scored for start in command.starts}
+                self.scoring[command.step] = {
+                    row.sequence: (max(row.start, scored[row.sequence]), row.start + row.num_tokens)
+                    for row in command.rows
+                }
+            case PromptScored():
+                asked = self.requests[command.request]
+                assert asked.params.prompt_logprobs is not None
+                last = len(asked.prompt) - 1
+                first, end = self.scoring[self.ending][command.sequence]
+                assert first == command.start == self.scored.get(command.request, 0), "each once, in order"
+                assert first < last
+                self.scored[command.request] = min(end, last)
             case Emit():
+                self.check_scored(command.request)
                 tokens = self.emitted.setdefault((command.request, command.sample), [])
                 assert command.position == len(tokens), "each position is emitted once, in order"
                 assert (command.request, command.sample) not in self.ended, "nothing follows the end"
@@ -207,6 +230,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert key not in self.ended, "each sample ends exactly once"
                 assert command.request not in self.rejected
                 self.ended[key] = command.reason
+                if command.reason == "length":
+                    self.check_scored(command.request)
                 if command.error is not None and "first token" in command.error.message:
                     self.note_refusal(command)
             case Reject():
@@ -225,7 +250,12 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert command.kv_s >= 0
                 self.ready.add(command.request)
             case Admitted():
-                assert 0 <= command.num_cached <= len(self.requests[command.request].prompt)
+                asked = self.requests[command.request]
+                assert 0 <= command.num_cached <= len(asked.prompt)
+                if asked.params.prompt_logprobs is not None:
+                    num_scored = self.scored.get(command.request, 0)
+                    is_known = num_scored == len(asked.prompt) - 1
+                    assert is_known or command.num_cached <= num_scored, "nothing unscored is reused"
                 self.admission_order.append(command.request)
             case Released():
                 self.note_release(command)
@@ -234,6 +264,11 @@ class ReplicaMachine(RuleBasedStateMachine):
                 self.removed.remove(command.adapter)
                 live = [r for r in self.requests.values() if r.adapter == command.adapter]
                 assert all(self.has_ended(r) or r.id in self.away for r in live), "freed when nobody uses it"
+
+    def check_scored(self, name: str) -> None:
+        """Nothing is said of samples before all of the prompt has been."""
+        if self.requests[name].params.prompt_logprobs is not None:
+            assert self.scored.get(name, 0) == len(self.requests[name].prompt) - 1
 
     def note_release(self, command: Released) -> None:
         """Every LetGo has one answer, which tells how far each sample came."""
@@ -296,7 +331,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
-        max_tokens=st.integers(1, 10),
+        max_tokens=st.integers(0, 10),
         min_tokens=st.integers(0, 2),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stops=st.booleans(),
@@ -304,6 +339,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         scope=st.sampled_from(["", "", "a", "b"]),
         priority=st.integers(-1, 3),
         client=st.integers(0, 2),
+        scores=st.sampled_from([None, None, None, 0]),
     )
     def arrive(
         self,
@@ -317,10 +353,14 @@ class ReplicaMachine(RuleBasedStateMachine):
         scope: str,
         priority: int,
         client: int,
+        scores: int | None,
     ) -> None:
+        max_tokens = max_tokens if scores is not None else max(1, max_tokens)
         # Removed adapters too: such a request must be rejected.
         adapter = data.draw(st.sampled_from([BASE, *sorted(self.adapters), *sorted(self.removed)]))
-        params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), seed=0)
+        params = SamplingParams(
+            n=n, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), seed=0, prompt_logprobs=scores
+        )
         stop_ids = (VOCABULARY - 1,) if stops else ()
         num_steps = len(self.device.steps)
         for num_more in reversed(range(together)):
@@ -411,6 +451,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         is_full = self.config.max_waiting is not None and self.num_queued(name) >= self.config.max_waiting
         waited_s = self.now + EVENT_S - self.arrived_s[name]
         given = resume if any(resume) else ()
+        if not given:
+            self.scored.pop(name, None)
         self.feed(Arrive(request, False, given, closed, waited_s, attempt + 1))
         assert self.given_up is None, "the attempt before has been given up"
         if name in self.rejected:
@@ -531,7 +573,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                     expected = undisturbed(
                         request.adapter, request.prompt, request.params, request.stop_ids, sample
                     )
-                    assert self.emitted[request.id, sample] == expected, "no schedule changes tokens"
+                    emitted = self.emitted.get((request.id, sample), [])
+                    assert emitted == expected, "no schedule changes tokens"
         firsts = [int(request[1:]) for request in self.admission_order if request not in self.moved]
         assert len(firsts) == len(set(firsts)), "a request is admitted for the first time once"
         is_usual = self.config.queue == QueueConfig() and not self.config.merge.is_on

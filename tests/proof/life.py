@@ -72,6 +72,8 @@ class Scene:
     """Of all events, how many have a copy of an adapter kept, or not any more."""
     stem: int = 0
     """Tokens that all prompts of one adapter begin with: with pages of one token, a chain so deep."""
+    scores: float = 0.0
+    """Of all requests, how many ask for their prompts' log-probabilities, half of them for nothing else."""
 
 
 SCENES: dict[str, Scene] = {
@@ -148,6 +150,11 @@ MOVING_SCENES: dict[str, Scene] = {
     "kept": dataclasses.replace(SCENES["crowd"], failures=2, moves=0.02, keeps=0.02),
 }
 """Likewise."""
+
+SCORING_SCENES: dict[str, Scene] = {
+    "scored": dataclasses.replace(SCENES["tiny"], num_pages=20, most_prompt=20, moves=0.03, scores=0.5)
+}
+"""Likewise, and shorter."""
 
 
 class Life:
@@ -267,11 +274,15 @@ class Life:
             else:
                 # Popular ones first; an adapter that has been removed may be asked for all the same.
                 adapter = BASE if rng.random() < 0.1 else self._popular()
-                most = (scene.most_prompt - scene.stem) // 2
-                prompt = [*self._stem(adapter), *(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, most)))]
+                longest = (scene.most_prompt - scene.stem) // 2
+                size = rng.randint(1, longest)
+                prompt = [*self._stem(adapter), *(rng.randrange(VOCABULARY) for _ in range(size))]
             params = SamplingParams(
                 n=rng.choice((1, 1, 1, 1, 1, 1, 2, 3)), max_tokens=rng.randint(1, scene.most_tokens), seed=0
             )
+            if scene.scores and rng.random() < scene.scores:
+                most = rng.choice((0, params.max_tokens))
+                params = dataclasses.replace(params, prompt_logprobs=rng.choice((0, 3)), max_tokens=most)
             stop_ids = (VOCABULARY - 1,) if rng.random() < 0.3 else ()
             name = f"r{next(self._request_ids)}"
             scope = rng.choice(("", "", "", "tenant"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manylora.config import CACHE_POLICIES
 from manylora.engine.journal import JournalWriter
-from tests.proof.life import DEEP, MERGING_SCENES, MOVING_SCENES, SCENES, Life
+from tests.proof.life import DEEP, MERGING_SCENES, MOVING_SCENES, SCENES, SCORING_SCENES, Life
 
 JOURNALS = Path(__file__).parent / "journals"
 EVENTS = 3200
@@ -34,10 +34,11 @@ def record(policy: str, pipeline_depth: int, scene: str) -> bytes:
     life = Life(
         policy,
         pipeline_depth,
-        {**SCENES, **MERGING_SCENES, **MOVING_SCENES, "deep": DEEP}[scene],
+        {**SCENES, **MERGING_SCENES, **MOVING_SCENES, **SCORING_SCENES, "deep": DEEP}[scene],
         zlib.crc32(f"{policy} {pipeline_depth} {scene}".encode()),
     )
-    life.live(DEEP_EVENTS if scene == "deep" else EVENTS // 4 if policy in LATER else EVENTS)
+    is_short = policy in LATER or scene in SCORING_SCENES
+    life.live(DEEP_EVENTS if scene == "deep" else EVENTS // 4 if is_short else EVENTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
         writer = JournalWriter(path, life.config)
@@ -69,6 +70,7 @@ def lives() -> list[tuple[str, int, str]]:
         *itertools.product(ABLATIONS, (2,), ("tiny", "crush")),
         *itertools.product(CACHE_POLICIES, (2,), ["deep"]),
         *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
+        *itertools.product(["manylora"], (2,), SCORING_SCENES),
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -16,7 +17,7 @@ from manylora.engine.client import (
     GenerationRequest,
 )
 from manylora.protocol import AdapterError
-from manylora.types import AdapterCard, EngineInfo, RequestError, TokenLogprobs
+from manylora.types import AdapterCard, EngineInfo, PromptLogprobs, RequestError, TokenLogprobs
 
 VOCAB_SIZE = 420
 EOS = 1
@@ -30,7 +31,8 @@ Script = Callable[[GenerationRequest, int], list[int]]
 def plain_tokens(request: GenerationRequest, sample: int) -> list[int]:
     """Printable ASCII of the byte-level alphabet; differs by prompt, adapter and sample."""
     start = sum(request.prompt) + 7 * len(request.adapter or "") + sample
-    return [39 + (start + i) % 25 for i in range(request.params.max_tokens or 8)]
+    count = 8 if request.params.max_tokens is None else request.params.max_tokens
+    return [39 + (start + i) % 25 for i in range(count)]
 
 
 class FakeEngine:
@@ -234,7 +236,20 @@ class FakeStream:
         if self.is_first:
             self.is_first = False
             delta = delta._replace(num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
+            delta = delta._replace(prompt_logprobs=self._prompt_logprobs())
         return delta
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of token t: -t / 64, rank t, and alternatives t, t + 1 and so on, the third of which is impossible."""
+        num_top = self.request.params.prompt_logprobs
+        if num_top is None:
+            return None
+        packed = b""
+        for token in self.request.prompt[1:]:
+            values = [-token / 64 - k if k < 2 else float("-inf") for k in range(num_top)]
+            packed += struct.pack("=fi", -token / 64, token) + struct.pack(f"={num_top}f", *values)
+            packed += struct.pack(f"={num_top}i", *range(token, token + num_top))
+        return PromptLogprobs(num_top, packed)
 
     def _logprobs(self, tokens: list[int]) -> tuple[TokenLogprobs, ...]:
         num_top = self.request.params.logprobs

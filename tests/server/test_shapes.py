@@ -198,6 +198,85 @@ def test_echo(engine: FakeEngine, tokenizer: Tokenizer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("prompt", ["One coffee", "é<|eos|>One", [0, 60, 200, 1, 61], [5]], ids=str)
+def test_echo_with_logprobs(
+    engine: FakeEngine, tokenizer: Tokenizer, stream: bool, max_tokens: int, prompt: str | list[int]
+) -> None:
+    """As lm-evaluation-harness asks for them: offsets are places in the text, which special tokens may be left out
+    of, and characters of several tokens begin once."""
+    body = {"model": BASE, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "n": 2}
+    response = post(engine, tokenizer, "/v1/completions", body | {"stream": stream})
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in events(response) if stream else [response.json()]:
+        for choice in chunk["choices"]:
+            mine = found.setdefault(choice["index"], {"text": ""})
+            mine["text"] += choice["text"]
+            mine["finish_reason"] = choice["finish_reason"]
+            for name, values in choice["logprobs"].items():
+                mine.setdefault(name, []).extend(values)
+    ids = list(engine.requests[0].prompt)
+    shown = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    for sample, choice in found.items():
+        new = plain_tokens(engine.requests[0], sample)
+        assert choice["text"] == shown + tokenizer.decode(new)
+        assert choice["finish_reason"] == "length"
+        assert choice["tokens"] == [tokenizer.token_bytes(t).decode(errors="replace") for t in ids + new]
+        assert choice["token_logprobs"] == [None, *(-t / 64 for t in ids[1:]), *[-0.5] * max_tokens]
+        none, *tops = choice["top_logprobs"]
+        assert none is None
+        assert [top[token] for top, token in zip(tops, choice["tokens"][1:])] == choice["token_logprobs"][1:]
+        for token, begin in zip(choice["tokens"][len(ids) :], choice["text_offset"][len(ids) :]):
+            assert choice["text"].startswith(token, begin)
+        offsets = [len(_shown(tokenizer, prompt, ids[:i])) for i in range(len(ids))]
+        assert choice["text_offset"][: len(ids)] == offsets
+    assert found.keys() == {0, 1}
+    if not stream:
+        assert response.json()["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+def _shown(tokenizer: Tokenizer, prompt: str | list[int], ids: list[int]) -> str:
+    """What a prompt's first tokens add to its text, without the beginnings of characters."""
+    bos = [0] if isinstance(prompt, str) else [0, 1]
+    return tokenizer.decode([token for token in ids if token not in bos], False).rstrip("\ufffd")
+
+
+def test_prompt_logprobs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    """In vLLM's form: of each choice of a completion, of the whole chat. JSON has no infinity."""
+    answer = post(engine, tokenizer, "/v1/chat/completions", CHAT | {"prompt_logprobs": 3}).json()
+    prompt = engine.requests[0].prompt
+    none, *entries = answer["prompt_logprobs"]
+    assert none is None
+    assert len(entries) == len(prompt) - 1
+    for token, entry in zip(prompt[1:], entries):
+        assert list(entry) == [str(token), str(token + 1), str(token + 2)]
+        text = tokenizer.token_bytes(token + 1).decode(errors="replace")
+        assert entry[str(token + 1)] == {"logprob": -token / 64 - 1, "rank": 2, "decoded_token": text}
+        assert entry[str(token + 2)]["logprob"] == -9999.0
+    engine.cards.clear()
+    body = COMPLETION | {"prompt": [[5, 60, 61], [7]], "n": 2, "prompt_logprobs": 0}
+    choices = post(engine, None, "/v1/completions", body).json()["choices"]
+    described = [{str(t): {"logprob": -t / 64, "rank": t, "decoded_token": None}} for t in (60, 61)]
+    told = [None, *described]
+    assert [choice["prompt_logprobs"] for choice in choices] == [told, told, [None], [None]]
+    assert choices[0]["logprobs"] is None
+
+
+def test_an_echo_and_prompt_logprobs_ask_for_what_both_need(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    body = COMPLETION | {"echo": True, "logprobs": 2, "prompt_logprobs": 1}
+    (choice,) = post(engine, tokenizer, "/v1/completions", body).json()["choices"]
+    assert engine.requests[0].params.prompt_logprobs == 2
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:3]] == [2, 2]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * (len(engine.requests[0].prompt) - 1)
+    engine.cards.clear()
+    (choice,) = post(engine, tokenizer, "/v1/completions", COMPLETION | {"echo": True, "max_tokens": 0}).json()[
+        "choices"
+    ]
+    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("One coffee", None, "length")
+    assert "prompt_logprobs" not in choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_and_eos(tokenizer: Tokenizer, stream: bool) -> None:
     tokens = tokenizer.encode("big and small", add_special_tokens=False)
     engine = FakeEngine(lambda *_: [*tokens, EOS, 60])

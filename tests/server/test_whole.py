@@ -183,6 +183,8 @@ def test_more_log_probabilities_than_are_kept_are_refused_before_anything_runs(
             assert (refused.status_code, error["param"]) == (400, "logprobs")
             assert "264 log-probabilities, more than 240: set stream" in error["message"]
             assert (await client.post(CHAT[0], json=CHAT[1])).status_code == 400
+            of_prompts = {"logprobs": None, "prompt_logprobs": 10, "max_tokens": 0}
+            assert (await client.post(path, json=body | of_prompts)).status_code == 400
             assert not engine.requests
             for served in ({"max_tokens": 10}, {"stream": True}, {"logprobs": None}):
                 answer = await client.post(path, json=body | {"max_tokens": 11} | served)

@@ -117,6 +117,17 @@ def test_logprobs_stay_beside_their_tokens() -> None:
     assert [entry.token for entry in output.logprobs] == output.token_ids
 
 
+@pytest.mark.parametrize("prompt", [(5,), (5, 6)])
+@pytest.mark.parametrize("per_step", [1, 100])
+def test_a_prompts_logprobs_are_kept_through_later_deltas(prompt: tuple[int, ...], per_step: int) -> None:
+    """Also where a stop string cuts the only delta, and where there is nothing to say of the prompt."""
+    engine = FakeEngine(lambda *_: ids("one two STOP three"), tokens_per_step=per_step)
+    asked = GenerationRequest("r", prompt, SamplingParams(stop="STOP", prompt_logprobs=1))
+    (output,) = asyncio.run(collect(generate_text(engine, tokenizer(), asked), 1))
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(prompt) - 1
+
+
 def test_failure_and_death() -> None:
     engine = FakeEngine()
     refused = GenerationRequest("r", (1,), SamplingParams(), adapter="gone")

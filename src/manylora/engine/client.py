@@ -14,6 +14,7 @@ from manylora.types import (
     AdapterCard,
     AdapterId,
     EngineInfo,
+    PromptLogprobs,
     RankTraffic,
     RequestError,
     RequestId,
@@ -69,7 +70,8 @@ class Delta(NamedTuple):
     were ready; ``spread_s``: how long before that the first of them was, where they were held back;
     ``serial``, ``attempt``: the request's; ``start``: how many tokens the sample had before these. What comes with
     a request's first Delta only: ``num_cached_tokens``, and how long it waited for admission (``queue_s``), then
-    for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
+    for its adapter (``adapter_s``), then for its cached KV (``kv_s``). ``prompt_logprobs``: of all the prompt's
+    tokens but the first, with or before the first token of any sample.
     """
 
     request: RequestId
@@ -88,6 +90,7 @@ class Delta(NamedTuple):
     serial: int = 0
     attempt: int = 0
     start: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

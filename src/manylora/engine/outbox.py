@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from manylora.engine.client import RELEASED, Delta, GenerationRequest
-from manylora.protocol import Admitted, Emit, Finish, Ready, Reject, Released
-from manylora.types import Request, RequestError, RequestId, SequenceId, TokenLogprobs
+from manylora.protocol import Admitted, Emit, Finish, PromptScored, Ready, Reject, Released
+from manylora.types import PromptLogprobs, Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,9 +35,23 @@ class _Open:
     kv_s: float = 0.0
     num_cached_tokens: int = 0
     told: bool = False
+    told_prompt: bool = False
     attempt: int = 0
     ended: set[int] = dataclasses.field(default_factory=set)
     samples: dict[int, _Sample] = dataclasses.field(default_factory=dict)
+    scored: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_scored(self) -> int:
+        return sum(map(len, self.scored))
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Once, when they are those of the whole prompt."""
+        is_asked = self.request.params.prompt_logprobs is not None and not self.told_prompt
+        if not is_asked or self.num_scored < len(self.request.prompt) - 1:
+            return None
+        runs, self.scored, self.told_prompt = self.scored, [], True
+        return PromptLogprobs(runs[0].num_top if runs else 0, b"".join(run.packed for run in runs))
 
 
 class Outbox:
@@ -52,6 +66,7 @@ class Outbox:
         self._live: dict[RequestId, _Open] = {}
         self._ready: dict[tuple[_Open, int], None] = {}
         self.logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
+        self.prompt_logprobs: dict[SequenceId, PromptLogprobs] = {}
 
     def may_open(self, asked: GenerationRequest) -> bool:
         """Whether no request of this id is live, or only an earlier attempt at it."""
@@ -77,6 +92,12 @@ class Outbox:
         entry = self._live[command.request]
         entry.queue_s = self._clock() - entry.arrived_s
         entry.num_cached_tokens = command.num_cached
+
+    def prompt_scored(self, command: PromptScored, now: float) -> None:
+        """Takes in PromptScored."""
+        entry = self._live[command.request]
+        if command.start == entry.num_scored:  # else it is of an attempt before this entry's
+            entry.scored.append(self.prompt_logprobs[command.sequence])
 
     def ready(self, command: Ready, now: float) -> None:
         """Takes in Ready."""
@@ -160,4 +181,5 @@ class Outbox:
             serial=entry.serial,
             attempt=entry.attempt,
             start=sample.start,
+            prompt_logprobs=entry.prompt_logprobs(),
         )

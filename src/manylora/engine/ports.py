@@ -298,6 +298,7 @@ class EnginePorts:
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise RuntimeError(f"{self._failed_steps} steps in a row failed: {done.error}")
         self._outbox.logprobs = result.logprobs
+        self._outbox.prompt_logprobs = result.prompt_logprobs
         return dataclasses.replace(done, more=True) if more else done
 
     @property

@@ -18,8 +18,9 @@ from manylora.executor.best import Best, greedy
 from manylora.executor.cold_rows import ColdRows
 from manylora.executor.inputs import StepInputs
 from manylora.executor.ranked_sampling import RankedSampling
+from manylora.executor.scoring import LOGITS_AT_A_TIME, score
 from manylora.executor.sequences import PENDING_ENTRIES
-from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch
+from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch, Summands
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.models.decoder import Decoder
@@ -43,18 +44,20 @@ class Numbers:
 class Outputs:
     """Of the M rows that draw: ``logits`` float32 [M, V] (of a rank: of its own tokens), ``best``: the most
     likely tokens of these rows or of more, ``last`` int64 [M]: the token that stands before,
-    ``pending_index`` int64 [M]."""
+    ``pending_index`` int64 [M]. ``scores``: of the tokens that are scored, as ``scoring.score`` gives them."""
 
     logits: torch.Tensor
     best: Best
     last: torch.Tensor
     pending_index: torch.Tensor
+    scores: torch.Tensor | None = None
 
     def first(self, count: int) -> Outputs:
-        """The outputs of the first ``count`` rows only, but for ``best``."""
+        """The outputs of the first ``count`` rows only, but for ``best`` and ``scores``."""
         if count == len(self.logits):
             return self
-        return Outputs(self.logits[:count], self.best, self.last[:count], self.pending_index[:count])
+        rows = self.logits[:count], self.best, self.last[:count], self.pending_index[:count]
+        return Outputs(*rows, self.scores)
 
 
 @runtime_checkable
@@ -79,6 +82,7 @@ class Forward:
         self.decoder = decoder
         self.ranked = ranked
         self._greedy = greedy if ranked is None else ranked.greedy
+        self._score = score if ranked is None else ranked.score
         self.arena = arena
         self.geometry = geometry
         self.device = device
@@ -93,10 +97,12 @@ class Forward:
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
         cold: ColdRows | None = None,
+        scored: tuple[torch.Tensor, int] | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
-        Without ``has_pending`` no token id may be negative.
+        Without ``has_pending`` no token id may be negative. ``scored``: the ``tokens`` of ``ScoredTokens``, on the
+        device, and their ``width``; there is no ``sampled`` then.
         """
         token_ids = numbers.token_ids
         if has_pending:
@@ -113,10 +119,26 @@ class Forward:
             before_layer=before_layer,
             cold=cold,
         )
-        logits = self.decoder.forward(batch, self.arena.pool)
+        scores = None
+        if scored is None:
+            logits = self.decoder.forward(batch, self.arena.pool)
+        else:
+            x, residual = self.decoder.body(batch, self.arena.pool)
+            logits = self.decoder.logits(x, residual, numbers.sample_index)
+            scores = self._scores(x, residual, *scored)
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
-        return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index)
+        return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index, scores)
+
+    def _scores(
+        self, x: Summands, residual: torch.Tensor | None, tokens: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        size = max(1, LOGITS_AT_A_TIME // self.decoder.config.vocab_size)
+        found = []
+        for first in range(0, tokens.shape[1], size):
+            rows, targets = tokens[:, first : first + size]
+            found.append(self._score(self.decoder.logits(x, residual, rows), targets, width))
+        return torch.cat(found)
 
     def close(self) -> None:
         """Idempotent."""
@@ -151,6 +173,8 @@ class EagerSteps:
         )  # fmt: skip
         packed = self._device.upload(np.concatenate(arrays))
         numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
+        asked = inputs.scored
+        scored = None if asked is None else (self._device.upload(asked.tokens), asked.width)
         if inputs.lora is not self._segments:
             self._segments, self._lora = inputs.lora, None
             if inputs.lora is not None:
@@ -162,12 +186,13 @@ class EagerSteps:
             sampled = self._sampled_rows(inputs)
         elif cold.others is not None:
             cold.lora = ops.plan_lora(cold.others, self._geometry, device)
-        return self._forward.compute(numbers, attention, self._lora, has_pending, sampled, before_layer, cold)
+        plans = attention, self._lora, has_pending, sampled, before_layer, cold
+        return self._forward.compute(numbers, *plans, scored)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""
         drawing = len(inputs.sample_index)
-        if drawing == 0 or len(inputs.token_ids) - drawing < NARROWED:
+        if drawing == 0 or inputs.scored is not None or len(inputs.token_ids) - drawing < NARROWED:
             return None
         segments = None if inputs.lora is None else inputs.lora.of_tokens(inputs.sample_index)
         if segments is None:

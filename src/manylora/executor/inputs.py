@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 
 from manylora.executor.sampler import SampledRow
+from manylora.executor.scoring import ScoredTokens
 from manylora.executor.sequences import Composition, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
@@ -30,7 +31,7 @@ class StepInputs:
     [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
     the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
     once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed,
-    and ``lora_adapters`` are those of its segments.
+    and ``lora_adapters`` are those of its segments. ``scored``: the tokens whose logits tell of a prompt, if any.
     """
 
     token_ids: np.ndarray
@@ -43,6 +44,7 @@ class StepInputs:
     sampled: list[SampledRow] | None
     sampled_rows: np.ndarray
     lora_adapters: tuple[AdapterId, ...] = ()
+    scored: ScoredTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -68,6 +70,7 @@ class _Layout:
     pending_index: np.ndarray
     sampled_rows: np.ndarray
     is_greedy: bool
+    may_score: bool
     lora: LoraSegments | None
     lora_adapters: tuple[AdapterId, ...]
 
@@ -113,7 +116,25 @@ class InputBuilder:
             sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
             sampled_rows=layout.sampled_rows,
             lora_adapters=layout.lora_adapters,
+            scored=self._scored(layout, starts, ends) if layout.may_score else None,
         )
+
+    def _scored(self, layout: _Layout, starts: np.ndarray, ends: np.ndarray) -> ScoredTokens | None:
+        table, slots = self._sequences, layout.slots
+        begins = np.maximum(starts, table.scored[slots, 0])
+        counts = np.minimum(ends, table.scored[slots, 1]) - begins
+        rows = np.flatnonzero(counts > 0)
+        if len(rows) == 0:
+            return None
+        index, targets, runs = [], [], []
+        for row in rows.tolist():
+            begin, count = int(begins[row]), int(counts[row])
+            index.append(layout.query_start[row] + begin - starts[row] + np.arange(count))
+            targets.append(table.tokens[slots[row], begin + 1 : begin + 1 + count])
+            sequence = layout.composition.sequences[layout.order[row]]
+            runs.append((sequence, count, table.num_top(sequence)))
+        tokens = np.concatenate(index), np.concatenate(targets)
+        return ScoredTokens(np.stack(tokens, dtype=np.int64), tuple(runs))
 
     def _sampled(self, rows: Rows, chosen: list[int]) -> list[SampledRow]:
         composition = rows.composition
@@ -153,6 +174,7 @@ class InputBuilder:
             pending_index=slots[drawing] + 1,
             sampled_rows=order[drawing],
             is_greedy=bool(self._sequences.greedy[slots[drawing]].all() and draws_once.all()),
+            may_score=bool(self._sequences.scored[slots].any()),
             lora=lora,
             lora_adapters=lora_adapters,
         )

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from manylora.executor.sampler import Results
-from manylora.types import SequenceId, TokenLogprobs
+from manylora.executor.scoring import ScoredTokens
+from manylora.types import PromptLogprobs, SequenceId, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Sampled:
+    """Rows of a step, by their places in it, and how to learn what they drew. ``scores``: and, of a batch with
+    tokens that are ``scored``, what these say of prompts. Both functions wait for the device."""
+
+    rows: np.ndarray
+    read: Callable[[], Results]
+    scored: ScoredTokens | None = None
+    scores: Callable[[], np.ndarray] | None = None
 
 
 class Drawn(NamedTuple):
@@ -17,13 +30,14 @@ class Drawn(NamedTuple):
     tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...]
     logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
     unsound: tuple[SequenceId, ...]
+    prompt_logprobs: dict[SequenceId, PromptLogprobs]
 
 
-def joined(results: Sequence[Results], rows: Sequence[np.ndarray], sequences: Sequence[SequenceId]) -> Drawn:
-    """``rows``: of each part the places of its rows among the step's; ``sequences``: of the step's rows that
-    drew."""
+def joined(parts: Sequence[Sampled], sequences: Sequence[SequenceId]) -> Drawn:
+    """Waits for the device. ``sequences``: of the step's rows that drew."""
+    results = [part.read() for part in parts]
     # Parts are in the order of their batches: from there into the step's.
-    order = np.argsort(np.concatenate(rows)).tolist()
+    order = np.argsort(np.concatenate([part.rows for part in parts])).tolist()
     ids = [row for result in results for row in result.tokens]
     tokens = tuple(zip(sequences, (tuple(ids[place]) for place in order)))
     logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
@@ -36,4 +50,8 @@ def joined(results: Sequence[Results], rows: Sequence[np.ndarray], sequences: Se
         begins = np.cumsum([0, *(len(result.tokens) for result in results)])
         places = {begin + row for begin, result in zip(begins, results) for row in result.unsound}
         unsound = tuple(sequence for sequence, place in zip(sequences, order) if place in places)
-    return Drawn(tokens, logprobs, unsound)
+    prompts: dict[SequenceId, PromptLogprobs] = {}
+    for part in parts:
+        if part.scored is not None and part.scores is not None:
+            prompts |= part.scored.read(part.scores())
+    return Drawn(tokens, logprobs, unsound, prompts)

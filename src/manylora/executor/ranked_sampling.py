@@ -15,6 +15,7 @@ import torch
 from manylora.devices.peers import Peers
 from manylora.executor.best import Best, greedy
 from manylora.executor.sampler import Draws, Results, SampledRow, draw
+from manylora.executor.scoring import score
 
 
 class RankedSampling:
@@ -51,6 +52,12 @@ class RankedSampling:
         first = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         self._peers.broadcast(first, "sampling")
         return Draws(first, first, _first_draws)
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
+        """``scoring.score`` from all ranks' logits; only the first rank has any rows of it."""
+        whole = self._whole(logits)
+        count = len(whole) if self._peers.rank == 0 else 0
+        return score(whole[:count], targets[:count], width)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         widest = len(self._vocabs[0])

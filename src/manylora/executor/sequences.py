@@ -99,8 +99,10 @@ class SequenceTable:
     -i, where i is the slot's entry among the device's pending tokens (slot + 1). ``lengths`` int64 [slots]: how
     many tokens there are, pending ones included. ``pages`` int32 [slots, width]: page tables; entries past a
     sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``rotary`` int64 [slots]: the row of the
-    rotary tables of a sequence's position 0. ``greedy`` bool [slots]: ``is_greedy`` of
-    its parameters. ``owners`` int64 [slots]: a number of the slot's sequence, never given twice; 0 in a free slot.
+    rotary tables of a sequence's position 0. ``greedy`` bool [slots]: ``is_greedy`` of its parameters. ``scored``
+    int64 [slots, 2]: from which position on, and before which, the logits are to tell how probable the prompt's
+    next token is; 0 and 0 where they are not. ``owners`` int64 [slots]: a number of the slot's sequence, never
+    given twice; 0 in a free slot.
     The arrays are replaced when they grow: read them anew every step.
     """
 
@@ -113,6 +115,7 @@ class SequenceTable:
         self.lengths: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self.greedy: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.bool_)
         self.rotary: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
+        self.scored: np.ndarray = np.zeros((_FIRST_SLOTS, 2), dtype=np.int64)
         self.owners: np.ndarray = np.zeros(_FIRST_SLOTS, dtype=np.int64)
         self._num_started = 0
         self._composition: Composition | None = None
@@ -140,6 +143,8 @@ class SequenceTable:
         self.rotary[slot] = start.first_rotary_row
         params = start.params
         self.greedy[slot] = is_greedy(params)
+        is_asked = params.prompt_logprobs is not None
+        self.scored[slot] = (start.num_scored, start.num_prompt_tokens - 1) if is_asked else 0
         self._num_started += 1
         self.owners[slot] = self._num_started
         self._composition = None
@@ -225,6 +230,10 @@ class SequenceTable:
             drawing.output_ids = known[held.num_prompt_tokens :]
         return drawing
 
+    def num_top(self, sequence: SequenceId) -> int:
+        """How many alternatives to a prompt's token the sequence's request asks for."""
+        return self._sequences[sequence].drawing.params.prompt_logprobs or 0
+
     def _set_pages(self, slot: int, changes: tuple[tuple[int, PageId], ...], undo: Undo) -> None:
         self.pages = _widened(self.pages, max(index for index, _ in changes) + 1)
         for index, page in changes:
@@ -241,6 +250,7 @@ class SequenceTable:
         self.lengths = _doubled(self.lengths)
         self.greedy = _doubled(self.greedy)
         self.rotary = _doubled(self.rotary)
+        self.scored = _doubled(self.scored)
         self.owners = _doubled(self.owners)
         self._free.extend(range(2 * old - 1, old - 1, -1))
 

@@ -31,13 +31,13 @@ from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
-from manylora.executor.joined import joined
+from manylora.executor.joined import Sampled, joined
 from manylora.executor.merging import MergedWeights
 from manylora.executor.queued import DeviceHandover
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
-from manylora.executor.sampler import Results, draw, most_likely
+from manylora.executor.sampler import draw, most_likely
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
 from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
@@ -83,14 +83,6 @@ class _Part:
 
     inputs: InputBuilder
     eager: EagerSteps
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Sampled:
-    """Rows of a step, and how to learn what they drew; ``read`` waits for the device."""
-
-    rows: np.ndarray
-    read: Callable[[], Results]
 
 
 class Worker:
@@ -291,7 +283,7 @@ class Worker:
             self._tell(self._failed(step, error, began))
         self._copier.flush()
 
-    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[_Sampled]:
+    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[Sampled]:
         is_whole = (
             self._shards is None or awaited is not None or cold is not None or self.before_layer is not None
         )
@@ -319,7 +311,7 @@ class Worker:
         indices: np.ndarray | None,
         awaited: Awaited | None = None,
         cold: ColdStep | None = None,
-    ) -> _Sampled:
+    ) -> Sampled:
         """``indices``: the rows' places in the step; None: they are all of it."""
         forward = self._forward
         if forward is None:
@@ -347,8 +339,9 @@ class Worker:
             if draws.first is not outputs.best.tokens:
                 forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
+            scores = None if outputs.scores is None else self._device.download(outputs.scores)
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
-        return _Sampled(sampled_rows, lambda: draws.read(arrived()))
+        return Sampled(sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
 
     def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
@@ -360,7 +353,7 @@ class Worker:
         self,
         step: RunStep,
         sampled_sequences: tuple[SequenceId, ...],
-        sampled: list[_Sampled],
+        sampled: list[Sampled],
         expected: Expected,
         began: float,
         awaited: Awaited | None,
@@ -370,12 +363,11 @@ class Worker:
         try:
             if cold is not None:
                 cold.end(self._workers)
-            results = [part.read() for part in sampled]
+            drawn = joined(sampled, sampled_sequences)
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
         spoilt = () if awaited is None else awaited.spoilt()
-        drawn = joined(results, [part.rows for part in sampled], sampled_sequences)
         self._sequences.settle(expected, [tokens[0] for _, tokens in drawn.tokens])
         seconds = self._step_s(began)
         done = StepDone(step.step, True, drawn.tokens, seconds, unsound=drawn.unsound, spoilt=spoilt)
@@ -383,7 +375,7 @@ class Worker:
             done.stall_s = awaited.stall_s
         if cold is not None:
             cold.tell(done, self._workers)
-        return StepResult(done, drawn.logprobs)
+        return StepResult(done, drawn.logprobs, drawn.prompt_logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)

@@ -79,7 +79,20 @@ class Decoder:
         return self.config.page_shape(page_tokens, itemsize)
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``.
+        """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``; otherwise as ``body``."""
+        x, residual = self.body(batch, pool)
+        # Gathered before the final norm and the head: prompts' other tokens need no logits.
+        return self.logits(x, residual, None if batch.sampled is not None else batch.sample_index)
+
+    def logits(self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+        """float32 logits ``[M, vocab]`` of these rows, int64 [M], of what ``body`` gave; None: of all."""
+        if rows is not None:
+            x, residual = x.of(rows), None if residual is None else residual[rows]
+        return self.head(x, residual, self.ops)
+
+    def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
+        """What the layers give (see ``Layer``) of the batch's tokens; with ``batch.sampled``, of those at
+        ``batch.sample_index`` alone.
 
         Writes the batch's keys and values into ``pool``; changes nothing else. Positions must lie below the
         ``max_positions`` that the model was loaded for. Meant to run under ``torch.inference_mode``.
@@ -94,13 +107,7 @@ class Decoder:
             x, residual = layer(x, residual, step)
         if before_layer is not None:
             before_layer(len(self.layers) - 1)
-        rows = batch.sample_index
-        if batch.sampled is not None:
-            x, residual = self.layers[-1](x, residual, step, rows)
-            return self.head(x, residual, self.ops)
-        x, residual = self.layers[-1](x, residual, step)
-        # Gathered before the final norm and the head: prompts' other tokens need no logits.
-        return self.head(x.of(rows), None if residual is None else residual[rows], self.ops)
+        return self.layers[-1](x, residual, step, None if batch.sampled is None else batch.sample_index)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -48,6 +48,7 @@ from manylora.protocol import (
     Event,
     Keep,
     LetGo,
+    PromptScored,
     Ready,
     Report,
     ReportDue,
@@ -359,12 +360,12 @@ class Replica(RequestLives):
             self._residency.rates.saw_step(len(rows), num_tokens, event.device_s - event.stall_s)
             if event.unsound:
                 self._fail_unsound(rows, set(event.unsound), now)
-            self._take_step(rows, dict(event.tokens), now)
+            self._take_step(event.step, rows, dict(event.tokens), now)
         else:
             self._fail_step(rows, event.error, now)
 
     def _take_step(
-        self, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
+        self, step: int, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
     ) -> None:
         """What the rows computed, and what was sampled for them."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
@@ -379,17 +380,28 @@ class Replica(RequestLives):
                         self._bear_if_shared(sequence)
             elif stage is ENDED:
                 continue
+            if sequence.state.num_unscored:
+                self._note_scored(sequence, step)
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
                     error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
                     self._fail_request(sequence.state, error, now)
                     continue
+                if not sequence.state.max_tokens:  # the prompt was all that was asked for
+                    for sample in sorted(sequence.state.open_samples):
+                        self._end_sample(sequence.state, sample, "length", now)
+                    continue
                 if shares is not None:
                     shares.drew(sequence, num_samples)
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)
+
+    def _note_scored(self, sequence: Sequence, step: int) -> None:
+        state, first = sequence.state, sequence.state.num_scored
+        if state.score(sequence, step):
+            self._commands.append(PromptScored(state.id, sequence.id, first))
 
     def _fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """No row of the step counts as computed."""

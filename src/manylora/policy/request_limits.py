@@ -34,7 +34,8 @@ class RequestLimits:
         if not request.prompt:
             return RequestError(400, "the prompt is empty", "prompt")
         num_prompt, limit = len(request.prompt), self._config.max_model_len
-        num_generated = request.params.max_tokens or 1
+        asked = request.params.max_tokens
+        num_generated = 1 if asked is None else asked
         if num_prompt + num_generated > limit:
             return RequestError(
                 400,
@@ -44,13 +45,14 @@ class RequestLimits:
                 "max_tokens" if num_prompt < limit else "prompt",
             )
         adapter_pages = self._residency.tree.node(request.adapter).num_pages
-        kv_pages = -(-(num_prompt + num_generated - 1) // self._config.page_tokens)
+        num_computed = max(num_prompt, num_prompt + num_generated - 1)
+        kv_pages = -(-num_computed // self._config.page_tokens)
         room = self._kv_pages_beside(request.adapter)
         if kv_pages > room:
             return RequestError(
                 400,
                 f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
-                f"{kv_pages} for {num_prompt + num_generated - 1} tokens) but the pool has "
+                f"{kv_pages} for {num_computed} tokens) but the pool has "
                 f"{self._config.num_pages}"
                 + (f", of which {room} for tokens" if self._residency.room.has_parts else ""),
                 "max_tokens",

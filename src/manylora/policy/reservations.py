@@ -93,13 +93,13 @@ class Reservations:
     # ------------------------------------------------------------ taking
 
     def match(self, sequence: Sequence) -> list[Node]:
-        """Cached KV that the sequence can reuse, in either tier. Its last known token is always computed."""
+        """Cached KV that the sequence can reuse, in either tier. Its last known token is always computed, and so
+        are tokens whose logits tell of the prompt what is asked for and not known."""
         if not self._residency.policy.keeps_prefixes:
             return []
-        size = self._config.page_tokens
-        return self._tree.match(
-            sequence.adapter, sequence.page_keys(size), (len(sequence.tokens) - 1) // size
-        )
+        size, state = self._config.page_tokens, sequence.state
+        most = state.num_scored if state.num_unscored else len(sequence.tokens) - 1
+        return self._tree.match(sequence.adapter, sequence.page_keys(size), most // size)
 
     def _reserve(self, sequence: Sequence, first_chunk: int) -> Reservation:
         """What it takes for the sequence to start with up to ``first_chunk`` tokens; pins what it reuses, and

@@ -44,13 +44,14 @@ class RequestState:
 
     ``arrived_s``: when it first came, wherever that was. ``admitted``: its service has begun, here or elsewhere.
     ``fresh``: samples without a token; they fork off the least of them, which computes the prompt. ``unborn``:
-    samples with tokens that have no sequence yet (``Replica``).
+    samples with tokens that have no sequence yet (``Replica``). Where log-probabilities of the prompt are asked
+    for, those of the tokens after its first ``num_scored`` positions are known, and of ``num_unscored`` are not.
     """
 
     __slots__ = (
         "admitted", "arrived_s", "attempt", "fresh", "id", "is_admission_told", "is_leaving", "is_ready",
-        "is_resumed", "max_tokens", "min_tokens", "open_samples", "order", "positions", "request", "sequences",
-        "stop_ids", "unborn",
+        "is_resumed", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
+        "positions", "request", "sequences", "stop_ids", "unborn",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +83,9 @@ class RequestState:
         """Tokens of each sample when it ended, or when it came."""
         self.fresh = [sample for sample in sorted(self.open_samples) if not self.positions[sample]]
         self.unborn: dict[int, SequenceOf[int]] = {}
+        # One that has a token has had them all.
+        last = 0 if request.params.prompt_logprobs is None else len(request.prompt) - 1
+        self.num_scored, self.num_unscored = (last, 0) if self.is_resumed else (0, last)
 
     def unborn_forks_of(self, sample: int) -> int:
         """How many samples after this one are drawn with its first token."""
@@ -116,6 +120,17 @@ class RequestState:
         """All that one of its sequences reuses is there; whether that is the first time."""
         is_first, self.is_ready = not self.is_ready, True
         return is_first
+
+    def score(self, sequence: Sequence, step: int) -> bool:
+        """A step has computed a row of the sequence, which may have lost its pages meanwhile; whether more
+        log-probabilities are known by that."""
+        start, end = sequence.scoring.pop(step, (0, 0))
+        num_new = min(end - self.num_scored, self.num_unscored) if start <= self.num_scored else 0
+        if num_new <= 0:
+            return False
+        self.num_scored += num_new
+        self.num_unscored -= num_new
+        return True
 
     def end_sample(self, sample: int) -> None:
         """No token of it is told of after this."""
@@ -172,6 +187,7 @@ class Sequence:
         "pages",
         "paused_s",
         "sample",
+        "scoring",
         "stage",
         "state",
         "tokens",
@@ -213,6 +229,8 @@ class Sequence:
         # False from each admission until a step brings a SequenceStart.
         self.is_known_to_executor = False
         self.page_updates: list[tuple[int, PageId]] = []
+        # By step, which of the prompt's positions it computes, where their log-probabilities are asked for.
+        self.scoring: dict[int, tuple[int, int]] = {}
         state.sequences[sample] = self
 
     # ------------------------------------------------------------ asked
@@ -422,6 +440,8 @@ def run_step(
             changed = ()
         first = sequence.num_scheduled
         rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
+        if sequence.state.num_unscored:
+            sequence.scoring[step] = first, first + num_tokens
         sequence.num_scheduled = first + num_tokens
         sequence.last_step = step
         if num_samples:
@@ -453,4 +473,5 @@ def _start_of(sequence: Sequence) -> SequenceStart:
         stop_ids=request.stop_ids,
         request=request.id,
         first_rotary_row=sequence.first_rotary_row,
+        num_scored=sequence.state.num_scored,
     )

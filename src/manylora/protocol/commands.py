@@ -37,7 +37,8 @@ class SequenceStart:
     ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
     ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
     for people to read, should the step be the executor's last. ``first_rotary_row``: the row of the rotary tables
-    for position 0.
+    for position 0. ``num_scored``: where ``params.prompt_logprobs`` is set, the log-probabilities of the tokens
+    after the first so many positions are known, and not asked for.
     """
 
     sequence: SequenceId
@@ -51,6 +52,7 @@ class SequenceStart:
     stop_ids: tuple[int, ...]
     request: RequestId = ""
     first_rotary_row: int = 0
+    num_scored: int = 0
 
 
 class StepRow(NamedTuple):
@@ -217,6 +219,17 @@ emit = functools.partial(tuple.__new__, Emit)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PromptScored:
+    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last row.
+    The first is of the token after position ``start``. Each counts once, in order, whatever moved, and all of them
+    before the request's first Emit."""
+
+    request: RequestId
+    sequence: SequenceId
+    start: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
     """The request left the queue for the first time; ``num_cached`` of its prompt's tokens were reused."""
 
@@ -356,7 +369,7 @@ DeviceCommand = (
 )  # fmt: skip
 """An executor carries these out."""
 
-ClientCommand = Emit | Admitted | Ready | Finish | Reject | Released
+ClientCommand = Emit | PromptScored | Admitted | Ready | Finish | Reject | Released
 """News of a request."""
 
 EngineCommand = SetTimer | AdapterFreed | Decided | Report | Status

@@ -8,18 +8,20 @@ from typing import Protocol
 
 from manylora.protocol.commands import DeviceCommand
 from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone
-from manylora.types import AdapterId, RankTraffic, SequenceId, TokenLogprobs
+from manylora.types import AdapterId, PromptLogprobs, RankTraffic, SequenceId, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave: its StepDone, and log-probabilities by (sequence, index among its new tokens).
+    ``prompt_logprobs``: by sequence, those that its row gave of the prompt (see ``SequenceStart``).
 
     Log-probabilities go beside the event, not in it: policy never needs them.
     """
 
     done: StepDone
     logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
+    prompt_logprobs: dict[SequenceId, PromptLogprobs] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
-from manylora.server.logprobs import ChatLogprobs, TokenNames, logprob_parts
+from manylora.server.logprobs import ChatLogprobs, TokenNames, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
 from manylora.server.sampling import chat_params, max_chat_tokens
@@ -21,7 +22,7 @@ from manylora.text.deadline import within
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.prompts import encode_text, fit_params, require_tokenizer
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import InvalidRequest, TokenLogprobs
+from manylora.types import InvalidRequest, PromptLogprobs, TokenLogprobs
 
 # Rendering takes time for each; the context of no model has room for so many.
 MAX_MESSAGES = 16_384
@@ -35,15 +36,22 @@ _ROLE = b'"delta":{"role":"assistant","content":""}'
 class ChatShape:
     """Choices with a ``message``, or with a ``delta`` after one that gives the role."""
 
-    def __init__(self, job: Job, names: TokenNames) -> None:
+    def __init__(self, job: Job, names: TokenNames, tokenizer: Tokenizer) -> None:
         self._job = job
+        self._tokenizer = tokenizer
         self._created_s = int(time.time())
         num_top = job.params[0].logprobs
         self._logprobs = None if num_top is None else ChatLogprobs(names, num_top)
+        self._of_prompt: dict[str, list[Any]] = {}
 
-    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+    def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
         """See Shape."""
-        return {
+        entries = prompt_entries(self._tokenizer, scored.num_top, self._job.prompts[number], scored)
+        self._of_prompt["prompt_logprobs"] = entries
+
+    def identity(self, is_chunk: bool) -> dict[str, Any]:
+        """See Shape."""
+        return self._of_prompt | {
             "id": self._job.id,
             "object": "chat.completion.chunk" if is_chunk else "chat.completion",
             "created": self._created_s,
@@ -126,6 +134,6 @@ def routes(service: Service, models: Models, trusts_templates: bool) -> APIRoute
             answer_id("chatcmpl", request), chosen, [prompt], [params], start_s, scope, priority, client
         )
         names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
-        return GenerationResponse(service, job, ChatShape(job, names), StreamPlan.of(body))
+        return GenerationResponse(service, job, ChatShape(job, names, tokenizer), StreamPlan.of(body))
 
     return router

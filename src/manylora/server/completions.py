@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from manylora.server.bodies import run_beside
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
-from manylora.server.logprobs import CompletionLogprobs, TokenNames, logprob_parts
+from manylora.server.logprobs import CompletionLogprobs, TokenNames, echoed, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
 from manylora.server.naming import adapter_asked
 from manylora.server.sampling import check_parameters, completion_params
@@ -19,7 +19,8 @@ from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.model_text import ModelText
 from manylora.text.prompts import encode_texts, fit_params, require_tokenizer
-from manylora.types import InvalidRequest, SamplingParams, TokenLogprobs
+from manylora.text.tokenizer import Tokenizer
+from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams, TokenLogprobs
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
@@ -30,17 +31,34 @@ MAX_CHOICES = 16_384
 class CompletionShape:
     """Choices with ``text``. ``echoes`` holds, per prompt, the text that comes before the completion."""
 
-    def __init__(self, job: Job, names: TokenNames, echoes: list[str]) -> None:
+    def __init__(
+        self, job: Job, body: CompletionBody, tokenizer: Tokenizer | None, echoes: list[str]
+    ) -> None:
         self._job = job
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._num_prompt_top = body.prompt_logprobs
+        self._echoed: dict[int, dict[str, list[Any]]] = {}
+        self._prompts: dict[int, list[Any]] = {}
         self._created_s = int(time.time())
         self._unechoed = {
             prompt * job.n + sample: text for prompt, text in enumerate(echoes) for sample in range(job.n)
         }
         num_top = job.params[0].logprobs
+        names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         self._logprobs = None if num_top is None else (names, num_top)
         self._writers: dict[int, CompletionLogprobs] = {}
 
-    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+    def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
+        """See Shape."""
+        tokens, tokenizer = self._job.prompts[number], self._tokenizer
+        if self._echoes and self._logprobs is not None and tokenizer is not None:
+            asked = *self._logprobs, tokenizer
+            self._echoed[number] = echoed(*asked, tokens, scored, self._echoes[number])
+        if self._num_prompt_top is not None:
+            self._prompts[number] = prompt_entries(tokenizer, self._num_prompt_top, tokens, scored)
+
+    def identity(self, is_chunk: bool) -> dict[str, Any]:
         """See Shape."""
         return {
             "id": self._job.id,
@@ -62,6 +80,9 @@ class CompletionShape:
     def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
         """See Shape."""
         content = b'"text":' + encode(self._unechoed.pop(index, "") + output.text)
+        prompt = self._prompts.get(index // self._job.n)
+        if prompt is not None:
+            content += b',"prompt_logprobs":' + encode(prompt)
         return choice_parts(index, content, logprob_parts(self._writer(index), logprobs), output)
 
     def _writer(self, index: int) -> CompletionLogprobs | None:
@@ -69,7 +90,10 @@ class CompletionShape:
             return None
         writer = self._writers.get(index)
         if writer is None:
-            writer = self._writers[index] = CompletionLogprobs(*self._logprobs)
+            number = index // self._job.n
+            text = self._echoes[number] if self._echoes else ""
+            writer = CompletionLogprobs(*self._logprobs, text, self._echoed.get(number))
+            self._writers[index] = writer
         return writer
 
 
@@ -121,8 +145,6 @@ def routes(service: Service, models: Models) -> APIRouter:
     def echoes(text: ModelText, body: CompletionBody, prompts: list[Any]) -> list[str]:
         if not body.echo:
             return []
-        if body.logprobs is not None:
-            raise InvalidRequest("echo together with logprobs is not supported by this server", "echo")
         tokenizer = require_tokenizer(text.tokenizer, "echo")
         if isinstance(prompts[0], str):
             return prompts
@@ -143,8 +165,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         scope = service.cache_scope(request, body.cache_salt)
         client = service.client_of(request)
         job = Job(answer_id("cmpl", request), chosen, token_ids, params, start_s, scope, priority, client)
-        names = TokenNames(chosen.text.tokenizer, bool(body.return_tokens_as_token_ids))
-        shape = CompletionShape(job, names, echoes(chosen.text, body, prompts))
+        shape = CompletionShape(job, body, chosen.text.tokenizer, echoes(chosen.text, body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))
 
     return router

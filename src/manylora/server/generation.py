@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
@@ -34,7 +34,7 @@ from manylora.text.generate import (
     generate_text,
 )
 from manylora.text.prompts import check_priority
-from manylora.types import SamplingParams, TokenLogprobs
+from manylora.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
 """Of a whole answer so much is put together, and sent, before others have their turn."""
@@ -103,7 +103,10 @@ class StreamPlan:
 class Shape(Protocol):
     """How an answer looks on the wire. One instance serves one request."""
 
-    def identity(self, is_chunk: bool) -> dict[str, str | int]:
+    def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
+        """What is asked of the log-probabilities of the prompt of this number, before any of its choices."""
+
+    def identity(self, is_chunk: bool) -> dict[str, Any]:
         """The fields that open every chunk, and the whole answer."""
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
@@ -162,6 +165,7 @@ class GenerationResponse(Response):
     async def _deltas(self) -> Deltas:
         """Submit all prompts; every choice's deltas with its index, recorded, failures raised."""
         job, recorders = self._job, []
+        check_packed(job.prompts, job.params, self._service.client.info.max_model_len, self._plan.is_on)
         streams: list[TextStream] = []
         try:
             for number, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True), 1):
@@ -175,6 +179,8 @@ class GenerationResponse(Response):
                     if delta.error is not None:
                         raise GenerationFailed(delta.error)
                     self._usage.count(delta)
+                    if delta.prompt_logprobs is not None:  # of a long prompt this takes a second
+                        await asyncio.to_thread(self._shape.take_prompt, number, delta.prompt_logprobs)
                     yield number * job.n + delta.sample, delta
         finally:
             for recorder in recorders:
@@ -244,7 +250,6 @@ class GenerationResponse(Response):
     async def _whole(self, deltas: Deltas, send: Send) -> bytes:
         """Send the whole answer, once all of it is there, but its last piece, which it returns."""
         job, piece = self._job, bytearray()
-        check_packed(job.prompts, job.params, self._service.client.info.max_model_len)
         outputs = [(TextOutput(index), PackedLogprobs()) for index in range(len(job.prompts) * job.n)]
         async for index, delta in deltas:
             output, logprobs = outputs[index]

@@ -1,13 +1,15 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two shapes, and a prompt's in vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from manylora.server.streaming import encode
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import TokenLogprobs
+from manylora.types import PromptLogprobs, TokenLogprobs
 
 # JSON has no minus infinity; this is what vLLM sends in its place.
 _LOWEST = -9999.0
@@ -31,13 +33,23 @@ class TokenNames:
 class CompletionLogprobs:
     """/v1/completions: parallel lists, with offsets into the text. One for each sample."""
 
-    def __init__(self, names: TokenNames, num_top: int) -> None:
+    def __init__(
+        self, names: TokenNames, num_top: int, text: str = "", echo: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """``text``: what comes before the first token; ``echo``: what was written of it (``echoed``)."""
         self._names = names
         self._num_top = num_top
-        self._offset = 0
+        self._offset = len(text)
+        self._echo = echo
 
     def encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens, whose offsets continue those of the call before."""
+        """The next tokens, whose offsets continue those of the call before; behind the echo, the first time."""
+        found = self._encode(logprobs)
+        if self._echo is not None:
+            found, self._echo = {name: [*part, *found[name]] for name, part in self._echo.items()}, None
+        return found
+
+    def _encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens = [self._names.text(entry.token) for entry in logprobs]
         offsets = []
         for token in tokens:
@@ -47,16 +59,70 @@ class CompletionLogprobs:
             "text_offset": offsets,
             "token_logprobs": [max(entry.logprob, _LOWEST) for entry in logprobs],
             "tokens": tokens,
-            "top_logprobs": [self._top(entry) for entry in logprobs],
+            "top_logprobs": [_top(self._names, self._num_top, entry) for entry in logprobs],
         }
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The chosen token and the alternatives: up to one more than asked for, as OpenAI does."""
-        top = {self._names.text(entry.token): max(entry.logprob, _LOWEST)}
-        for token, logprob in entry.top[: self._num_top]:
-            # Different tokens may read the same; the more probable one comes first and stays.
-            top.setdefault(self._names.text(token), max(logprob, _LOWEST))
-        return top
+
+def _top(names: TokenNames, num_top: int, entry: TokenLogprobs) -> dict[str, float]:
+    """The chosen token and the alternatives: up to one more than asked for, as OpenAI does."""
+    top = {names.text(entry.token): max(entry.logprob, _LOWEST)}
+    for token, logprob in entry.top[:num_top]:
+        # Different tokens may read the same; the more probable one comes first and stays.
+        top.setdefault(names.text(token), max(logprob, _LOWEST))
+    return top
+
+
+def echoed(
+    names: TokenNames,
+    num_top: int,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    scored: PromptLogprobs,
+    text: str,
+) -> dict[str, list[Any]]:
+    """What ``CompletionLogprobs`` gives of a prompt, echoed as ``text``. Its first token follows nothing."""
+    rest = prompt[1:]
+    return {
+        "text_offset": _offsets(tokenizer, prompt, text),
+        "token_logprobs": [None, *(max(entry.logprob, _LOWEST) for entry, _ in scored.entries(rest))],
+        "tokens": [names.text(token) for token in prompt],
+        # As JSON at once: all samples share it, and it takes a tenth of the memory.
+        "top_logprobs": [None, *(_raw(_top(names, num_top, entry)) for entry, _ in scored.entries(rest))],
+    }
+
+
+def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Where each token begins in the text, which may leave special tokens out."""
+    detokenizer, offset, offsets = tokenizer.detokenizer(skip_special_tokens=False), 0, []
+    for token in prompt:
+        offsets.append(offset)
+        if tokenizer.is_special(token) and not text.startswith(tokenizer.decode([token], False), offset):
+            continue
+        offset += len(detokenizer.add(token))
+    return offsets
+
+
+def prompt_entries(
+    tokenizer: Tokenizer | None, num_top: int, prompt: Sequence[int], scored: PromptLogprobs
+) -> list[Any]:
+    """vLLM's ``prompt_logprobs``: null, then of each token an object by ids, its own first."""
+    names = TokenNames(tokenizer)
+
+    def described(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = None if tokenizer is None else names.text(token)
+        return {"logprob": max(logprob, _LOWEST), "rank": rank, "decoded_token": text}
+
+    entries: list[Any] = [None]
+    for entry, rank in scored.entries(prompt[1:]):
+        known = {str(entry.token): described(entry.token, entry.logprob, rank)}
+        for place, (token, logprob) in enumerate(entry.top[:num_top], 1):
+            known[str(token)] = described(token, logprob, place)
+        entries.append(_raw(known))
+    return entries
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 class ChatLogprobs:

@@ -11,6 +11,9 @@ from manylora.types import InvalidRequest, SamplingParams, TokenLogprobs
 MAX_PACKED = 2**25
 """Log-probabilities of one answer that is not streamed: 256 MiB of them are kept until it is written."""
 
+JSON_SIZE = 8
+"""Those of a prompt are kept as JSON, which all its samples share, and that is so much larger."""
+
 
 class PackedLogprobs:
     """The log-probabilities of one choice, 8 bytes for each: as objects each takes 130, which the collector of
@@ -36,16 +39,21 @@ class PackedLogprobs:
             yield TokenLogprobs(*chosen, tuple(top))
 
 
-def check_packed(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_model_len: int) -> None:
-    """Raise InvalidRequest where a whole answer may hold more log-probabilities than are kept for one."""
-    num_most = sum(
-        (1 + each.logprobs) * each.n * (each.max_tokens or max_model_len - len(prompt))
-        for prompt, each in zip(prompts, params, strict=True)
-        if each.logprobs is not None
-    )
+def check_packed(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_model_len: int, is_streamed: bool
+) -> None:
+    """Raise InvalidRequest where an answer may hold more log-probabilities than are kept for one: those of its
+    prompts, and, where it is not streamed, of its tokens."""
+    num_most = 0
+    for prompt, each in zip(prompts, params, strict=True):
+        if each.prompt_logprobs is not None:
+            num_most += JSON_SIZE * (1 + each.prompt_logprobs) * len(prompt)
+        if each.logprobs is not None and not is_streamed:
+            most = max_model_len - len(prompt) if each.max_tokens is None else each.max_tokens
+            num_most += (1 + each.logprobs) * each.n * most
     if num_most > MAX_PACKED:
         raise InvalidRequest(
             f"the answer may hold {num_most} log-probabilities, more than {MAX_PACKED}: set stream, or a smaller "
-            "max_tokens or n",
+            f"max_tokens or n, or send fewer prompts (one of a prompt counts {JSON_SIZE} times)",
             "logprobs",
         )

@@ -11,7 +11,8 @@ from manylora.server.errors import clipped
 from manylora.server.schemas import ChatBody, CompletionBody, SamplingFields
 from manylora.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
-_SAME_NAME = {field.name for field in dataclasses.fields(SamplingParams)} - {"max_tokens", "logprobs"}
+_COUNTS = {"max_tokens", "logprobs", "prompt_logprobs"}
+_SAME_NAME = {field.name for field in dataclasses.fields(SamplingParams)} - _COUNTS
 """What bodies and parameters call alike, and mean alike."""
 
 # Every stop string costs time for each character that this process, shared by all requests, sends.
@@ -30,7 +31,12 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Samp
     """The parameters of a /v1/completions body, over the model's ``defaults``; raises InvalidRequest."""
     usual = SamplingParams().max_tokens or 0
     most = _max_tokens(body, body.max_tokens, min(usual, defaults.get("max_tokens", usual)))
-    return _params(body, {**defaults, "logprobs": body.logprobs, "max_tokens": most})
+    scored = body.prompt_logprobs
+    if body.echo and (body.logprobs is not None or body.max_tokens == 0) and (scored or 0) >= 0:
+        scored = max(scored or 0, body.logprobs or 0)
+    return _params(
+        body, {**defaults, "logprobs": body.logprobs, "prompt_logprobs": scored, "max_tokens": most}
+    )
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -48,6 +54,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
             **defaults,
             "max_tokens": _max_tokens(body, max_chat_tokens(body), defaults.get("max_tokens")),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "prompt_logprobs": body.prompt_logprobs,
         },
     )
 

@@ -49,6 +49,7 @@ class SamplingFields(AdapterFields, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
@@ -59,7 +60,6 @@ class SamplingFields(AdapterFields, kw_only=True):
     # Named so that asking for them is refused rather than ignored.
     best_of: Any = None
     use_beam_search: Any = None
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -208,7 +208,6 @@ def _is_absent(value: Any) -> bool:
 # What each unsupported field may hold without asking for anything. An empty schema is a schema: any JSON.
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "use_beam_search": _is_off,
-    "prompt_logprobs": _is_absent,
     "response_format": _is_plain_text,
     "structured_outputs": _is_off,
     "guided_json": _is_absent,
@@ -276,5 +275,7 @@ def check_supported(body: SamplingFields) -> None:
             )
         if body.tools and body.tool_choice != "none":
             raise InvalidRequest("tools are not supported by this server; set tool_choice to 'none'", "tools")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs may be given with stream=false only", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given with stream=true only", "stream_options")

@@ -51,7 +51,7 @@ class Usage:
 class ChunkWriter:
     """Writes the chunks of one answer. ``content`` is the JSON of what a choice holds beside its ends."""
 
-    def __init__(self, identity: dict[str, str | int]) -> None:
+    def __init__(self, identity: dict[str, object]) -> None:
         self._start = b"data: " + encode(identity)[:-1] + b',"choices":['
 
     def chunk(

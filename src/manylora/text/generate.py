@@ -13,7 +13,7 @@ from manylora.engine.client import Delta, EngineClient, GenerationRequest
 from manylora.text.detokenize import Detokenizer
 from manylora.text.stops import StopChecker, StopStrings
 from manylora.text.tokenizer import Tokenizer
-from manylora.types import InvalidRequest, RequestError, TokenLogprobs
+from manylora.types import InvalidRequest, PromptLogprobs, RequestError, TokenLogprobs
 
 
 class TextDelta(NamedTuple):
@@ -21,7 +21,8 @@ class TextDelta(NamedTuple):
 
     ``text`` may be empty while characters or a possible stop string are held back. ``token_ids`` include the
     token that ended the sample, ``text`` does not. ``stop_reason`` is the stop string or the id among
-    ``stop_token_ids`` that ended it. ``error`` comes with finish_reason "error" only.
+    ``stop_token_ids`` that ended it. ``error`` comes with finish_reason "error" only. ``prompt_logprobs``: of the
+    request's prompt, before any text.
     """
 
     sample: int
@@ -37,11 +38,12 @@ class TextDelta(NamedTuple):
     kv_s: float = 0.0
     at_s: float = 0.0
     spread_s: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class TextOutput:
-    """One finished sample."""
+    """One finished sample. One sample of a request has its ``prompt_logprobs``, where they are asked for."""
 
     index: int
     text: str = ""
@@ -49,6 +51,7 @@ class TextOutput:
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class GenerationFailed(Exception):
@@ -146,7 +149,7 @@ class _Sample:
         return TextDelta(
             delta.sample, text, delta.tokens, delta.logprobs, finish_reason, stop_reason, delta.error,
             delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s, delta.at_s,
-            delta.spread_s,
+            delta.spread_s, delta.prompt_logprobs,
         )  # fmt: skip
 
     def _add(self, token: int) -> str:
@@ -179,6 +182,7 @@ class _Sample:
             kv_s=delta.kv_s,
             at_s=delta.at_s,
             spread_s=delta.spread_s,
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
 
@@ -213,5 +217,7 @@ def add_delta(output: TextOutput, delta: TextDelta) -> None:
     output.text += delta.text
     output.token_ids.extend(delta.token_ids)
     output.logprobs.extend(delta.logprobs)
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = delta.prompt_logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason

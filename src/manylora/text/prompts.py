@@ -97,8 +97,9 @@ def fit_params(
         raise InvalidRequest("the prompt must hold at least one token", param)
     # Length first: a prompt of millions of ids is not worth looking at one by one.
     room = info.max_model_len - len(prompt)
-    if room < 1:
-        raise _over_context(len(prompt), "at least 1", len(prompt) + 1, info, param)
+    num_least = min(1, 1 if params.max_tokens is None else params.max_tokens)
+    if room < num_least:
+        raise _over_context(len(prompt), f"at least {num_least}", len(prompt) + num_least, info, param)
     _check_token_ids(prompt, info.vocab_size, param)
     _check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
     _check_token_ids([token for token, _ in params.logit_bias], info.vocab_size, "logit_bias")

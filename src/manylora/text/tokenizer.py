@@ -136,6 +136,10 @@ class Tokenizer:
             return ByteDetokenizer(self.token_bytes, skipped, prompt)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped, prompt)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is one of those that ``skip_special_tokens`` leaves out."""
+        return token_id in self._special_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that one token stands for: perhaps a part of a character."""
         found = self._bytes.get(token_id)

@@ -363,7 +363,7 @@ class RankedExecutor:
             spoilt=tuple(spoilt),
             stall_s=max(answer.stall_s for answer in answers),
         )
-        return StepResult(done, result.logprobs)
+        return StepResult(done, result.logprobs, result.prompt_logprobs)
 
     def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone | SwitchDone) -> None:
         """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
