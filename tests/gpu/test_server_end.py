@@ -32,7 +32,8 @@ def test_a_server_with_a_large_pinned_pool_ends_by_itself(cold_start: str) -> No
     """Under ``auto`` CPU workers map the pool too."""
     args = ("--device", "cuda", "--host-pool", f"{POOL_GIB}GiB", "--drain-timeout", str(DRAIN_S))
     before = set(Path("/dev/shm").iterdir())
-    with Server(*args, "--cold-start", cold_start) as server, ThreadPoolExecutor() as clients:
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+    with Server(*args, "--cold-start", cold_start, env=env) as server, ThreadPoolExecutor() as clients:
         server.wait_ready()
         wait_until(lambda: "pinned the host pool" in server.log, "pinned memory", 300)
         asked = completion(max_tokens=900, ignore_eos=True, n=8)
