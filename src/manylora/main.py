@@ -51,7 +51,7 @@ from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
 from manylora.text.model_text import read_base
 from manylora.text.texts import Texts
-from manylora.text.tokenizer import TokenizerError
+from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ def load_texts(settings: ModelSettings) -> Texts:
         folder = resolve_model(settings.model)
         own = folder if settings.tokenizer is None else resolve_model(settings.tokenizer)
         base = read_base(folder, templates.pop("", None), has_defaults, own)
+    except MissingTokenizer as error:
+        raise ConfigError(f"--tokenizer: {settings.tokenizer} has no tokenizer.json") from error
     except (TokenizerError, ModelError) as error:
         raise ConfigError(str(error)) from error
     for warning in base.warnings:

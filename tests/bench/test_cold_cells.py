@@ -43,6 +43,7 @@ def test_every_mode_of_a_cell_and_auto_beside_them(tmp_path: Path) -> None:
     assert cell["auto_over_wait"] == pytest.approx(by_mode["auto"]["ms"] / by_mode["wait"]["ms"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_link_that_is_paced(tmp_path: Path) -> None:
     """At 10 MB/s a copy is most of a cold request."""
     found = record(tmp_path, "--modes", "wait", "auto", "--links", "0.01")

@@ -19,6 +19,7 @@ from manylora.executor.graphs import GraphLimits
 ADAPTERS, HOST_ROUNDS = 4, 2
 
 
+@pytest.mark.long
 def test_first_tokens_and_chat_under_both_modes(tmp_path: Path) -> None:
     out = tmp_path / "default.json"
     more = ["--turns", "2", "--ranks", "8", "--warm", "3", "--chat-turns", "1", "--adapters", str(ADAPTERS)]

@@ -59,7 +59,7 @@ def deep(machine: type[ReplicaMachine]) -> type[ReplicaMachine]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(ReplicaMachine, 3), (ColdStartMachine, 6), (MergingMachine, 3)]
+    ("machine", "examples"), [(ReplicaMachine, 3), (ColdStartMachine, 4), (MergingMachine, 3)]
 )
 def test_every_history(machine: type[ReplicaMachine], examples: int) -> None:
     found = settings(
