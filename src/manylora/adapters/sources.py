@@ -25,8 +25,8 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
     An adapter is a subfolder that holds a configuration or weights; one without the other is listed as well, since
     inspecting it says what is missing. ``folder`` itself may be one: it has its own name, and its checkpoints have
     that before theirs. A repository of a hub cache ("models--ORG--NAME") is "ORG/NAME", at the revision of its
-    refs/main, or at the only one; ``folder`` may be one, too. What cannot name an adapter is skipped with a warning;
-    that there is none at all is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
+    refs/main, or at the only one; ``folder`` may be one, too. What cannot name an adapter is skipped with a
+    warning; that there is none at all is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:
         names = sorted(os.listdir(folder))
