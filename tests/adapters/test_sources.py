@@ -63,6 +63,7 @@ def test_a_cache_of_the_hub(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     folder(tmp_path, "models--empty", config=False)
     folder(tmp_path, "datasets--org--x", config=False)
     assert discover(tmp_path) == [("org/one", one / "def"), ("two", two / "abc")]
+    assert discover(one.parent) == [("org/one", one / "def")]
     assert caplog.text.count("refs/main names none") == 4
 
 

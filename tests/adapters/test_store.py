@@ -416,6 +416,21 @@ def test_a_source_replaced_by_one_of_its_size_and_time(
     assert_missed(kept, adapter)
 
 
+def test_what_was_kept_of_files_that_took_others_place_is_not_for_the_adapter_added_before(
+    adapter: Path, shipped: Path, tmp_path: Path
+) -> None:
+    """Two names for one folder, whose weights were replaced between by some of their size and time."""
+    kept = Kept(tmp_path)
+    old, path = inspect(adapter), adapter / WEIGHTS_NAME
+    status = os.stat(path)
+    path.write_bytes((shipped / "b" / WEIGHTS_NAME).read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    kept.write(adapter)
+    assert kept.found(adapter) is not None
+    layout = layout_of(old, kept.shape)
+    assert not kept.store.read_into(old, layout, list(kept.memory(layout.num_pages)), nothing)
+
+
 def test_where_a_file_system_tells_no_inodes_the_headers_do(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Reading byte ranges of a file into several places."""
+"""Reading byte ranges of a file into several places, and telling files apart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from manylora.adapters import tensorfile
-from manylora.adapters.tensorfile import read_into
+from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
+from manylora.adapters.tensorfile import read_header, read_into, sampled_digest
 from manylora.protocol import AdapterError
+from tests.adapters.tiny import make
 
 
 @pytest.mark.parametrize("most_targets", [1, 2, 512])
@@ -45,3 +47,15 @@ def test_reads_that_return_less_than_was_asked(
             assert b"".join(target.tobytes() for target in targets) == content[40:139].tobytes()
             with pytest.raises(AdapterError, match="ended inside tensor t"):
                 read_into(file, 102, [target.data for target in targets], "t")
+
+
+def test_other_numbers_in_the_middle_of_any_one_tensor_are_another_digest(tmp_path: Path) -> None:
+    make(tmp_path)
+    path, header = tmp_path / WEIGHTS_NAME, read_header(tmp_path / WEIGHTS_NAME)
+    data = path.read_bytes()
+    digests = {sampled_digest(tmp_path / CONFIG_NAME, path, header)}
+    for each in header.values():
+        middle = each.begin + each.size_bytes // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        digests.add(sampled_digest(tmp_path / CONFIG_NAME, path, header))
+    assert len(digests) == 1 + len(header) == 43

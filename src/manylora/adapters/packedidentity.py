@@ -26,6 +26,7 @@ def identity_of(
     """``stamps``: of the configuration and the weights; ``packing``: a ``packing_fingerprint``."""
     said = {
         "path": spec.path,
+        "digest": spec.digest,
         "config": dataclasses.astuple(stamps[0]),
         "weights": dataclasses.astuple(stamps[1]),
         "packing": packing,

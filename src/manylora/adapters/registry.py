@@ -26,7 +26,7 @@ from manylora.adapters.textcheck import TextCheck, text_files
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
 
 _BUSY_TIMEOUT_S, _BUSY_POLL_S = 2.0, 0.01
