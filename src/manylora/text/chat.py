@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from manylora.text.template_values import Arguments, Parts, Text
+from manylora.text.template_values import ArgumentList, Arguments, Parts, Text
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 
@@ -170,7 +170,7 @@ def _plain_part(part: Any, index: int) -> dict[str, Any]:
         raise InvalidRequest(
             f"messages[{index}].content may hold parts of type 'text' only, as strings", "messages"
         )
-    return dict(part)
+    return {**part, "type": "text", "text": part[kind]}  # templates know no refusals
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +188,17 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 def _readable_call(call: Any) -> Any:
     """OpenAI's API has arguments as JSON, templates have them as objects."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    text = "" if function["arguments"] is None else function["arguments"]
+    if not isinstance(text, str):
         return call
     try:
-        decoded = json.loads(arguments or "{}")
+        decoded = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
         return call
-    if not isinstance(decoded, dict):
+    if isinstance(decoded, list):
+        return {**call, "function": {**function, "arguments": ArgumentList(decoded, text)}}
+    if not isinstance(decoded, dict | None):
         return call
-    return {**call, "function": {**function, "arguments": Arguments(decoded, arguments)}}
+    return {**call, "function": {**function, "arguments": Arguments(decoded or {}, text)}}
