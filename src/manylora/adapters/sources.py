@@ -25,18 +25,20 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
     An adapter is a subfolder that holds a configuration or weights; one without the other is listed as well, since
     inspecting it says what is missing. ``folder`` itself may be one: it has its own name, and its checkpoints have
     that before theirs. A repository of a hub cache ("models--ORG--NAME") is "ORG/NAME", at the revision of its
-    refs/main, or at the only one; ``folder`` may be one, too. What cannot name an adapter is skipped with a warning;
-    that there is none at all is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
+    refs/main, or at the only one. What cannot name an adapter is skipped with a warning; that there is none at all
+    is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise AdapterError(f"no folder of adapters {folder}", status=404) from error
-    own, place = _named(folder)
-    is_adapter = _is_meant_as_adapter(place)
-    candidates = [(own, place)] if is_adapter else []
-    for name, path in (_named(folder / entry) for entry in names):
-        if is_adapter and name.startswith(_CHECKPOINT):
+    own = os.path.basename(os.path.abspath(folder)) if _is_meant_as_adapter(folder) else None
+    candidates = [] if own is None else [(own, folder)]
+    for name in names:
+        path = folder / name
+        if name.startswith(_HUB_MODEL):
+            name, path = name.removeprefix(_HUB_MODEL).replace("--", "/"), _snapshot(path)
+        elif own is not None and name.startswith(_CHECKPOINT):
             name = f"{own}/{name}"
         if _is_meant_as_adapter(path):
             candidates.append((name, path))
@@ -53,14 +55,6 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
             folder, CONFIG_NAME, _HUB_MODEL,
         )  # fmt: skip
     return found
-
-
-def _named(folder: Path) -> tuple[str, Path]:
-    """Its adapter's name, and where that lies."""
-    name = os.path.basename(os.path.abspath(folder))
-    if name.startswith(_HUB_MODEL):
-        return name.removeprefix(_HUB_MODEL).replace("--", "/"), _snapshot(folder)
-    return name, folder
 
 
 def _snapshot(repository: Path) -> Path:

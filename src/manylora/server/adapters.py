@@ -44,9 +44,8 @@ def permitted_folder(path: str, root: Path | None) -> Path:
     """The adapter folder that ``path`` means, links resolved, if it lies under ``root``.
 
     A relative path is tried from the working directory, then from ``root``, then from the folder where ``root``
-    lies, and that of a link to it. Raises ApiError: 403 for a path outside (whether or not it exists), 404 for no
-    such folder, 400 for one that is no path at all, or holds too much for an adapter. Takes as long as the file
-    system does.
+    lies. Raises ApiError: 403 for a path outside (whether or not it exists), 404 for no such folder, 400 for one
+    that is no path at all, or holds too much for an adapter. Takes as long as the file system does.
     """
     if root is None:
         raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")
@@ -54,8 +53,8 @@ def permitted_folder(path: str, root: Path | None) -> Path:
         raise ApiError(400, f"lora_path may have at most {_MAX_PATH_CHARS} characters", param="lora_path")
     try:
         resolved_root = root.resolve()
-        places = Path(), resolved_root, resolved_root.parent, root.absolute().parent
-        candidates = [(place / path).resolve() for place in places]
+        places = Path(path), resolved_root / path, resolved_root.parent / path
+        candidates = [place.resolve() for place in places]
         inside = [folder for folder in candidates if folder.is_relative_to(resolved_root)]
         if not inside:
             raise ApiError(403, f"'{clipped(path)}' is outside the folder that adapters may be loaded from")
