@@ -218,7 +218,7 @@ def _content(token: str | Mapping[str, Any]) -> str:
 def _llama_class(
     config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> str | None:
-    """Which of the Llama tokenizers AutoTokenizer makes of it, if any: for some types of model it takes another."""
+    """Which Llama tokenizer AutoTokenizer makes of it, if any: for some types of model it takes another."""
     name = str(config.get("tokenizer_class") or model.get("tokenizer_class")).removesuffix("Fast")
     has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
     is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(backend.decoder, decoders.ByteLevel)
