@@ -137,6 +137,10 @@ def _cut_at_mark(text: str, final: str) -> str:
     return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What clients call an answer's reasoning. As of transformers, templates find it under the first two names."""
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages checked and copied, absent keys instead of null ones."""
     if not messages:
@@ -161,7 +165,10 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
         raise InvalidRequest(
             f"messages[{index}].content must be a string or a list of text parts", "messages"
         )
-    return plain
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain_part(part: Any, index: int) -> dict[str, Any]:
