@@ -93,9 +93,6 @@ def test_eos_ids_come_from_generation_config_first(tmp_path: Path) -> None:
     assert read(tmp_path, **fields).eos_ids == (5,)
     generation.write_text(json.dumps({"temperature": 0.6}))
     assert read(tmp_path, **LLAMA, eos_token_id=[3, 4]).eos_ids == (3, 4)
-    assert read(tmp_path, **LLAMA, eos_token_id=-1).eos_ids == ()
-    generation.write_text(json.dumps({"eos_token_id": [-1, 6]}))
-    assert read(tmp_path, **fields).eos_ids == (6,)
     generation.write_text("{")
     assert "generation_config.json" in refused(tmp_path, **LLAMA)
 

@@ -177,7 +177,8 @@ def test_other_templates_get_the_joined_text(use: str) -> None:
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
 def test_reasoning_has_every_name(folder: Path, name: str) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages | tojson }}{{ messages[1].reasoning_content }}")
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "why", "x": None}]
+    answer: dict[str, Any] = {"role": "assistant", "content": "b", name: "why", "x": None}
+    chat = [{"role": "user", "content": "a"}, answer]
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
     assert render_chat(Tokenizer.from_folder(folder), chat, add_generation_prompt=False) == theirs
 

@@ -118,13 +118,13 @@ class Fields:
         return tuple(name for name, value in self._raw.items() if isinstance(value, dict))
 
     def token_ids(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """One token id or a list of them; an absent field is the default, null or a negative one is none."""
+        """One token id or a list of them; an absent field is the default, null is none."""
         if name not in self._raw:
             return default
         value = self._raw[name]
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             self.fail(f"{name} must be a token id or a list of them, got {value!r}")
-        return tuple(dict.fromkeys(i for i in ids if i >= 0))
+        return tuple(dict.fromkeys(ids))

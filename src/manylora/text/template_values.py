@@ -65,7 +65,7 @@ class Arguments(_Written, dict[str, Any]):
         return getattr(self._text, name)
 
 
-class ArgumentList(_Written, list[Any]):
+class ArgumentList(_Written, list[Any]):  # type: ignore[misc]  # joins text, not lists
     """A call's arguments, where they are a list."""
 
     def __init__(self, decoded: Iterable[Any], text: str) -> None:
