@@ -397,6 +397,11 @@ def test_a_proxys_path_comes_or_is_taken_off(engine: FakeEngine, tokenizer: Toke
     run(engine, tokenizer, scenario, root_path="/llm", api_keys=("secret",))
 
 
+def test_probes_under_a_proxys_path_are_probes(engine: FakeEngine, tokenizer: Tokenizer) -> None:
+    app = make_app(engine, tokenizer, root_path="/llm")
+    assert {"/health", "/llm/health", "/llm/metrics"} <= app.state.connection_limits.probes
+
+
 LABELS = ["tier", "use", "direction", "model_name"]
 
 

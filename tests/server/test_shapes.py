@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, client_of, make_app
 from tests.server.fakes import EOS, FakeEngine, plain_tokens
+from tests.text import made
 
 COMPLETION = {"model": BASE, "prompt": "One coffee", "max_tokens": 5}
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "One coffee"}], "max_tokens": 5}
@@ -239,6 +242,20 @@ def _shown(tokenizer: Tokenizer, prompt: str | list[int], ids: list[int]) -> str
     """What a prompt's first tokens add to its text, without the beginnings of characters."""
     bos = [0] if isinstance(prompt, str) else [0, 1]
     return tokenizer.decode([token for token in ids if token not in bos], False).rstrip("\ufffd")
+
+
+@pytest.mark.parametrize("prompt", ["dog", " dog"])
+def test_offsets_of_an_echo_whose_decoder_strips(engine: FakeEngine, tmp_path: Path, prompt: str) -> None:
+    """Whether the text begins with the space that its first token stands for, or not."""
+    stripping = Tokenizer.from_folder(made.layout_llama(tmp_path))
+    engine.info = dataclasses.replace(engine.info, vocab_size=stripping.vocab_size)
+    echo = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+    choice = post(engine, stripping, "/v1/completions", COMPLETION | echo).json()["choices"][0]
+    _, first, *offsets = choice["logprobs"]["text_offset"]
+    assert first == 0
+    for token, begin in zip(choice["logprobs"]["tokens"][2:], offsets, strict=True):
+        assert token
+        assert choice["text"].startswith(token, begin)
 
 
 def test_prompt_logprobs(engine: FakeEngine, tokenizer: Tokenizer) -> None:

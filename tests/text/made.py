@@ -177,6 +177,12 @@ def layout_llama(folder: Path, model_type: str | None = None, **config: Any) -> 
     return write_folder(folder, metaspace(), {"tokenizer_class": "LlamaTokenizer", **config})
 
 
+def layout_code_llama(folder: Path, **config: Any) -> Path:
+    """Code Llama's, without its tokens for filling in."""
+    without = dict.fromkeys(f"{name}_token" for name in ("prefix", "middle", "suffix", "eot", "fill"))
+    return layout_llama(folder, "llama", tokenizer_class="CodeLlamaTokenizer", **without, **config)
+
+
 def layout_late(folder: Path, *, decoder: bool) -> Path:
     """What the files beside tokenizer.json say of a token that is plain there, and of others that are not."""
     late = byte_level(with_bos=False)

@@ -125,6 +125,20 @@ def test_arguments_are_objects(folder: Path, arguments: str) -> None:
     assert render_chat(ours, calling(json.loads(arguments)), add_generation_prompt=False) == judge
 
 
+@pytest.mark.parametrize(
+    ("sent", "meant"), [(None, {}), ("", {}), (" \n", {}), ("null", {}), ('[1, {"a": "b"}]', [1, {"a": "b"}])]
+)
+def test_arguments_may_be_none_or_a_list(sent: str | None, meant: Any) -> None:
+    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    assert json.loads(render_chat(with_template(template), calling(sent))) == meant
+
+
+def test_arguments_have_the_methods_of_text_under_no_arguments_name() -> None:
+    arguments = "messages[1].tool_calls[0].function.arguments"
+    template = f"{{{{ {arguments}.strip() }}}} {{{{ {arguments}.title }}}}"
+    assert render_chat(with_template(template), calling(' {"title":  1}')) == '{"title":  1} 1'
+
+
 @pytest.mark.parametrize("use", ["'[' + {} + ']'", "'[' ~ {} ~ ']'", "'[' + {} | string + ']'"])
 def test_arguments_are_text_where_a_template_wants_it(use: str) -> None:
     template = "{{ " + use.format("messages[1].tool_calls[0].function.arguments") + " }}"
@@ -158,6 +172,20 @@ def test_templates_that_look_into_parts_get_them(folder: Path, template: str) ->
 def test_other_templates_get_the_joined_text(use: str) -> None:
     template = "{{ " + use.replace("{}", "messages[0].content") + " }}"
     assert render_chat(with_template(template), [{"role": "user", "content": PARTS}]) == "a  b"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_has_every_name(folder: Path, name: str) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages | tojson }}{{ messages[1].reasoning_content }}")
+    answer: dict[str, Any] = {"role": "assistant", "content": "b", name: "why", "x": None}
+    chat = [{"role": "user", "content": "a"}, answer]
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
+    assert render_chat(Tokenizer.from_folder(folder), chat, add_generation_prompt=False) == theirs
+
+
+def test_a_refusal_is_a_part_of_text() -> None:
+    chat = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]
+    assert render_chat(with_template(LOOPS), chat) == "assistant<No.>"
 
 
 def test_a_template_may_look_into_parts_for_one_role() -> None:

@@ -63,12 +63,12 @@ def test_the_base_ends_at_its_tokenizers_eos(base: Path) -> None:
 def test_generation_config_has_defaults(base: Path, own: Path) -> None:
     said = {"temperature": 0.6, "top_k": 1, "top_p": None, "do_sample": False, "max_new_tokens": 9}
     write(base, generation_config=said)
-    write(own, generation_config={"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "eos_token_id": [3, 4]})
+    own_said = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    write(own, generation_config={**own_said, "eos_token_id": [3, -1, 4]})
     texts = texts_of(base)
     assert texts.base.defaults == {"temperature": 0.6, "top_k": 1, "max_tokens": 9}
     found = texts.read(own)
-    own_defaults = {"top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert found.defaults == {"temperature": 0.6, "max_tokens": 9, **own_defaults}
+    assert found.defaults == {"temperature": 0.6, "max_tokens": 9, **own_said}
     assert found.eos_ids == (1, 3, 4)
     without = texts_of(base, has_defaults=False)
     assert (without.base.defaults, without.read(own).defaults) == ({}, {})

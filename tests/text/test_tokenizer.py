@@ -23,6 +23,8 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "llama-no-prefix": lambda folder: made.layout_llama(folder, "qwen3", add_prefix_space=False, legacy=None),
     "llama-of-mistral": lambda folder: made.layout_llama(folder, "mistral", legacy=False),
     "llama-fast": lambda folder: made.layout_llama(folder, "llama", tokenizer_class="LlamaTokenizerFast"),
+    "llama-code": lambda folder: made.layout_code_llama(folder, legacy=True),
+    "llama-code-no-prefix": lambda folder: made.layout_code_llama(folder, add_prefix_space=False),
     "late-decoder": lambda folder: made.layout_late(folder, decoder=True),
     "late-alone": lambda folder: made.layout_late(folder, decoder=False),
 }

@@ -49,8 +49,9 @@ def create_app(
     app.state.lifecycle = lifecycle
     max_body_bytes = settings.max_body_bytes or bodies.max_bytes(client.info)
     limits = settings.connections
+    probes_under = PROBES | {settings.root_path + path for path in PROBES}
     app.state.connection_limits = dataclasses.replace(
-        limits, probes=PROBES, upload_bytes=max(limits.upload_bytes, 2 * max_body_bytes)
+        limits, probes=probes_under, upload_bytes=max(limits.upload_bytes, 2 * max_body_bytes)
     )
     errors.install(app)
 

@@ -98,7 +98,9 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int
         offsets.append(offset)
         if tokenizer.is_special(token) and not text.startswith(tokenizer.decode([token], False), offset):
             continue
-        offset += len(detokenizer.add(token))
+        added, piece = detokenizer.add(token), tokenizer.token_text(token)
+        # A space that the text begins with is in it, although its tokens' text would begin without.
+        offset += len(piece if not offset and text.startswith(piece) else added)
     return offsets
 
 

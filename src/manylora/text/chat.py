@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from manylora.text.template_values import Arguments, Parts, Text
+from manylora.text.template_values import ArgumentList, Arguments, Parts, Text
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 
@@ -137,6 +137,10 @@ def _cut_at_mark(text: str, final: str) -> str:
     return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
 
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What clients call an answer's reasoning. As of transformers, templates find it under the first two names."""
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages checked and copied, absent keys instead of null ones."""
     if not messages:
@@ -161,7 +165,10 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
         raise InvalidRequest(
             f"messages[{index}].content must be a string or a list of text parts", "messages"
         )
-    return plain
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain_part(part: Any, index: int) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def _plain_part(part: Any, index: int) -> dict[str, Any]:
         raise InvalidRequest(
             f"messages[{index}].content may hold parts of type 'text' only, as strings", "messages"
         )
-    return dict(part)
+    return {**part, "type": "text", "text": part[kind]}  # templates know no refusals
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +195,17 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 def _readable_call(call: Any) -> Any:
     """OpenAI's API has arguments as JSON, templates have them as objects."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return call
+    text = "" if function["arguments"] is None else function["arguments"]
+    if not isinstance(text, str):
         return call
     try:
-        decoded = json.loads(arguments or "{}")
+        decoded = json.loads(text.strip() or "{}")
     except (ValueError, RecursionError):
         return call
-    if not isinstance(decoded, dict):
+    if isinstance(decoded, list):
+        return {**call, "function": {**function, "arguments": ArgumentList(decoded, text)}}
+    if not isinstance(decoded, dict | None):
         return call
-    return {**call, "function": {**function, "arguments": Arguments(decoded, arguments)}}
+    return {**call, "function": {**function, "arguments": Arguments(decoded or {}, text)}}

@@ -60,4 +60,4 @@ def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
         params = SamplingParams(stop_token_ids=ends, **defaults)
     except InvalidRequest as error:
         raise TokenizerError(f"{folder / GENERATION_CONFIG}: {error}") from error
-    return params.stop_token_ids, defaults
+    return tuple(token for token in params.stop_token_ids if token >= 0), defaults  # -1 stands for none

@@ -5,7 +5,7 @@ Sandboxed templates reach none of what begins with an underscore.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -22,7 +22,7 @@ class Parts(list[Any]):
     """A message's parts. A template that takes them for text finds the joined text, as transformers gives it."""
 
     def __str__(self) -> str:
-        return " ".join(part[part["type"]] for part in self)
+        return " ".join(part["text"] for part in self)
 
     def __add__(self, other: Any) -> Any:
         return (str(self) if isinstance(other, str) else list(self)) + other
@@ -37,12 +37,10 @@ class Parts(list[Any]):
         return getattr(str(self), name)  # such as ``strip`` and ``split``
 
 
-class Arguments(dict[str, Any]):
-    """A call's arguments as an object. A template that takes them for text finds the JSON that the client sent."""
+class _Written:
+    """What a client sent as JSON. A template that takes it for text finds that JSON."""
 
-    def __init__(self, decoded: Mapping[str, Any], text: str) -> None:
-        super().__init__(decoded)
-        self._text = text
+    _text: str
 
     def __str__(self) -> str:
         return self._text
@@ -52,3 +50,24 @@ class Arguments(dict[str, Any]):
 
     def __radd__(self, other: str) -> str:
         return other + self._text
+
+
+class Arguments(_Written, dict[str, Any]):
+    """A call's arguments as an object."""
+
+    def __init__(self, decoded: Mapping[str, Any], text: str) -> None:
+        super().__init__(decoded)
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            raise AttributeError(name)  # an argument, which Jinja looks up next
+        return getattr(self._text, name)
+
+
+class ArgumentList(_Written, list[Any]):  # type: ignore[misc]  # joins text, not lists
+    """A call's arguments, where they are a list."""
+
+    def __init__(self, decoded: Iterable[Any], text: str) -> None:
+        super().__init__(decoded)
+        self._text = text

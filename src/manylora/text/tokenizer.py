@@ -72,8 +72,8 @@ class Tokenizer:
         backend.no_padding()
         with files_fault(folder):
             config = special_config(folder)
-            if _is_llama(config, read_json((model or folder) / "config.json"), backend):
-                _build_llama(backend, config)
+            if name := _llama_class(config, read_json((model or folder) / "config.json"), backend):
+                _build_llama(backend, config, is_code=name.startswith("Code"))
                 config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
             special_tokens = special_tokens_of(config)
             _add_tokens(backend, folder, config, special_tokens)
@@ -215,21 +215,24 @@ def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _is_llama(config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer) -> bool:
-    """Whether AutoTokenizer makes a LlamaTokenizer of it: for these types of model it takes another class."""
-    name = str(config.get("tokenizer_class") or model.get("tokenizer_class"))
+def _llama_class(
+    config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> str | None:
+    """Which Llama tokenizer AutoTokenizer makes of it, if any: for some types of model it takes another."""
+    name = str(config.get("tokenizer_class") or model.get("tokenizer_class")).removesuffix("Fast")
     has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
     is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(backend.decoder, decoders.ByteLevel)
-    return name.removesuffix("Fast") == "LlamaTokenizer" and is_like_llama and not has_class_of_its_own
+    is_one = name in ("LlamaTokenizer", "CodeLlamaTokenizer") and is_like_llama and not has_class_of_its_own
+    return name if is_one else None
 
 
-def _build_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """What a LlamaTokenizer does instead of what its tokenizer.json says."""
-    has_prefix = config.get("add_prefix_space") is not False
-    scheme = "never" if not has_prefix else "always" if config.get("legacy") else "first"
+def _build_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], is_code: bool) -> None:
+    """What a LlamaTokenizer, or a CodeLlamaTokenizer, does instead of what its tokenizer.json says."""
+    has_prefix, is_legacy = config.get("add_prefix_space") is not False, config.get("legacy") and not is_code
+    scheme = "never" if not has_prefix else "always" if is_legacy else "first"
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    stripped = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    stripped = [decoders.Strip(" ", 1, 0)] if has_prefix or is_code else []
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     backend.decoder = decoders.Sequence(steps)
     backend.model.unk_token, backend.model.fuse_unk, backend.model.byte_fallback = None, True, True
