@@ -135,7 +135,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("ssl_certfile", "vLLM, SGLang", _NO_TLS, ()),
     Foreign("task", "vLLM", _ONLY_TEXT, ("auto", "generate")),
     Foreign("runner", "vLLM", _ONLY_TEXT, ("auto", "generate")),
-    Foreign("revision", "vLLM, SGLang", "of the hub its default revision is served; a folder may hold another", ()),
+    Foreign("revision", "vLLM, SGLang", "the hub gives its default revision; a folder may hold another", ()),
     Foreign("max_loras", "vLLM", _NO_SLOTS),
     Foreign("max_cpu_loras", "vLLM", "adapters that have been read take pages of --host-pool"),
     Foreign("max_loras_per_batch", "SGLang", _NO_SLOTS),
