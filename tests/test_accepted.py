@@ -130,6 +130,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("cache_policy", policy, policy) for policy in (*CACHE_POLICIES, "a.b:C")]
     found += [("cache_policy", Path("lru"), "lru")]
     found += [("admission", "fcfs", "fcfs"), ("admission", "lcfs", "lcfs"), ("adapter_dir", ".", ".")]
+    found += [("dtype", "half", "float16"), ("dtype", "float", "float32")]
     found += [("served_model_name", "x", ("x",)), ("served_model_name", ["x", "y:z"], ("x", "y:z"))]
     found += [("seed", 0, 0), ("seed", "-3", -3), ("seed", -(2**63), -(2**63)), ("seed", 2**64 - 1, 2**64 - 1)]
     found += [("gpu_memory_utilization", "0.9", 0.9), ("gpu_memory_utilization", 1, 1.0)]

@@ -66,10 +66,10 @@ class ModelSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "where to run; auto takes a CUDA GPU when there is one"
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "float", "half"] = setting(
         "auto",
         "type of weights, adapters and KV; auto is float32 on a CPU and the checkpoint's own on CUDA (bfloat16 "
-        "for a float32 checkpoint)",
+        "for a float32 checkpoint); float is float32, half is float16",
     )
     load_format: Literal["auto", "dummy"] = setting(
         "auto", "dummy fills the base with random weights, for performance work"
@@ -78,6 +78,10 @@ class ModelSettings(Section):
         None, "longest prompt plus answer, in tokens (default: the model's, as the pool allows)"
     )
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: MODEL's own)", "PATH")
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        object.__setattr__(self, "dtype", {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype))
 
     @property
     def names(self) -> tuple[str, ...]:
