@@ -79,10 +79,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._skipped = skipped
         self._window = last_shown(prompt, skipped)
-        # One that begins within a character would make a whole run of bytes invalid.
-        while len(self._window) > _MAX_HELD_TOKENS // 2 and decode(self._window).startswith("\ufffd"):
-            del self._window[0]
-        self._num_shown = len(self._window)
+        self._align()
 
     def add(self, token_id: int) -> str:
         """See Detokenizer."""
@@ -94,8 +91,9 @@ class WindowDetokenizer:
         num_held = len(self._window) - self._num_shown
         if len(text) <= len(shown) or (text.endswith("\ufffd") and num_held <= _MAX_HELD_TOKENS):
             return ""
-        del self._window[: self._num_shown]
-        self._num_shown = len(self._window)
+        # Of what is shown some stays: the newest token alone may be what a decoder strips from a beginning.
+        del self._window[: -_MAX_HELD_TOKENS // 2]
+        self._align()
         return text[len(shown) :]
 
     def finish(self) -> str:
@@ -104,3 +102,14 @@ class WindowDetokenizer:
         text = self._decode(self._window)
         self._num_shown = len(self._window)
         return text[len(shown) :]
+
+    def _align(self) -> None:
+        """Have the window, all of which is shown, begin with a whole character: another beginning would make a
+        whole run of bytes invalid. An unfinished character at its end does so, too."""
+        window = self._window
+        while len(window) > 1 and all(
+            self._decode(window[: len(window) - tail]).startswith("\ufffd")
+            for tail in range(min(4, len(window)))
+        ):
+            del window[0]
+        self._num_shown = len(self._window)
