@@ -79,6 +79,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._skipped = skipped
         self._window = last_shown(prompt, skipped)
+        self._num_shown = 0
         self._align()
 
     def add(self, token_id: int) -> str:
