@@ -79,7 +79,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._skipped = skipped
         self._window = last_shown(prompt, skipped)
-        self._num_shown = 0
+        self._num_shown, self._shown = 0, ""
         self._align()
 
     def add(self, token_id: int) -> str:
@@ -87,8 +87,7 @@ class WindowDetokenizer:
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        shown = self._decode(self._window[: self._num_shown])
-        text = self._decode(self._window)
+        shown, text = self._shown, self._decode(self._window)
         num_held = len(self._window) - self._num_shown
         if len(text) <= len(shown) or (text.endswith("\ufffd") and num_held <= _MAX_HELD_TOKENS):
             return ""
@@ -99,18 +98,20 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         """See Detokenizer."""
-        shown = self._decode(self._window[: self._num_shown])
-        text = self._decode(self._window)
-        self._num_shown = len(self._window)
+        shown, text = self._shown, self._decode(self._window)
+        self._num_shown, self._shown = len(self._window), text
         return text[len(shown) :]
 
     def _align(self) -> None:
         """Have the window, all of which is shown, begin with a whole character: another beginning would make a
         whole run of bytes invalid. An unfinished character at its end does so, too."""
         window = self._window
-        while len(window) > 1 and all(
-            self._decode(window[: len(window) - tail]).startswith("\ufffd")
-            for tail in range(min(4, len(window)))
+        shown = self._decode(window)
+        while (
+            len(window) > 1
+            and shown.startswith("\ufffd")
+            and all(self._decode(window[:-tail]).startswith("\ufffd") for tail in range(1, min(4, len(window))))
         ):
             del window[0]
-        self._num_shown = len(self._window)
+            shown = self._decode(window)
+        self._num_shown, self._shown = len(window), shown
