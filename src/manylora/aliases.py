@@ -1,16 +1,18 @@
 """Flags of vLLM and SGLang: those that mean exactly what one of ours means, or what is always so here, and those
-that copied commands have and that do nothing here, or cannot be had.
+that copied commands have and that do nothing here, or cannot be had. And settings of our own that were removed.
 
-Two tables for the command line, config files and keyword arguments of ``LLM``; docs/flags.md shows them. Whatever
+Tables for the command line, config files and keyword arguments of ``LLM``; docs/flags.md shows them. Whatever
 is in neither is refused as unknown.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from manylora.config import ConfigError, option_of
@@ -151,6 +153,13 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
+REMOVED: Mapping[str, str] = {}
+"""Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
+
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
+"""By name and value, of settings that are still there."""
+
+
 def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
     """Raise ConfigError where something that is always on is to be off, or is off by another of the settings."""
     if value is not True:
@@ -196,3 +205,21 @@ def _pair(alias: Alias, item: Any, bases: Collection[str]) -> Any:
     if fields:
         raise ConfigError(f"{alias.option}: {name!r} has the unknown field {next(iter(fields))!r}")
     return f"{name}={path}"
+
+
+def check_removed(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError where one of the settings was removed, or its value, or a variable of the environment."""
+    for name, value in values.items():
+        if value is not None and name in REMOVED:
+            raise ConfigError(f"{option_of(name)} was removed: {REMOVED[name]}")
+        if isinstance(value, str) and (name, value) in REMOVED_VALUES:
+            raise ConfigError(f"{option_of(name)} {value} was removed: {REMOVED_VALUES[name, value]}")
+    for name, instead in REMOVED.items():
+        if (variable := f"MANYLORA_{name.upper()}") in os.environ:
+            raise ConfigError(f"{variable} was removed: {instead}")
+
+
+def add_removed(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Add options without help, with or without a value, for ``check_removed`` to see."""
+    for name in names:
+        parser.add_argument(option_of(name), dest=name, nargs="?", const="", help=argparse.SUPPRESS)

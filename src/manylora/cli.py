@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
-from manylora.aliases import ALIASES, FOREIGN
+from manylora.aliases import ALIASES, FOREIGN, REMOVED, add_removed
 from manylora.cluster.command import add_cluster
 from manylora.config import ConfigError, option_of
 from manylora.config.cluster import TLS_OPTIONS
@@ -168,6 +168,7 @@ def _add_serve(commands: Any) -> None:
         action = argparse.BooleanOptionalAction if foreign.is_switch else "store"
         text = f"{foreign.engines}: {foreign.because}"
         others.add_argument(foreign.option, action=action, help=text)
+    add_removed(serve, REMOVED)
     serve.set_defaults(run=_serve)
 
 
@@ -183,6 +184,7 @@ def _serve(args: argparse.Namespace) -> int:
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
     names += (*(foreign.name for foreign in FOREIGN), *(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
+    names += (*REMOVED,)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
         given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names

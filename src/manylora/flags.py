@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from manylora.aliases import ALIASES, FOREIGN, Alias, adapter_pairs, check_switch
+from manylora.aliases import ALIASES, FOREIGN, Alias, adapter_pairs, check_removed, check_switch
 from manylora.config import (
     AdapterSettings,
     CacheConfig,
@@ -126,6 +126,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError where one layer gives a setting different values under different names.
     """
     plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
+    check_removed(plain)
     bases = {str(plain.get("model")), *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ()))}
     merged: dict[str, Any] = {}
     switches: list[tuple[Alias, Any]] = []

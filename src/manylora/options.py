@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Container, Iterable
 from typing import Any
 
-from manylora.aliases import ALIASES
+from manylora.aliases import ALIASES, REMOVED_VALUES
 from manylora.flags import FLAGS, Flag, canonical
 
 SIZING = (
@@ -31,7 +31,8 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     if is_switch:
         options["action"] = "store_true"
     elif flag.choices:
-        options["choices"] = flag.choices
+        options["choices"] = (*flag.choices, *(value for name, value in REMOVED_VALUES if name == flag.name))
+        options["metavar"] = f"{{{','.join(flag.choices)}}}"
     elif flag.metavar:
         options["metavar"] = flag.metavar
     parser.add_argument(flag.option, **options)
