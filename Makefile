@@ -36,10 +36,12 @@ docs: $(VENV)/.base  ## write every figure of README and docs/ anew from its rec
 	$(BIN)/python -m tools.figures
 
 test-long: $(VENV)/.test  ## what takes longer than CI should
-	$(BIN)/python -m tools.long_tests --out docs/results/test_long.json -n 2
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder
 
-coverage: $(VENV)/.test  ## every branch of the policy is taken by its tests, but for those that a file names
-	$(BIN)/python -m tools.branches
+coverage: $(VENV)/.test  ## lines and branches of the policy that its tests do not take
+	$(BIN)/coverage run --branch --source=src/manylora/policy -m pytest -p no:xdist --timeout=0 --hypothesis-seed=0 \
+		tests/policy tests/routing tests/proof/test_journals.py
+	$(BIN)/coverage report --show-missing --skip-covered
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

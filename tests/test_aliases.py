@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import manylora.main
-from manylora.aliases import ALIASES, FOREIGN, Alias, Foreign
+from manylora.aliases import ALIASES, FOREIGN, REMOVED, REMOVED_VALUES, Alias, Foreign
 from manylora.cli import _parser, main
 from manylora.config import ConfigError, EngineSettings, HttpSettings, option_of
 from manylora.extensions import find_commands
@@ -58,27 +58,6 @@ def served(*args: str) -> tuple[EngineSettings, HttpSettings]:
     with pytest.raises(Reached) as reached:
         main(["serve", "m", *args])
     return reached.value.args[0], reached.value.args[1]
-
-
-def test_the_page_has_the_table() -> None:
-    rows = re.findall(r"^\| `(--?[\w-]+)` \| ([\w, ]+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
-    rows, others = rows[: len(ALIASES)], rows[len(ALIASES) :]
-    assert [row[0] for row in rows] == [alias.option for alias in ALIASES]
-    assert [(option, engines) for option, engines, _ in others] == [
-        (foreign.option, foreign.engines) for foreign in FOREIGN
-    ]
-    for (_, _, here), foreign in zip(others, FOREIGN, strict=True):
-        does = "does nothing" if foreign.harmless is None else "refused"
-        taken = [value for value in foreign.harmless or () if not foreign.is_switch]
-        but = f", but for {' and '.join(f'`{value}`' for value in taken)}" if taken else ""
-        assert here.replace("`", "") == f"{does}{but}: {foreign.because}".replace("`", "")
-    for (_, engines, here), alias in zip(rows, ALIASES, strict=True):
-        assert engines == alias.engines
-        if alias.of is None:
-            assert here.startswith(f"always on: {alias.means}")
-            assert alias.contradicts is None or " ".join(alias.contradicts).replace("_", "-") in here
-        else:
-            assert here == f"`{alias.same}`"
 
 
 def test_names_are_told_apart() -> None:
@@ -374,3 +353,36 @@ def test_keys_come_from_a_file_and_from_the_environment(
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == [
         "MANYLORA_API_KEY", "--api-key-file", "cannot",
     ]  # fmt: skip
+
+
+GONE = [
+    *((name, "1", instead) for name, instead in REMOVED.items()),
+    *((name, value, instead) for (name, value), instead in REMOVED_VALUES.items()),
+]
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(("name", "value", "instead"), GONE)
+def test_what_was_removed_ends_in_one_line(
+    name: str,
+    value: str,
+    instead: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = option_of(name) if name in REMOVED else f"{option_of(name)} {value}"
+    expected = f"{given} was removed: {instead}"
+    assert main(["serve", "m", option_of(name), value]) == 2
+    assert capsys.readouterr().err == f"manylora: error: {expected}\n"
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: m\n{name}: '{value}'")
+    assert main(["serve", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == f"manylora: error: {expected}\n"
+    with pytest.raises(ConfigError) as refused:
+        LLM("m", **{name: value})  # type: ignore[arg-type]
+    assert str(refused.value) == expected
+    if name in REMOVED:
+        monkeypatch.setenv(f"MANYLORA_{name.upper()}", value)
+        assert main(["serve", "m"]) == 2
+        assert capsys.readouterr().err.startswith(f"manylora: error: MANYLORA_{name.upper()} was removed: ")

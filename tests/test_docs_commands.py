@@ -21,7 +21,7 @@ PAGES = [
     ROOT / "lab" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-"""Pages of results have commands of their records' commits, which tests/test_records.py looks up there."""
+"""Pages of results have commands of their records' commits."""
 
 FOREIGN = {
     "--address", "--cuda-graph-trace", "--disable-usage-stats", "--enable-prompt-tokens-details", "--generate",
@@ -68,17 +68,6 @@ def test_a_command_is_taken(parser: argparse.ArgumentParser, page: str, line: st
     assert parser.parse_args(shlex.split(line, comments=True)[1:])
 
 
-def test_every_benchmark_is_on_its_page() -> None:
-    """All but what others start as processes of their own."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[a-z0-9_]+", text))
-    folder = ROOT / "lab" / "src" / "manylora_lab" / "benchmarks"
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
-    programs = {name for name, text in sources.items() if '"__main__"' in text and "parse_args(" in text}
-    assert len(programs) > 20
-    assert programs <= named
-
-
 def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> None:
     """Of ``manylora``, of a benchmark, or of a tool of the repository."""
     known = {option for option, _ in options(parser)}
@@ -92,22 +81,3 @@ def test_every_flag_is_one_that_there_is(parser: argparse.ArgumentParser) -> Non
         if page.name != "flags.md" and (missing := named - known - FOREIGN):
             unknown[page.name] = sorted(missing)
     assert unknown == {}
-
-
-def test_a_default_in_brackets_is_the_flag_s(parser: argparse.ArgumentParser) -> None:
-    """As in "`--lease` seconds (5)", "`--cold-start-stall SHARE` (default 0.02;", "`--max-waiting`, 10,000"."""
-    defaults: dict[str, set[str]] = {}
-    for option, text in options(parser):
-        if found := re.search(r"\(default: ([^)]+)\)", text):
-            defaults.setdefault(option, set()).add(found[1].removesuffix(".0"))
-    named = re.compile(
-        r"`(--[a-z-]+)(?: [^`]*)?`(?:(?: [a-z]+)*,? \((?:default )?|, )"
-        r"([0-9][0-9,]*(?:\.[0-9]+)?[A-Za-z]*)(?=[;)]| \|)"
-    )
-    said = [
-        (page.name, option, value.replace(",", ""))
-        for page in PAGES
-        for option, value in named.findall(re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")))
-    ]
-    assert {"--lease", "--cold-start-stall", "--max-waiting"} <= {option for _, option, _ in said}
-    assert [each for each in said if each[2] not in defaults.get(each[1], set())] == []

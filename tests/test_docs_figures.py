@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 
 from tools import figures
 from tools.expressions import Figure
@@ -70,41 +69,6 @@ def test_the_pages_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) 
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_every_figure_can_be_listed_with_its_record(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    markers = sum(
-        len(re.findall(r"<!--(?:fig|table) [\w.-]+: ", page.read_text(encoding="utf-8")))
-        for page in figures.Site(ROOT).pages()
-    )
-    assert markers > 300
-    assert len(re.findall(r"^[\w.-]+ = ", listed, re.M)) == markers
-
-
-def test_every_figure_of_readme_can_be_made_again_by_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """The line names a command of its commit; ``tests/test_records.py`` asks that both exist."""
-    site = figures.Site(ROOT)
-    site.restore()
-    names = [one.marker.name for one in site.filled if one.page == "README.md"]
-    assert len(names) > 40
-    for marker in (one.marker for one in site.filled if one.page == "README.md"):
-        lines = [origin.shell() for _, origin in site.origins(marker)]
-        assert lines
-        assert all(line and " && cd ../manylora-" in line for line in lines), marker.name
-    assert main(["--command", names[0]]) == 0
-    printed = capsys.readouterr().out
-    assert re.fullmatch(r"\( git worktree add --detach \S+ [0-9a-f]{7,40} && cd \S+ && .* \)\n", printed)
-
-
-def test_the_figure_that_contributing_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    names = re.findall(
-        r"tools\.figures --(?:list|command) ([a-z][\w-]*)", (ROOT / "CONTRIBUTING.md").read_text()
-    )
-    assert names
-    for name in names:
-        assert main(["--command", name]) == 0, capsys.readouterr().err
-
-
 def test_a_line_for_a_shell(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = site / "README.md"
     markers = (
@@ -154,84 +118,6 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other)):
                 dead.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
     assert not dead
-
-
-def test_the_index_of_decisions_has_every_heading() -> None:
-    text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
-    sections: dict[str, set[str]] = {}
-    for level, title in headings(text):
-        if level == "##":
-            sections[title] = set()
-        elif level == "###":
-            sections[list(sections)[-1]].add(title)
-    index = re.split(
-        r"^\*\*(.+)\*\*$", text.partition("## Index")[2].partition("\n## ")[0], flags=re.MULTILINE
-    )
-    listed = {
-        section: {" ".join(title.split()) for title in re.findall(r"^- \[([^]]+)\]", titles, re.MULTILINE)}
-        for section, titles in zip(index[1::2], index[2::2], strict=True)
-    }
-    assert listed == {section: titles for section, titles in sections.items() if titles}
-
-
-@pytest.mark.parametrize("page", [page.relative_to(ROOT).as_posix() for page in figures.Site(ROOT).pages()])
-def test_markers_do_not_show(page: str) -> None:
-    """Rendered, a page reads as if its markers were not there."""
-    markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
-    text = (ROOT / page).read_text(encoding="utf-8")
-    comment = re.compile(r"<!--.*?-->", re.S)
-    shown = comment.sub("", markdown.render(text))
-    assert shown.split() == comment.sub("", markdown.render(comment.sub("", text))).split()
-
-
-def test_pages_written_whole_are_there() -> None:
-    assert all((ROOT / page).is_file() for page in PAGES)
-
-
-SETTINGS = {
-    "64 requests over 64 adapters of ranks 8 to 64": "what was asked",
-    "64 requests over nine models": "what was asked",
-    "1,000 requests, 32 at once": "what was asked",
-    "128 distinct of rank 16; 1,000 of them": "what was asked",
-    "chat over 100 adapters": "what was asked",
-    "at 10 and 20 requests/s": "the rates offered",
-    "128 rows, 128 distinct adapters, all of rank 8, 16, 32 or 64": "what was asked",
-    "chat at 5 to 20 requests/s": "the rates offered",
-    "a prompt of 64 tokens, adapter of rank 64": "what was asked",
-    "| of rank 16 ": "what was asked",
-    "a decoding step of 128 rows": "what was asked",
-    "a decoding step of 32 rows of the base; of one adapter of rank 16": "what was asked",
-    "at 128 rows over 64 adapters of rank 64": "what was asked",
-    "at most 5 % worse": "the bound that was set before",
-    "better by 15 %": "the bound that was set before",
-    "p99": "a percentile's name",
-    "t 20/s": "the rate offered, at a sentence's begin too",
-    "48 GiB": "a setting",
-    "16 cores each": "a setting",
-    "20 adapter slots": "a setting",
-    "50 slots": "a setting",
-    "100 adapters in host memory": "a setting",
-    "vLLM 0.26": "a version",
-    "H200": "a device's name",
-    "Llama-2-7B": "a model's name",
-    "Llama-3-8B": "a model's name",
-    "float32": "a type",
-}
-"""What may stand in README's section "Measured" as typed, and why; everything else there comes from a record."""
-
-
-def test_no_figure_is_typed_into_readme() -> None:
-    text = re.sub(r"<!--fig [^\n]*?<!--/-->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
-    measured = text[text.index("## Measured") : text.index("## Read on")]
-    typed = re.sub(r"\]\([^)]*\)|`[^`]*`", "", measured)
-    for phrase in SETTINGS:
-        assert phrase in typed, f"{phrase!r} is not there: take it off the list"
-    for phrase in sorted(SETTINGS, key=len, reverse=True):
-        typed = typed.replace(phrase, "")
-    assert not re.findall(r".{0,40}\d[\d.,]*.{0,20}", typed)
-    elsewhere = re.sub(r"^ {4}.*$|^```[\s\S]*?^```|`[^`]*`", "", text.replace(measured, ""), flags=re.M)
-    units = r"(?:tokens|requests|GB|TFLOP|TB)/s|m?s|us|%|times|x|seconds|minutes|hours|[KMG]i?B"
-    assert not re.findall(rf".{{0,40}}\d[\d.,]* ?(?:{units})(?!\w).{{0,20}}", elsewhere)
 
 
 # Filling in

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from manylora_lab.benchmarks import plot_reality, sensitivity
+from manylora_lab.benchmarks import plot_reality
 from manylora_lab.reproduce import fastlibra_seeds, fastlibra_table_text
 from manylora_lab.reproduce.report import ExperimentReport, Headline
 from manylora_lab.sim.ablation import FEATURES
@@ -208,10 +208,6 @@ def reality_rates(record: Record) -> str:
 
 def reality_runs(record: Record) -> str:
     return plot_reality.lines_of(record["comparison"]).partition("\n\n")[2]
-
-
-def cache_sensitivity(record: Record) -> str:
-    return sensitivity.page_of(record, "python -m manylora_lab.benchmarks.sensitivity --folder docs/results")
 
 
 def fastlibra_table(record: Record) -> str:
@@ -480,7 +476,6 @@ TABLES: dict[str, Callable[[Record], str]] = {
 }
 
 PAGES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    "docs/results/cache_sensitivity.md": ("cache_sensitivity.json", cache_sensitivity),
     "docs/results/fastlibra-table.md": ("fastlibra-table.json", fastlibra_table),
     "docs/results/fastlibra-table-h200.md": ("fastlibra-table-h200.json", fastlibra_table),
 }

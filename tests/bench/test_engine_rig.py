@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 from manylora_lab.benchmarks import (
     h200_aims,
-    h200_merge,
     h200_pairs,
     h200_steps,
-    h200_trace,
-    step_host,
 )
 from manylora_lab.benchmarks.chat_runs import REAL, TOY, RateLoad, turns_of
 from manylora_lab.benchmarks.first_runs import FIRST_RUNS
@@ -164,54 +161,6 @@ def test_the_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_merging(tmp_path: Path) -> None:
-    out = tmp_path / "merge.json"
-    h200_merge.main(["--toy", "--parts", "switches,steps,rounding", "--out", str(out), "--commit", "abc"])
-    found = record(out)
-    assert [row["copy"] for row in found["switches"]] == ["device", "host"]
-    for row in found["switches"]:
-        assert min(row["base to r16"], row["r16 to r16"], row["r64 to base"], row["floor_ms"]) > 0
-    assert found["beside_pages"][0]["kept"] > 0
-    assert [row["rows"] for row in found["decoding"]] == list(h200_merge.TOY_BATCHES)
-    for row in (*found["decoding"], *found["prompts"]):
-        assert min(row[kind] for kind in h200_merge.KINDS) > 0
-    by_case = {row["case"]: row for row in found["rounding"]}
-    assert 0 < by_case["unmerged"]["kl_mean_e6"] < 1e4
-    assert 0 < by_case["merged"]["kl_mean_e6"] < 1e5
-    assert by_case["base"]["same_top1"] > 0.5
-    assert len(found["measured"]["device"]["steps"]) >= 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_merged_requests_at_once(tmp_path: Path) -> None:
-    out = tmp_path / "merge.json"
-    h200_merge.main(["--toy", "--parts", "offline", "--out", str(out), "--commit", "abc"])
-    rows = record(out)["offline"]
-    assert [row["merge"] for row in rows] == ["unmerged", "unmerged", "merged", "manylora"]
-    for row in rows:
-        assert row["errors"] == []
-        assert row["tokens_per_s"] > 0
-
-
-def test_the_kernels_of_a_step(tmp_path: Path) -> None:
-    out, picture = tmp_path / "trace.json", tmp_path / "trace.png"
-    h200_trace.main(["--toy", "--repeats", "2", "--out", str(out), "--commit", "abc"])
-    found = record(out)["steps"]
-    assert [(row["step"], row["adapters"]) for row in found] == [
-        (name, adapted) for name in h200_trace.TOY_STEPS for adapted in (False, True)
-    ]
-    for row in found:
-        assert row["wall_ms"] >= row["issue_ms"] > 0
-        assert row["busy_us"] > 0
-        assert row["by_name"]
-        assert "issue_step" in row["host_us"]
-    h200_trace.main(["--out", str(out), "--picture", str(picture)])
-    assert picture.stat().st_size > 5_000
-
-
-@pytest.mark.long
 def test_a_turn_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200_pairs, "STEPS", 12)
     monkeypatch.setattr(h200_pairs, "REPEATS", 1)
@@ -221,21 +170,6 @@ def test_a_turn_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["chat"]["ttft mean"] > 0
     turns = [{"tree": tree, "found": found} for tree in ("before", "this")]
     assert {ratio for part in h200_pairs.ratios(turns).values() for ratio in part.values()} == {1.0}
-
-
-def test_the_hosts_share(capsys: pytest.CaptureFixture[str]) -> None:
-    step_host.main(["--profile", "decode 1 distinct"])
-    assert "function calls" in capsys.readouterr().out
-
-
-def test_issuing_beside_threads(tmp_path: Path) -> None:
-    out = tmp_path / "threads.json"
-    step_host.main(["--threads", "--turns", "1", "--out", str(out)])
-    rows = record(out)["threads"]
-    assert [(row["behind_a_copy"], row["puts_off"]) for row in rows] == [
-        (False, False), (False, True), (True, False), (True, True),
-    ]  # fmt: skip
-    assert all(row["issue_us"] > 0 for row in rows)
 
 
 def test_ranks_are_the_traces_own() -> None:
