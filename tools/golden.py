@@ -2,8 +2,8 @@
 
     python -m tools.golden [--scale quick] [NAME ...]
 
-Exit code 1 where a report differs. Of simulated rows every value counts; of rows with measured times, and of headlines
-over these, the names alone. Reports are in tests/golden; what was removed on purpose is in ``GONE``.
+Exit code 1 where a report differs. Of simulated rows every value counts; of measured ones, and of their headlines,
+the names alone. Reports are in tests/golden; what was removed on purpose is in ``GONE``.
 """
 
 from __future__ import annotations
