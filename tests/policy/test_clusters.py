@@ -12,7 +12,7 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.clusters import OVERTAKEN_S, Clusters
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
 from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Command, EndSequence, RunStep
@@ -24,7 +24,7 @@ class Line:
     """A queue, and sequences that were admitted from it."""
 
     def __init__(self, limit: int, is_hard: bool = False, **queue: Any) -> None:
-        self.waiting = RankedQueue(QueueConfig(**queue), knows_adapters=True)
+        self.waiting = WaitingQueue(QueueConfig(**queue))
         self.clusters = Clusters(limit, is_hard, self.waiting)
         self.admitted: list[Sequence] = []
         self.num_come = 0

@@ -23,7 +23,7 @@ from manylora.policy.merging.merged import AlwaysMerged
 from manylora.policy.merging.regret import ALLOWANCE, SHARE, RegretMerging
 from manylora.policy.merging.thresholds import MOST_ALPHA, Thresholds
 from manylora.policy.merging.times import StepSeconds
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.pricing.costs import DeviceCosts
 from manylora.types import BASE, AdapterId
@@ -38,7 +38,7 @@ class Stage:
     """Sequences admitted and waiting, without a replica; they come in the order in which they are named."""
 
     def __init__(self, max_num_seqs: int = 4) -> None:
-        self.waiting = RankedQueue(QueueConfig(), knows_adapters=True)
+        self.waiting = WaitingQueue(QueueConfig())
         self.admitted: list[Sequence] = []
         self.max_num_seqs = max_num_seqs
         self.num_come = 0

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from manylora.config import QueueConfig
-from manylora.policy.queues import WaitingQueue
-from manylora.policy.ranked import RankedQueue, waiting_queue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams
 from tests.sampled import sampled
@@ -105,10 +104,9 @@ class Naive:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))]
 )
 def test_like_a_queue_that_looks_through_all(config: dict[str, Any], seed: int) -> None:
-    knows_adapters = seed % 2 == 0
     rng = random.Random(seed)
     naive = Naive(QueueConfig(**config))
-    queue = waiting_queue(naive.config, knows_adapters)
+    queue = WaitingQueue(naive.config)
     away: list[Sequence] = []  # admitted
     now = 0.0
     for number in range(700):
@@ -153,9 +151,8 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
     assert len(queue) == len(naive.waiting)
     assert queue.leading(count) == naive.leading(count)
     assert queue.first() is naive.first()
-    if isinstance(queue, RankedQueue) and queue.knows_adapters:
-        for adapter in range(5):
-            assert queue.first_of(adapter) is naive.first(adapter)
+    for adapter in range(5):
+        assert queue.first_of(adapter) is naive.first(adapter)
     new = [sequence for sequence, is_new in naive.waiting.values() if is_new]
     assert queue.num_arrived == len(new)
     moment = new[len(new) // 2].state.arrived_s if new else 0.0
@@ -167,7 +164,7 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
 
 def test_who_leads_is_asked_without_a_trace_at_levels_that_the_answer_looks_into() -> None:
     """Client 1 would be charged for its urgent request before its other one is compared with client 2's."""
-    queue = waiting_queue(QueueConfig(**PRIORITY, **VTC))
+    queue = WaitingQueue(QueueConfig(**PRIORITY, **VTC))
     urgent, other, of_2 = sequence_of(6, 1, priority=-1), sequence_of(1, 1), sequence_of(0, 2)
     for sequence in (of_2, other, urgent):
         queue.arrive(sequence)
@@ -184,7 +181,7 @@ def test_who_leads_is_asked_without_a_trace_at_levels_that_the_answer_looks_into
 def calls_of(config: dict[str, Any], num_waiting: int, num_admitted: int = 200) -> float:
     """Calls of Python and of C for an admission and an arrival, with so many in line."""
     rng = random.Random(0)
-    queue = RankedQueue(QueueConfig(**config), knows_adapters=True)
+    queue = WaitingQueue(QueueConfig(**config))
     has_priorities = queue.first() is None and config.get("scheduling_policy") == "priority"
 
     def arrive(number: int) -> None:
@@ -223,7 +220,7 @@ def test_what_an_admission_takes_hardly_grows_with_the_queue(config: dict[str, A
 
 def test_what_has_left_is_not_kept() -> None:
     """Heaps forget what left their middle: of a queue that never empties too."""
-    queue = RankedQueue(QueueConfig(**PRIORITY, **VTC), knows_adapters=True)
+    queue = WaitingQueue(QueueConfig(**PRIORITY, **VTC))
     standing = [sequence_of(number, 0) for number in range(3)]
     for sequence in standing:
         queue.arrive(sequence)

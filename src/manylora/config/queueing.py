@@ -24,7 +24,7 @@ def _are_shares(texts: tuple[str, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueConfig(Section):
-    """The order of the queue (``policy.queues``), before the one that ``admission`` gives."""
+    """The order of the queue (``policy.queue``), before the one that ``admission`` gives."""
 
     scheduling_policy: Annotated[str, one_of(("fcfs", "priority"))] = setting(
         "fcfs",

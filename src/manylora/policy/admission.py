@@ -6,7 +6,7 @@ Owns the three admission policies; does not know what an admission takes, nor ho
 from __future__ import annotations
 
 from manylora.config import FIRST_STEP_S, PolicyConfig
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
 from manylora.types import RequestError
 

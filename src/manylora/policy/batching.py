@@ -11,8 +11,7 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.clusters import Clusters
-from manylora.policy.queues import WaitingQueue
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
@@ -52,7 +51,7 @@ class FirstComeFirstServed:
         self._waiting = waiting
         self._most_prefills = config.max_prefills_per_step or _ANY_NUMBER
         self._clusters: Clusters | None = None
-        if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None:
+        if waiting.adapter_limit is not None:
             self._clusters = Clusters(*waiting.adapter_limit, waiting)
 
     # ------------------------------------------------------------ what another policy decides otherwise

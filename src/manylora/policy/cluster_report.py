@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING

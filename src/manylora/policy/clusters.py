@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
 from manylora.types import BASE, AdapterId
 
@@ -25,7 +25,7 @@ class Clusters:
     more.
     """
 
-    def __init__(self, limit: int, is_hard: bool, waiting: RankedQueue) -> None:
+    def __init__(self, limit: int, is_hard: bool, waiting: WaitingQueue) -> None:
         self._limit = limit
         self._is_hard = is_hard
         self._waiting = waiting

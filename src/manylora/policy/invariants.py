@@ -10,8 +10,7 @@ from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cold_start import ColdStarts
 from manylora.policy.merging.dlora import DloraMerging
 from manylora.policy.merging.state import MergeState
-from manylora.policy.queues import WaitingQueue
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RequestState, Scheduled, Stage
@@ -45,7 +44,7 @@ def check(
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, requests)
     _check_queue(waiting)
-    if isinstance(waiting, RankedQueue) and waiting.adapter_limit is not None and waiting.adapter_limit[1]:
+    if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
         assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
     steps = list(in_flight)
@@ -61,11 +60,10 @@ def _check_queue(waiting: WaitingQueue) -> None:
     in_line = collections.Counter(sequence.adapter for sequence in members)
     assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
     assert waiting.first() is min(members, key=waiting.rank, default=None), "the first in line ranks first"
-    if isinstance(waiting, RankedQueue) and waiting.knows_adapters:
-        for adapter in [*in_line, -1]:
-            own = [sequence for sequence in members if sequence.adapter == adapter]
-            first = min(own, key=waiting.rank, default=None)
-            assert waiting.first_of(adapter) is first, "so does the first of each adapter"
+    for adapter in [*in_line, -1]:
+        own = [sequence for sequence in members if sequence.adapter == adapter]
+        first = min(own, key=waiting.rank, default=None)
+        assert waiting.first_of(adapter) is first, "so does the first of each adapter"
     if waiting.shares is not None:
         clients = collections.Counter(waiting.shares.client_of(sequence) for sequence in members)
         assert waiting.shares.num_waiting == clients, "waiting sequences are counted by client"

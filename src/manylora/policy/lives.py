@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
 from manylora.policy.caches.policy import CachePolicy
-from manylora.policy.ranked import waiting_queue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.request_limits import RequestLimits
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -26,7 +26,7 @@ class RequestLives:
 
     def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
         self._config = config
-        self._waiting = waiting_queue(config.queue, knows_adapters=config.merge.is_on)
+        self._waiting = WaitingQueue(config.queue)
         self._admission = Admission(config, self._waiting)
         self._commands: list[Command] = []
         self._residency = Residency(config, cache)

@@ -1,4 +1,4 @@
-"""The least of many numbers whose ranks change, in O(log n). Does not know what the numbers stand for."""
+"""A heap of numbers whose ranks change, with lazy deletion. Does not know what the numbers stand for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SLACK = 16
 
 
 class Ranking:
-    """Numbers by rank, the least first. What has left, or has another rank, leaves the heap when it comes to the
-    top, or when the heap is half full of such."""
+    """Numbers by rank, the smallest first, each change in O(log n). A number that was dropped, or has a new rank,
+    leaves the heap when it reaches the top, or when half of the heap is stale."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Rank] = {}
         self._heap: list[tuple[float, int, int]] = []
 
     def put(self, number: int, rank: Rank) -> None:
-        """Add it, or give it another rank."""
+        """Add a number, or change its rank."""
         if self._ranks.get(number) != rank:
             self._ranks[number] = rank
             heapq.heappush(self._heap, (*rank, number))
@@ -29,7 +29,7 @@ class Ranking:
         return number in self._ranks
 
     def rank(self, number: int) -> Rank:
-        """Of a number that is there."""
+        """Return the rank of a number that was put."""
         return self._ranks[number]
 
     def drop(self, number: int) -> None:
@@ -42,7 +42,7 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def least(self) -> int | None:
-        """The first; None where there is none."""
+        """Return the number of the smallest rank, or None."""
         heap = self._heap
         while heap:
             first, second, number = heap[0]
@@ -52,7 +52,7 @@ class Ranking:
         return None
 
     def least_by(self, rank_of: Callable[[int], Rank]) -> int | None:
-        """The first by these ranks, none of which is less than the one that was put."""
+        """Return the smallest by ``rank_of``, whose ranks are never below those that were put."""
         while (number := self.least()) is not None:
             self.put(number, rank_of(number))
             if self.least() == number:

@@ -20,7 +20,6 @@ from manylora.policy.kept import KeptAdapters
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
-from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import (
     ENDED,
     LEAVING,
@@ -83,7 +82,6 @@ class Replica(RequestLives):
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
-            assert isinstance(self._waiting, RankedQueue)
             parts = config, self._residency, self._held, self._waiting
             self._merging = MergeState(*parts)
             self._batching = MergedBatching(*parts, self._merging)

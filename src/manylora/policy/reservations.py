@@ -12,7 +12,7 @@ import enum
 import itertools
 
 from manylora.config import PolicyConfig
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
 from manylora.policy.sequences import Sequence

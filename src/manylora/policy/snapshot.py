@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from manylora.policy.merging.choice import MergeGauges
 from manylora.policy.merging.state import MergeState
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING

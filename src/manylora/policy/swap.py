@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from manylora.config import CacheConfig
 from manylora.policy.marks import Marks
-from manylora.policy.queues import WaitingQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, Node

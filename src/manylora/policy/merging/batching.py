@@ -6,7 +6,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.merging.choice import Choice
 from manylora.policy.merging.state import MergeState
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Sequence
@@ -21,7 +21,7 @@ class MergedBatching(FirstComeFirstServed):
         config: PolicyConfig,
         residency: Residency,
         held: Reservations,
-        waiting: RankedQueue,
+        waiting: WaitingQueue,
         merging: MergeState,
     ) -> None:
         super().__init__(config, residency, held, waiting)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import NamedTuple, Protocol
 
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId
 
@@ -43,7 +43,7 @@ class MergeView:
     can_switch: bool
     can_merge: bool
     admitted: list[Sequence]
-    waiting: RankedQueue
+    waiting: WaitingQueue
     max_num_seqs: int
     ready: collections.Counter[AdapterId] = dataclasses.field(init=False)
     num_admitted: collections.Counter[AdapterId] = dataclasses.field(init=False)

@@ -14,7 +14,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.merging import merge_policy
 from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape, shape_of
 from manylora.policy.merging.times import StepSeconds
-from manylora.policy.ranked import RankedQueue
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import Scheduled
@@ -38,7 +38,7 @@ class MergeState:
     it has failed. It is pinned from its SetMerged until the next one has been answered."""
 
     def __init__(
-        self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: RankedQueue
+        self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: WaitingQueue
     ) -> None:
         self._config = config
         self._residency = residency

@@ -1,0 +1,317 @@
+"""The queue of waiting sequences. Owns their order: priority, then fairness among clients, then arrival."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+from typing import NamedTuple
+
+from manylora.config import QueueConfig
+from manylora.policy.fair import FairShares
+from manylora.policy.ranking import Ranking
+from manylora.policy.sequences import Sequence
+from manylora.types import AdapterId, SequenceId
+
+Rank = tuple[int, bool, int, int, float, int]
+"""Sort key of a waiting sequence: level, is new, its client's counter, client, arrival."""
+
+
+class Place(NamedTuple):
+    """What decides before arrival; the smallest place is first. Sequences of one place form a line.
+
+    ``level``: the priority, less what the sequence has gained by waiting. ``is_new``: it was never admitted.
+    ``client``: 0 unless the queue is fair and the sequence is new.
+    """
+
+    level: int
+    is_new: bool
+    client: int
+
+
+class Line:
+    """Sequences of one place by arrival. The caller takes the oldest or the newest, in O(log n)."""
+
+    def __init__(self) -> None:
+        self._members: dict[SequenceId, Sequence] = {}
+        self._oldest = Ranking()
+        self._newest: Ranking | None = None  # made when it is first needed
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, sequence: Sequence) -> None:
+        self._members[sequence.id] = sequence
+        self._oldest.put(sequence.id, sequence.order)
+        if self._newest is not None:
+            self._newest.put(sequence.id, _reversed(sequence))
+
+    def drop(self, sequence: Sequence) -> None:
+        del self._members[sequence.id]
+        self._oldest.drop(sequence.id)
+        if self._newest is not None:
+            self._newest.drop(sequence.id)
+
+    def first(self, newest: bool = False) -> Sequence | None:
+        if newest and self._newest is None:
+            self._newest = Ranking()
+            for sequence in self._members.values():
+                self._newest.put(sequence.id, _reversed(sequence))
+        ranking = self._newest if newest and self._newest is not None else self._oldest
+        number = ranking.least()
+        return None if number is None else self._members[number]
+
+
+def _reversed(sequence: Sequence) -> tuple[float, int]:
+    arrived_s, number = sequence.order
+    return -arrived_s, -number
+
+
+class Ranks:
+    """Lines by place. Among the new sequences of a level, the client with the smallest counter is next."""
+
+    def __init__(self, shares: FairShares | None) -> None:
+        self._shares = shares
+        self._lines: dict[Place, Line] = {}
+        self._levels = Ranking()
+        self._num_by_level = collections.Counter[int]()
+        self._clients: dict[int, Ranking] = {}  # by level, clients with new sequences
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    @property
+    def num_levels(self) -> int:
+        return len(self._num_by_level)
+
+    def add(self, sequence: Sequence, place: Place) -> None:
+        line = self._lines.get(place)
+        if line is None:
+            line = self._lines[place] = Line()
+        line.add(sequence)
+        level = place.level
+        if place.is_new:
+            if level not in self._clients:
+                self._clients[level] = Ranking()
+            self._clients[level].put(place.client, self._rank(place.client))
+        if not self._num_by_level[level]:
+            self._levels.put(level, (level, 0))
+        self._num_by_level[level] += 1
+
+    def drop(self, sequence: Sequence, place: Place) -> None:
+        line = self._lines[place]
+        line.drop(sequence)
+        if not line:
+            del self._lines[place]
+            if place.is_new:
+                self._clients[place.level].drop(place.client)
+        self._num_by_level[place.level] -= 1
+        if not self._num_by_level[place.level]:
+            del self._num_by_level[place.level]
+            self._levels.drop(place.level)
+            self._clients.pop(place.level, None)
+
+    def counter_fell(self, client: int) -> None:
+        """Rank a client anew after its counter fell: no rank may be above its counter."""
+        for ranking in self._clients.values():
+            if client in ranking:
+                ranking.put(client, self._rank(client))
+
+    def first(self, newest: bool) -> Sequence | None:
+        """Return the first sequence of all."""
+        level = self._levels.least()
+        if level is None:
+            return None
+        returned = self._lines.get(Place(level, False, 0))
+        if returned is not None:
+            return returned.first()
+        # Counters only grow, unless ``counter_fell`` is called: no client is ranked by more than its counter.
+        client = self._clients[level].least_by(self._rank)
+        assert client is not None, "a level without returned sequences has new ones"
+        return self.first_at(Place(level, True, client), newest)
+
+    def first_at(self, place: Place, newest: bool) -> Sequence | None:
+        """Return the first sequence of one place."""
+        line = self._lines.get(place)
+        return None if line is None else line.first(newest and place.is_new)
+
+    def _rank(self, client: int) -> tuple[int, int]:
+        return self._shares.counter(client) if self._shares is not None else 0, client
+
+
+class WaitingQueue:
+    """Waiting sequences by priority. Within a level, returned sequences (preempted, or forks without room) come
+    before new ones. Among new ones the client that was served least is next, if the queue is fair; then the oldest
+    or, while ``is_newest_first``, the newest. Every change takes O(log n)."""
+
+    def __init__(self, config: QueueConfig = QueueConfig()) -> None:  # noqa: B008  # frozen
+        self.adapter_limit = config.adapter_limit
+        self.is_newest_first = False
+        self.shares = FairShares(config) if config.is_fair else None
+        """What clients were served, if the queue is fair to them."""
+        self.num_by_adapter = collections.Counter[AdapterId]()
+        """Waiting sequences by adapter; no zeros."""
+        self.num_tokens = 0
+        """Tokens of the waiting sequences when they joined."""
+        self._age_s, self._floor = config.priority_age_s, config.priority_floor
+        self._sizes: dict[SequenceId, int] = {}
+        self._returned: list[Sequence] = []  # by arrival
+        # By arrival. A plain dict would not find its ends at once after deletions.
+        self._arrived = collections.OrderedDict[SequenceId, Sequence]()
+        self._all = Ranks(self.shares)
+        self._of_adapter: dict[AdapterId, Ranks] = {}
+        self._places: dict[SequenceId, Place] = {}
+        self._due = Ranking()  # when each sequence gains its next level
+        self._ageing: dict[SequenceId, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def num_arrived(self) -> int:
+        """Sequences that were never admitted."""
+        return len(self._arrived)
+
+    # ------------------------------------------------------------ joining and leaving
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Add a new request's sequence, by its arrival: it may have waited at another replica before."""
+        later = list(
+            itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values()))
+        )
+        self._arrived[sequence.id] = sequence
+        for other in reversed(later):
+            self._arrived.move_to_end(other.id)
+        self._join(sequence, is_new=True)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Add a sequence of a request that was admitted before."""
+        sequence.wait_again()
+        bisect.insort(self._returned, sequence, key=lambda s: s.order)
+        self._join(sequence, is_new=False)
+
+    def admit(self, sequence: Sequence, num_cached: int) -> None:
+        """Remove a sequence to be served, and charge its client; ``num_cached``: its tokens in the cache."""
+        if self.shares is not None:
+            self.shares.admitted(sequence, num_cached)
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out; the caller then changes its stage."""
+        self._leave(sequence)
+        self.num_tokens -= self._sizes.pop(sequence.id)
+        self.num_by_adapter[sequence.adapter] -= 1
+        if not self.num_by_adapter[sequence.adapter]:
+            del self.num_by_adapter[sequence.adapter]
+        if self._arrived.pop(sequence.id, None) is None:
+            self._returned.remove(sequence)
+        if self.shares is not None:
+            self.shares.left(sequence)
+        if self._ageing.pop(sequence.id, None) is not None:
+            self._due.drop(sequence.id)
+
+    def forget(self, adapter: AdapterId) -> None:
+        """Drop the account of an adapter that is gone with all its requests."""
+        if self.shares is not None:
+            self.shares.forget(adapter)
+
+    def age(self, now: float) -> None:
+        """Raise the level of sequences that have waited long enough; O(log n) each."""
+        while (number := self._due.least()) is not None and self._due.rank(number)[0] <= now:
+            self._due.drop(number)
+            sequence = self._ageing.pop(number)
+            priority, waited_s = sequence.state.request.priority, now - sequence.state.arrived_s
+            assert self._age_s is not None
+            place = self._leave(sequence)
+            # A sequence that is due gains at least one level, however numbers were rounded.
+            level = min(max(priority - int(waited_s / self._age_s), self._floor), place.level - 1)
+            self._enter(sequence, place._replace(level=level))
+            self._await_next_level(sequence, level)
+
+    def _join(self, sequence: Sequence, is_new: bool) -> None:
+        self.num_by_adapter[sequence.adapter] += 1
+        self._sizes[sequence.id] = len(sequence.tokens)
+        self.num_tokens += len(sequence.tokens)
+        client = 0
+        if self.shares is not None:
+            self.shares.joined(sequence)
+            client = self.shares.client_of(sequence) if is_new else 0
+        level = sequence.state.request.priority
+        self._enter(sequence, Place(level, is_new, client))
+        self._await_next_level(sequence, level)
+
+    def _await_next_level(self, sequence: Sequence, level: int) -> None:
+        if self._age_s is not None and level > self._floor:
+            num_levels = sequence.state.request.priority - level + 1
+            self._ageing[sequence.id] = sequence
+            moment = sequence.state.arrived_s + num_levels * self._age_s
+            self._due.put(sequence.id, (moment, sequence.id))
+
+    def _enter(self, sequence: Sequence, place: Place) -> None:
+        self._places[sequence.id] = place
+        self._all.add(sequence, place)
+        ranks = self._of_adapter.get(sequence.adapter)
+        if ranks is None:
+            ranks = self._of_adapter[sequence.adapter] = Ranks(self.shares)
+        ranks.add(sequence, place)
+
+    def _leave(self, sequence: Sequence) -> Place:
+        place = self._places.pop(sequence.id)
+        self._all.drop(sequence, place)
+        ranks = self._of_adapter[sequence.adapter]
+        ranks.drop(sequence, place)
+        if not ranks:
+            del self._of_adapter[sequence.adapter]
+        return place
+
+    # ------------------------------------------------------------ order
+
+    def first(self) -> Sequence | None:
+        """Return the sequence that is next."""
+        return self._all.first(self.is_newest_first)
+
+    def first_of(self, adapter: AdapterId) -> Sequence | None:
+        """Return the first of the adapter's sequences."""
+        ranks = self._of_adapter.get(adapter)
+        return None if ranks is None else ranks.first(self.is_newest_first)
+
+    def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
+        """Return the first of the adapter's sequences that differ from ``sequence`` in arrival alone."""
+        ranks = self._of_adapter.get(adapter)
+        return None if ranks is None else ranks.first_at(self._places[sequence.id], self.is_newest_first)
+
+    def rank(self, sequence: Sequence) -> Rank:
+        """Return the sort key of a waiting sequence; the smallest is next."""
+        level, is_new, client = self._places[sequence.id]
+        counter = self.shares.counter(client) if self.shares is not None and is_new else 0
+        order = _reversed(sequence) if self.is_newest_first and is_new else sequence.order
+        return (level, is_new, counter, client, *order)
+
+    def leading(self, count: int) -> list[Sequence]:
+        """Return the first ``count`` sequences in the order of admission, if no token is drawn meanwhile."""
+        if self.shares is None and self._all.num_levels <= 1:
+            first = self._returned[:count]
+            arrived = reversed(self._arrived.values()) if self.is_newest_first else self._arrived.values()
+            return [*first, *itertools.islice(arrived, count - len(first))]
+        taken: list[tuple[Sequence, Place, int]] = []
+        while len(taken) < count and (sequence := self.first()) is not None:
+            place = self._leave(sequence)
+            ahead = 0 if self.shares is None else self.shares.charge_ahead(sequence)
+            taken.append((sequence, place, ahead))
+        if self.shares is not None:
+            for sequence, _, ahead in taken:
+                self.shares.give_back(sequence, ahead)
+            for client in {self.shares.client_of(sequence) for sequence, _, _ in taken}:
+                self._all.counter_fell(client)
+        for sequence, place, _ in taken:
+            self._enter(sequence, place)
+        return [sequence for sequence, _, _ in taken]
+
+    def arrived_until(self, moment: float) -> list[Sequence]:
+        """Return the sequences that arrived by ``moment`` and were never admitted, by arrival."""
+        early = itertools.takewhile(lambda s: s.state.arrived_s <= moment, self._arrived.values())
+        return list(early)
+
+    def members(self) -> list[Sequence]:
+        """Return all: those that returned, then the others, each by arrival."""
+        return self._returned + list(self._arrived.values())
