@@ -14,8 +14,7 @@ from manylora.policy.routing.programme import PlanState
 from manylora.policy.routing.rounding import is_solution, round_shares
 from manylora.protocol import Timer
 from manylora.protocol.routing import Planned, ReplicaUp, Solve, Solved, Withdraw
-from manylora.solving.highs import ProgrammeModel, solve
-from manylora.solving.process import SolverProcess, solving
+from manylora.solving import ProgrammeModel, SolverProcess, solve, solving
 from tests.routing.rig import FACTS, Rig, config_of, of_kind
 from tests.routing.test_plans import best_value, problem_of, value_by_hand
 

@@ -27,7 +27,7 @@ from manylora.policy.routing import ROUTING_POLICIES
 from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
-from manylora.solving.highs import solve
+from manylora.solving import solve
 from tests.routing.rig import config_of as router_of
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 

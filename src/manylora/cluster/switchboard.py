@@ -54,7 +54,7 @@ from manylora.protocol.routing import (
     Withdraw,
     Withdrawn,
 )
-from manylora.solving.process import SolverProcess, solver_is_there
+from manylora.solving import SolverProcess, solver_is_there
 from manylora.types import AdapterId, RequestError, RequestId
 
 log = logging.getLogger(__name__)

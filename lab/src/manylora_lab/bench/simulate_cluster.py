@@ -24,7 +24,7 @@ from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
 from manylora.pricing.caraserve import caraserve_settings, rank_costs, slo_of
 from manylora.protocol.routing import RankCosts
-from manylora.solving.process import solver_is_there, solving
+from manylora.solving import solver_is_there, solving
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
 from manylora_lab.bench.provenance import Provenance

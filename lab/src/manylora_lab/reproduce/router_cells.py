@@ -15,7 +15,7 @@ from manylora.config.routing import RouterConfig
 from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora.pricing.ranks import RankedStep, fit_rank_lines
 from manylora.pricing.shapes import shape_named
-from manylora.solving.process import solving
+from manylora.solving import solving
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cluster import Member, VirtualCluster
 from manylora_lab.sim.hardware import HARDWARE

@@ -1,18 +1,26 @@
-"""dLoRA's programme (§5.2) as rows and columns for HiGHS, and its solution as shares.
+"""dLoRA's programme (§5.2), solved by HiGHS in a process of its own: HiGHS holds memory and ignores interrupts.
 
-Of the paper's relaxation: a request may be shared out (x is real), an adapter is at a replica or is not (y is
-binary). One row for each adapter at a replica, n y >= the sum of its n requests' x, stands for the paper's y
->= x of each of them: with y binary the two say the same. A search ends by its gap or after so many nodes,
-never by a clock, and runs on one thread: equal programmes have equal answers.
+The programme as rows and columns is the paper's relaxation: a request may be shared out (x is real), an adapter is
+at a replica or is not (y is binary). One row for each adapter at a replica, n y >= the sum of its n requests' x,
+stands for the paper's y >= x of each of them: with y binary the two say the same. A search ends by its gap or
+after so many nodes, never by a clock, and runs on one thread: equal programmes have equal answers. The process is
+started with the first programme, serves the next ones, and ends with its parent.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
-import highspy
-
+from manylora import processes
+from manylora.config import ConfigError
 from manylora.protocol.routing import Solve, Solved
 from manylora.types import AdapterId
 
@@ -29,6 +37,8 @@ class ProgrammeModel:
     done, which is the objective."""
 
     def __init__(self, problem: Solve, most_nodes: int = MOST_NODES, least_gap: float = LEAST_GAP) -> None:
+        import highspy  # which takes long; only the child needs it
+
         self.highs = highspy.Highs()
         options = {
             "output_flag": False, "threads": 1, "parallel": "off", "random_seed": 0, "mip_rel_gap": least_gap,
@@ -62,6 +72,8 @@ class ProgrammeModel:
         return Solved(number, shares, max(float(highs.getInfo().mip_dual_bound), 0.0))
 
     def _add_columns(self) -> None:
+        import highspy
+
         highs, places = self.highs, self._places
         num_columns = self._num_shares + len(self._problem.adapters) * len(places)
         highs.addVars(num_columns, [0.0] * num_columns, [1.0] * num_columns)
@@ -73,6 +85,8 @@ class ProgrammeModel:
         highs.changeColCost(self._last, 1.0)
 
     def _add_rows(self) -> None:
+        import highspy
+
         problem, infinity = self._problem, highspy.kHighsInf
         of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
         for request, each in enumerate(problem.requests):
@@ -107,3 +121,87 @@ class ProgrammeModel:
 def solve(problem: Solve) -> Solved:
     """The answer to a programme."""
     return ProgrammeModel(problem).solve()
+
+
+START_S = 30.0
+"""For the child to be there, beside what a solution may take."""
+
+
+def solver_is_there() -> bool:
+    """Whether HiGHS is installed (``pip install 'manylora[cluster]'``)."""
+    return importlib.util.find_spec("highspy") is not None
+
+
+@contextlib.contextmanager
+def solving(wait_s: float | None = None) -> Iterator[Callable[[Solve], Solved] | None]:
+    """What solves programmes as long as the context lasts; None without HiGHS."""
+    if not solver_is_there():
+        yield None
+        return
+    solver = SolverProcess(wait_s)
+    try:
+        yield solver.solve
+    finally:
+        solver.close()
+
+
+class SolverProcess:
+    """One programme at a time; ``solve`` blocks, so a loop calls it on another thread. ``wait_s``: after
+    which a search is given up and its process ended; None: never, so that an answer does not depend on how
+    fast the machine is."""
+
+    def __init__(self, wait_s: float | None = None) -> None:
+        """Raises ConfigError without HiGHS."""
+        if not solver_is_there():
+            raise ConfigError("dLoRA's programme is solved by highspy: pip install 'manylora[cluster]'")
+        self._wait_s = wait_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection[Any, Any] | None = None
+
+    def solve(self, problem: Solve) -> Solved:
+        """The answer; without shares where none came in time, or the process ended."""
+        try:
+            pipe = self._pipe or self._start()
+            pipe.send(problem)
+            if pipe.poll(self._wait_s):
+                answer = pipe.recv()
+                assert isinstance(answer, Solved)
+                return answer
+        except (OSError, EOFError):
+            pass
+        self.close()
+        return Solved(problem.number)
+
+    def close(self) -> None:
+        """End the process, whatever it does. Idempotent; the next programme starts another."""
+        child, pipe, self._child, self._pipe = self._child, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
+        if child is not None:
+            child.kill()
+            child.wait()
+
+    def _start(self) -> Connection[Any, Any]:
+        # multiprocessing's own children run the caller's main module again, or have its threads' locks.
+        self._pipe, theirs = Pipe()
+        with theirs:
+            number = theirs.fileno()
+            self._child = processes.start("manylora.solving", str(number), pass_fds=[number])
+        if not self._pipe.poll(START_S):
+            raise OSError("the solver does not start")
+        self._pipe.recv()
+        return self._pipe
+
+
+def main() -> None:
+    """The child: answers until the parent has closed its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the parent, which closes its end
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, OSError):
+        pipe.send("ready")
+        while True:
+            pipe.send(solve(pipe.recv()))
+
+
+if __name__ == "__main__":
+    main()
