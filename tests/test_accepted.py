@@ -12,7 +12,8 @@ import pytest
 
 from manylora.config import CACHE_POLICIES, COLD_START_MODES, MERGE_MODES, ConfigError
 from manylora.flags import FLAGS, build_settings, read_config_file
-from manylora.models.config import ModelError, read_model_config
+from manylora.models.config import read_model_config
+from manylora.models.spec import ModelError
 from manylora.server.errors import ApiError
 from manylora.server.sampling import chat_params, completion_params
 from manylora.server.schemas import ChatBody, CompletionBody, _decode

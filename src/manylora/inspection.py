@@ -17,9 +17,10 @@ from manylora.adapters.textcheck import TextCheck
 from manylora.config import ConfigError, EngineSettings, lora_sharding_of
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.models.config import ModelConfig, ModelError, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelConfig, ModelError
 from manylora.pricing.shapes import ModelShape
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault, why_reserved

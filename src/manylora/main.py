@@ -43,8 +43,9 @@ from manylora.engine.trace import TraceWriter
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound, cannot_listen
 from manylora.missing import naming_what_is_missing
-from manylora.models.config import ModelError, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelError
 from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError, Executor

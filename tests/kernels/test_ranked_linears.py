@@ -18,8 +18,7 @@ from manylora.devices.peers import Account, Purpose
 from manylora.kernels.ops import Shrunk, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.weight import Weight
-from manylora.models.layers import Step
-from manylora.models.ranked import RankedLinear
+from manylora.models.layers import RankedLinear, Step
 from manylora.models.share import LinearShare
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import Subject

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import transformers
 
-from manylora.models.config import ModelConfig, ModelError, RopeConfig, read_model_config
+from manylora.models.config import read_model_config
+from manylora.models.spec import ModelConfig, ModelError, RopeConfig
 
 
 def write(folder: Path, **fields: Any) -> Path:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manylora.models.config import ModelError
 from manylora.models.load import resolve_dtype
+from manylora.models.spec import ModelError
 from tests.models.step_builder import Stepper
 from tests.models.tiny import edit_json, load, make_model
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from manylora.models.errors import ModelError
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelError
 
 
 def with_hub(monkeypatch: pytest.MonkeyPatch, download: Any) -> None:

@@ -14,8 +14,8 @@ from manylora.cluster.node_share import gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
-from manylora.models.errors import ModelError
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelError
 
 
 class RayNodeFacts(msgspec.Struct):

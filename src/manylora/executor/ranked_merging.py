@@ -20,8 +20,7 @@ from manylora.devices.peers import Peers
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.ops import MergePlan, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, Projection
-from manylora.models.layers import LoraLinear
-from manylora.models.ranked import RankedLinear
+from manylora.models.layers import LoraLinear, RankedLinear
 from manylora.models.share import LinearShare
 
 ELSEWHERE = "it failed on another rank"

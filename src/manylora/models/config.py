@@ -1,19 +1,45 @@
 """Reads a model folder's config.json (and generation_config.json) into a ``ModelConfig``. Loads no torch.
 
-Owns the choice of family and what is refused whatever the family.
+Owns the table of families, and what is refused whatever the family. A family like Llama is one function of
+``rotary_families`` and one line here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
-from manylora.models.errors import ModelError
+from manylora.models import opt
 from manylora.models.fields import Fields
-from manylora.models.registry import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
-from manylora.models.spec import ModelConfig, RopeConfig
+from manylora.models.rotary_families import read_llama, read_mistral, read_qwen2, read_qwen3
+from manylora.models.spec import ModelConfig, ModelError
 
-__all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_model_config"]
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family: the architecture names it answers to, and how it reads its config.json.
+
+    ``name`` is config.json's model_type. ``read`` raises ModelError for settings that cannot be served.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    read: Callable[[Fields], ModelConfig]
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", ("LlamaForCausalLM",), read_llama),
+    Family("mistral", ("MistralForCausalLM",), read_mistral),
+    Family("qwen2", ("Qwen2ForCausalLM",), read_qwen2),
+    Family("qwen3", ("Qwen3ForCausalLM",), read_qwen3),
+    Family("opt", ("OPTForCausalLM",), opt.read),
+)
+
+_BY_ARCHITECTURE: dict[str, Family] = {
+    architecture: family for family in FAMILIES for architecture in family.architectures
+}
+_BY_MODEL_TYPE: dict[str, Family] = {family.name: family for family in FAMILIES}
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -46,10 +72,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _family(fields: Fields) -> Family:
     architectures = fields.texts_or_none("architectures") or ()
     for name in architectures:
-        if name in BY_ARCHITECTURE:
-            return BY_ARCHITECTURE[name]
+        if name in _BY_ARCHITECTURE:
+            return _BY_ARCHITECTURE[name]
     model_type = fields.text("model_type", "")
-    if not architectures and model_type in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[model_type]
+    if not architectures and model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
     given = ", ".join(architectures) or model_type or "none given"
-    fields.fail(f"architecture not supported: {given} (supported: {', '.join(BY_ARCHITECTURE)})")
+    fields.fail(f"architecture not supported: {given} (supported: {', '.join(_BY_ARCHITECTURE)})")

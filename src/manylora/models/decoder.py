@@ -28,10 +28,11 @@ from manylora.models.layers import (
     PlainMlp,
     PostNormLayer,
     PreNormLayer,
+    RankedEmbedding,
+    RankedLinear,
     RmsNorm,
     Step,
 )
-from manylora.models.ranked import RankedEmbedding, RankedLinear
 from manylora.models.rope import rope_tables
 from manylora.models.share import LinearShare, ModelShare
 from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manylora.models.errors import ModelError
+from manylora.models.spec import ModelError
 
 
 class Fields:

@@ -18,8 +18,7 @@ from manylora.kernels.ops import Ops
 from manylora.kernels.reference import ReferenceOps
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder, RankedModel, build_decoder
-from manylora.models.errors import ModelError
-from manylora.models.spec import ModelConfig
+from manylora.models.spec import ModelConfig, ModelError
 from manylora.models.weights import (
     Checkpoint,
     CheckpointWeights,

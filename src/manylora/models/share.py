@@ -31,8 +31,7 @@ from manylora.kernels.shapes import (
     adapter_geometry,
     distinct_groups,
 )
-from manylora.models.errors import ModelError
-from manylora.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelConfig
+from manylora.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelConfig, ModelError
 
 Kind = Literal["column", "row"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from manylora.models.errors import ModelError
+from manylora.models.spec import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")

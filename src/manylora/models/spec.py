@@ -12,6 +12,11 @@ from typing import Literal
 
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, distinct_groups
 
+
+class ModelError(ValueError):
+    """A model folder that cannot be served; the message is one line for the operator."""
+
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "relu", "gelu"]
 

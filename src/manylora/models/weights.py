@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from manylora.models.errors import ModelError
 from manylora.models.fields import Fields
+from manylora.models.spec import ModelError
 from manylora.models.storedrows import StoredRows
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

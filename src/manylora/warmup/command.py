@@ -16,8 +16,8 @@ from manylora.engine.local import LocalEngine
 from manylora.flags import build_settings
 from manylora.main import build_driver
 from manylora.models.config import read_model_config
-from manylora.models.errors import ModelError
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelError
 from manylora.progress import Bar
 from manylora.types import SamplingParams
 from manylora.warmup.random_adapters import write_random_adapters

@@ -29,8 +29,9 @@ from manylora.executor.ranks.start import build_ranks
 from manylora.executor.reader import READERS
 from manylora.flags import build_settings
 from manylora.inspection import shape_of
-from manylora.models.config import ModelConfig, ModelError, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
+from manylora.models.spec import ModelConfig, ModelError
 from manylora.pricing.fit import fit_profile
 from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
 from manylora.pricing.shapes import ModelShape

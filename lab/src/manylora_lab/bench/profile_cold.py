@@ -25,8 +25,8 @@ from manylora.flags import build_settings
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.memory.gates import layer_groups
 from manylora.memory.host import HostPool
-from manylora.models.config import ModelConfig
 from manylora.models.load import resolve_dtype
+from manylora.models.spec import ModelConfig
 from manylora.pricing.cold import fit_cpu, gate_lines, store_read
 from manylora.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
 from manylora_lab.bench.profile_grid import Batch

@@ -396,7 +396,7 @@ def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: Mode
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
     from manylora.inspection import shape_of
     from manylora.models.config import read_model_config
-    from manylora.models.errors import ModelError
+    from manylora.models.spec import ModelError
 
     try:
         return shape_of(read_model_config(Path(model)), Path(model).resolve().name, itemsize)

@@ -68,11 +68,10 @@ from manylora.memory.budget import pool_bytes
 from manylora.memory.host import HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder, RankedModel
-from manylora.models.errors import ModelError
 from manylora.models.load import load_model, resolve_dtype, share_bytes
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
-from manylora.models.spec import ModelConfig
+from manylora.models.spec import ModelConfig, ModelError
 from manylora.protocol import DeviceEvent, ExecutorState, RunStep, StepResult
 
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""What the families with rotary positions, RMSNorm and a gated MLP share in their config.json.
+"""The families with rotary positions, RMSNorm and a gated MLP: how each spells its settings in config.json.
 
-Owns the two on-disk spellings of rope (transformers 4: rope_theta and rope_scaling; 5: rope_parameters) and
-Qwen's choice of sliding-window layers. Knows no family's defaults and computes no table.
+Owns their defaults, the two on-disk spellings of rope (transformers 4: rope_theta and rope_scaling; 5:
+rope_parameters), and Qwen's choice of sliding-window layers. Computes no table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast, get_args
 from manylora.models.fields import Fields
 from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
 
-NAMES = TensorNames(
+_NAMES = TensorNames(
     body="model.",
     final_norm="norm",
     attention_norm="input_layernorm",
@@ -24,7 +24,7 @@ NAMES = TensorNames(
 
 
 @dataclasses.dataclass(frozen=True)
-class Defaults:
+class _Defaults:
     """What transformers' config class of a family fills in for missing fields.
 
     ``num_kv_heads=None``: as many as heads; ``head_dim=None``: hidden_size / heads.
@@ -39,16 +39,16 @@ class Defaults:
     bos_id: int | None = None
 
 
-def num_layers_of(fields: Fields) -> int:
+def _num_layers(fields: Fields) -> int:
     """Decoder layers of these families. Raises ModelError."""
     return fields.integer("num_hidden_layers", 32)
 
 
-def read_rotary(
+def _read_rotary(
     fields: Fields,
     family: str,
     architecture: str,
-    defaults: Defaults,
+    defaults: _Defaults,
     *,
     windows: tuple[int | None, ...] | None = None,
     qkv_bias: bool = False,
@@ -60,7 +60,7 @@ def read_rotary(
     one). Raises ModelError."""
     hidden_size = fields.integer("hidden_size", 4096)
     num_heads = fields.integer("num_attention_heads", 32)
-    num_layers = num_layers_of(fields)
+    num_layers = _num_layers(fields)
     inner = fields.integer("intermediate_size", defaults.intermediate_size)
     num_kv_heads = fields.integer_or_none("num_key_value_heads", defaults.num_kv_heads) or num_heads
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
@@ -69,7 +69,7 @@ def read_rotary(
         fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
     head_dim = _head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
     layer = dense_layer(
-        NAMES,
+        _NAMES,
         hidden=hidden_size,
         queries=num_heads * head_dim,
         keys=num_kv_heads * head_dim,
@@ -83,7 +83,7 @@ def read_rotary(
     return ModelConfig(
         family=family,
         architecture=architecture,
-        names=NAMES,
+        names=_NAMES,
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
         embedding_size=hidden_size,
@@ -93,7 +93,7 @@ def read_rotary(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope=read_rope(fields, max_positions, head_dim),
+        rope=_read_rope(fields, max_positions, head_dim),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
@@ -122,7 +122,7 @@ def _head_dim(
     return head_dim
 
 
-def read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+def _read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     """Rope settings in either spelling, with transformers' precedence. Raises ModelError."""
     empty = Fields({}, fields.origin)
     rope = fields.object_or_none("rope_scaling") or fields.object_or_none("rope_parameters") or empty
@@ -184,10 +184,10 @@ def _read_longrope(rope: Fields, config: RopeConfig, count: int) -> RopeConfig:
     )
 
 
-def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Sliding windows of Qwen 2 and 3: off unless use_sliding_window, then by layer_types or from
     max_window_layers on. Raises ModelError."""
-    window, num_layers = None, num_layers_of(fields)
+    window, num_layers = None, _num_layers(fields)
     if fields.flag("use_sliding_window", False):
         window = fields.integer_or_none("sliding_window", 4096)
     kinds = fields.texts_or_none("layer_types")
@@ -204,3 +204,63 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if window is None and "sliding_attention" in kinds:
         fields.fail("layer_types has sliding_attention, but no sliding window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_llama(fields: Fields) -> ModelConfig:
+    """Read Llama 2 and 3.x, and the many models published under its architecture name. Raises ModelError."""
+    bias = fields.flag("attention_bias", False)
+    return _read_rotary(
+        fields,
+        "llama",
+        "LlamaForCausalLM",
+        _Defaults(
+            vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048, eos_ids=(2,), bos_id=1
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def read_mistral(fields: Fields) -> ModelConfig:
+    """Read Mistral: one sliding window for all layers if the config sets it. Raises ModelError."""
+    return _read_rotary(
+        fields,
+        "mistral",
+        "MistralForCausalLM",
+        _Defaults(
+            vocab_size=32000,
+            intermediate_size=14336,
+            max_position_embeddings=4096 * 32,
+            num_kv_heads=8,
+            eos_ids=(2,),
+            bos_id=1,
+        ),
+        windows=(fields.integer_or_none("sliding_window", 4096),) * _num_layers(fields),
+    )
+
+
+_QWEN = _Defaults(
+    vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32
+)
+
+
+def read_qwen2(fields: Fields) -> ModelConfig:
+    """Read Qwen2 and Qwen2.5: q, k, v have biases, and later layers may slide. Raises ModelError."""
+    windows = _qwen_windows(fields)
+    return _read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _QWEN, windows=windows, qkv_bias=True)
+
+
+def read_qwen3(fields: Fields) -> ModelConfig:
+    """Read Qwen3 (dense): q and k are normalised head by head before rope. Raises ModelError."""
+    bias = fields.flag("attention_bias", False)
+    return _read_rotary(
+        fields,
+        "qwen3",
+        "Qwen3ForCausalLM",
+        dataclasses.replace(_QWEN, head_dim=128),
+        windows=_qwen_windows(fields),
+        qkv_bias=bias,
+        out_bias=bias,
+        has_head_norm=True,
+    )
