@@ -1,4 +1,4 @@
-"""Loops that read adapters, against numpy: places, sizes, types; what is not finite, damaged or cut short."""
+"""Loops that read adapters, against numpy: places, sizes, types; what is not finite or cut short."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.adapters import read_loops
-from manylora.adapters.checksum import NUMBERS, checksums
 from manylora.adapters.values import BITS
 
 KINDS = {str(dtype).removeprefix("torch."): bits for dtype, bits in BITS.items() if dtype.itemsize < 8}
@@ -162,39 +161,3 @@ def test_a_file_that_cannot_be_read_is_seen() -> None:
     last = parts, 2, KINDS["bfloat16"].infinity, 2, read_loops.AS_IT_IS, scratch
     assert not read_loops.read_rows(nowhere, begins, 1, *last)
     assert not read_loops.read_turned(nowhere, begins, 1, 1, *last)
-
-
-class Pieces:
-    """Bytes in a file, places in memory that follow each other there, and the checksums of their pieces."""
-
-    def __init__(self, draw: Callable[[int, int], int]) -> None:
-        random = np.random.default_rng(draw(0, 2**31))
-        self.piece_bytes = 8 * draw(2, 12)
-        lengths = [draw(16, 5 * self.piece_bytes) for _ in range(draw(1, 4))]
-        self.before = draw(0, 20)
-        self.data = random.integers(0, 256, self.before + sum(lengths), dtype=np.uint8)
-        ends = np.cumsum(lengths) + self.before
-        self.parts = [self.data[end - length : end].copy() for end, length in zip(ends, lengths)]
-        self.targets = [np.zeros(length, dtype=np.uint8) for length in lengths]
-
-    def read(self, cut: int = 0) -> bool:
-        places = np.array([(target.ctypes.data, len(target)) for target in self.targets])
-        sums = np.array(
-            [pair for part in self.parts for pair in checksums(part, self.piece_bytes)], dtype=np.uint64
-        )
-        with tempfile.TemporaryFile() as file:
-            file.write(self.data[: len(self.data) - cut].tobytes())
-            file.flush()
-            number = file.fileno()
-            return read_loops.read_pieces(number, self.before, places, self.piece_bytes, NUMBERS, sums)
-
-
-@given(data=st.data())
-def test_pieces_with_their_checksums(data: st.DataObject) -> None:
-    case = Pieces(lambda least, most: data.draw(st.integers(least, most)))
-    assert case.read()
-    assert all(map(np.array_equal, case.targets, case.parts))
-    assert not case.read(cut=1)
-    place = data.draw(st.integers(case.before, len(case.data) - 1))
-    case.data[place] ^= data.draw(st.integers(1, 255))
-    assert not case.read(), "one byte is damaged"

@@ -1,4 +1,4 @@
-"""Loops that read parts of an adapter's file, or of a packed one, into pages, without the interpreter: threads
+"""Loops that read parts of an adapter's file into pages, without the interpreter: threads
 that read beside each other, and beside the step loop, would wait for it at every call.
 
 They say whether all went well, and nothing else: where it did not, or where they are not compiled yet, the same is
@@ -44,7 +44,6 @@ def prepare() -> None:
     scratch = np.zeros(0, dtype=np.uint64)
     read_rows(0, nothing, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
     read_turned(0, nothing, 0, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
-    read_pieces(0, 0, np.zeros((0, 2), dtype=np.int64), 8, scratch, np.zeros((0, 2), dtype=np.uint64))
     _is_ready.set()
 
 
@@ -275,42 +274,3 @@ def _turn_fours(source: Any, target: Any, width: int, rows: int, length: int, st
                 target[to + stride] = (ab_odd & low) | (cd_odd << two)
                 target[to + 2 * stride] = (ab >> two) | (cd & ~low)
                 target[to + 3 * stride] = (ab_odd >> two) | (cd_odd & ~low)
-
-
-@loop
-def read_pieces(file: int, begin: int, places: Ints, piece_bytes: int, numbers: Words, sums: Words) -> bool:
-    """Fill ``places`` int64 [N, 2] in memory, addresses and bytes, one after the other from ``begin`` on: whether
-    all was there, with these checksums.
-
-    ``sums`` uint64 [M, 2]: of the places' pieces; a place's last may be shorter than ``piece_bytes``. ``numbers``
-    uint64: those that words are multiplied by (``checksum``).
-    """
-    piece = 0
-    for place in range(len(places)):
-        address, left = places[place]
-        while left > 0:
-            size = min(left, piece_bytes)
-            if not _filled(file, begin, address, size):
-                return False
-            first, second = _sums(address, size, numbers)
-            if first != sums[piece, 0] or second != sums[piece, 1]:
-                return False
-            begin, address, left, piece = begin + size, address + size, left - size, piece + 1
-    return True
-
-
-@loop
-def _sums(address: int, num_bytes: int, numbers: Words) -> tuple[np.uint64, np.uint64]:
-    """See ``checksum``."""
-    count, half = num_bytes // 8, np.uint64(32)
-    words = numba.carray(_memory(address), count, np.uint64)
-    first, second = np.uint64(0), np.uint64(0)
-    for place in range(count):
-        first += words[place] * numbers[place]
-    for place in range(count - 1):
-        second += ((words[place] >> half) | (words[place + 1] << half)) * numbers[place]
-    rest, shift = np.uint64(0), np.uint64(0)
-    for byte in numba.carray(_memory(address + 8 * count), num_bytes - 8 * count, np.uint8):
-        rest |= np.uint64(byte) << shift
-        shift += np.uint64(8)
-    return np.uint64(first + rest * numbers[count]), second

@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from manylora.adapters.registry import Registry
-from manylora.adapters.store import AdapterStore
-from manylora.adapters.storefolder import StoreFolder, open_store_folder
 from manylora.adapters.textcheck import TextCheck
 from manylora.config import (
     CacheSettings,
@@ -84,11 +82,10 @@ def build_worker(
     """
     plan = _planned(settings)
     settings, device, max_rank = plan.settings, plan.device, plan.settings.adapters.max_adapter_rank
-    store_folder = open_store_folder(settings.adapters)
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs != "off"
     decoder = _loaded(plan, progress, waits_for_loops)
-    worker, host, limits, copy = _with_pools(plan, decoder, store_folder, registry_path, pads_steps)
+    worker, host, limits, copy = _with_pools(plan, decoder, registry_path, pads_steps)
     with compiling_ahead(device.torch_device) as rehearse:
         if pads_steps:
             worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, capture_progress, rehearse)
@@ -168,11 +165,7 @@ def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None, waits_for_
 
 
 def _with_pools(
-    plan: _Plan,
-    decoder: Decoder,
-    store_folder: StoreFolder | None,
-    registry_path: Path | None,
-    pads_steps: bool,
+    plan: _Plan, decoder: Decoder, registry_path: Path | None, pads_steps: bool
 ) -> tuple[Worker, HostPool, PolicyConfig, CopyOfWeights]:
     """The worker with its pools, what the policy may use of them, and the copy of the base's weights."""
     settings, device, page, dtype = plan.settings, plan.device, plan.page, plan.dtype
@@ -199,7 +192,6 @@ def _with_pools(
         Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
-        None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),
         cache.copy_limit,
     )
     if merge.is_on:

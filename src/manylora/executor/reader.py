@@ -6,7 +6,6 @@ only tells what has landed on the device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -22,10 +21,8 @@ from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into, load_parts
 from manylora.adapters.peft import AdapterSpec
-from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.devices.device import Device, PageWriter
 from manylora.executor.arrivals import Arrivals, Groups
-from manylora.executor.keeper import Keeper
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -38,9 +35,6 @@ READERS = 2
 _MOST_HELPERS = 7
 """Loops do not wait for the interpreter, so more threads take less time. Single calls, which serve until loops are
 compiled, do: by them 80 MB take 33 ms alone, 20 with two or three helpers, 25 with six (16 cores)."""
-
-_LEAST_STORE_HELPERS = 3
-"""What has been packed takes few calls; one thread alone does not keep a disk busy."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +77,10 @@ class AdapterReader:
         device: Device,
         landed: Callable[[Landed], None],
         inspect_again: Callable[[AdapterId, AdapterSpec, WrongInspection], AdapterSpec],
-        store: AdapterStore | None = None,
     ) -> None:
         """``landed`` is called on a reading thread, before the ``done`` of a read into device pages.
 
         ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
-        ``store``: where packed adapters are kept, if anywhere. The reader closes it.
         """
         self._arena = arena
         self._host = host
@@ -97,16 +89,11 @@ class AdapterReader:
         self._note_landed = landed
         self._inspect_again = inspect_again
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._helpers = self._store_helpers = NO_HELPERS
+        self._helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
-        cores = max(0, (os.cpu_count() or 1) // 2 - READERS)
-        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_HELPERS)
-        if count := max(for_store, min(cores, _MOST_HELPERS)):
-            helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
-            self._helpers = Helpers(helping, min(cores, _MOST_HELPERS))
-            self._store_helpers = Helpers(helping, for_store)
-        self._store = store
-        self._keeper = None if store is None else Keeper(store)
+        count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
+        if count > 0:
+            self._helpers = Helpers(ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count)
         self._closing = False
         if not read_loops.are_ready():
             self._threads.submit(_prepare_loops)
@@ -132,14 +119,6 @@ class AdapterReader:
         self._threads.shutdown(wait=True)
         if self._helpers.threads is not None:
             self._helpers.threads.shutdown(wait=True)
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._store is not None:
-            self._store.close()
-
-    def store_counts(self) -> StoreCounts:
-        """From any thread."""
-        return StoreCounts() if self._store is None else self._store.counts()
 
     def _run(
         self,
@@ -150,20 +129,17 @@ class AdapterReader:
         arrivals: Arrivals | None,
     ) -> None:
         began = time.perf_counter()
-        error, is_at_fault, is_kept = "", False, False
+        error, is_at_fault = "", False
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            with contextlib.nullcontext() if self._keeper is None else self._keeper.reading():
-                try:
-                    is_kept = self._read(spec, command, writer, arrivals)
-                except WrongInspection as failure:  # raised before anything is written
-                    if arrivals is not None:
-                        arrivals.give_up()  # its entry was made by what was not so
-                    spec = self._inspect_again(command.adapter, spec, failure)
-                    is_kept = self._read(spec, command, writer, None)
-            if not is_kept and self._keeper is not None:
-                self._keeper.keep(spec)
+            try:
+                self._read(spec, command, writer, arrivals)
+            except WrongInspection as failure:  # raised before anything is written
+                if arrivals is not None:
+                    arrivals.give_up()  # its entry was made by what was not so
+                spec = self._inspect_again(command.adapter, spec, failure)
+                self._read(spec, command, writer, None)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -176,27 +152,26 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         if error and arrivals is not None:
             arrivals.give_up()
-        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault, is_kept and not error))
+        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
         if arrivals is not None:
             arrivals.answer()
 
     def _read(
         self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None, arrivals: Arrivals | None
-    ) -> bool:
-        """Whether the store had it."""
+    ) -> None:
         layout = layout_of(spec, self._geometry)
         self._check_open()
         if writer is None:
-            return self._read_to_host(spec, layout, command, arrivals)
+            self._read_to_host(spec, layout, command, arrivals)
+            return
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
         try:
-            is_kept = self._read_to_device(spec, layout, command, writer, arrivals)
+            self._read_to_device(spec, layout, command, writer, arrivals)
         finally:
             # Also after a failure: the pages go to others, which a late write must not meet.
             writer.close()
         if arrivals is None:
             self._note_landed(landed)
-        return is_kept
 
     def _read_to_device(
         self,
@@ -205,19 +180,16 @@ class AdapterReader:
         command: ReadAdapter,
         writer: PageWriter,
         arrivals: Arrivals | None,
-    ) -> bool:
+    ) -> None:
         if arrivals is not None:
-            return self._read_groups(spec, layout, command, writer, arrivals)
+            self._read_groups(spec, layout, command, writer, arrivals)
+            return
 
         def write_page(number: int, image: torch.Tensor) -> None:
             self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
 
-        store, helpers = self._store, self._store_helpers
-        if store is not None and store.read(spec, layout, write_page, self._check_open, helpers):
-            return True
         load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-        return False
 
     def _read_groups(
         self,
@@ -226,7 +198,7 @@ class AdapterReader:
         command: ReadAdapter,
         writer: PageWriter,
         arrivals: Arrivals,
-    ) -> bool:
+    ) -> None:
         """To the device, all pages' first layers first."""
         slab_bytes = self._geometry.page.slab_bytes
 
@@ -238,16 +210,12 @@ class AdapterReader:
         def arrived(num_bytes: int) -> None:
             arrivals.arrived(num_bytes // slab_bytes, writer.landing())
 
-        store, helpers = self._store, self._store_helpers
-        if store is not None and store.read_parts(spec, layout, write, arrived, self._check_open, helpers):
-            return True
         dtype = self._arena.dtype
         load_parts(spec, layout, self._geometry, dtype, write, arrived, arrivals.groups, self._helpers)
-        return False
 
     def _read_to_host(
         self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, arrivals: Arrivals | None
-    ) -> bool:
+    ) -> None:
         slab_bytes = self._geometry.page.slab_bytes
         groups: Groups = ()
         told = None
@@ -259,12 +227,8 @@ class AdapterReader:
                 told(num_bytes // slab_bytes, lambda: None)
 
         pages = [self._host.page(page) for page in command.pages]
-        store, helpers, check = self._store, self._store_helpers, self._check_open
-        if store is not None and store.read_into(spec, layout, pages, check, helpers, told and arrived):
-            return True
-        dtype = self._host.dtype
+        dtype, check = self._host.dtype, self._check_open
         load_into(spec, layout, self._geometry, dtype, pages, check, self._helpers, groups, arrived)
-        return False
 
     def _check_open(self) -> None:
         if self._closing:
