@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from manylora.adapters import read_loops
 from manylora.adapters.blocks import Block, Buffer, Matrices, fill_by_loops
 from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
 from manylora.adapters.peft import AdapterSpec, Side
@@ -262,9 +261,7 @@ class _Loader:
         sides = [*self._sides(images, first_page)]
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
         slab_bytes = self.geometry.page.slab_bytes
-        job_bytes = _JOB_BYTES
-        if read_loops.are_ready():
-            job_bytes = max(job_bytes, len(images) * self.geometry.page.page_bytes // _MOST_JOBS)
+        job_bytes = max(_JOB_BYTES, len(images) * self.geometry.page.page_bytes // _MOST_JOBS)
         stages = Stages[_Scratch](lambda count: arrived(groups[count - 1][1] * slab_bytes))
         jobs: list[_Job] = []
         for stage, (begin, end) in enumerate(groups):
@@ -339,7 +336,7 @@ class _Loader:
         tensors = [self.weights.tensor(index, layer, side) for layer in layers]
         cut = self.geometry.cut(index)
         stored_as = {TORCH_DTYPES[stored.dtype] for _, stored in tensors}
-        if read_loops.are_ready() and len(stored_as) == 1:
+        if len(stored_as) == 1:
             whole = Matrices(side, cut, next(iter(stored_as)), [stored for _, stored in tensors])
             if fill_by_loops(self.weights.file.fileno(), whole, parts, self.dtype, scratch.words):
                 return

@@ -7,7 +7,6 @@ done by calls that find out why. Owns whether they are compiled. No torch here.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numba
@@ -35,8 +34,6 @@ _pread: Any = types.ExternalFunction(
     "pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64)
 )
 
-_is_ready = threading.Event()
-
 
 def prepare() -> None:
     """Compile them, or load what an earlier run has compiled, on the calling thread."""
@@ -44,12 +41,6 @@ def prepare() -> None:
     scratch = np.zeros(0, dtype=np.uint64)
     read_rows(0, nothing, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
     read_turned(0, nothing, 0, 0, parts, 0, 0, 2, AS_IT_IS, scratch)
-    _is_ready.set()
-
-
-def are_ready() -> bool:
-    """Whether ``prepare`` is over."""
-    return _is_ready.is_set()
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba has no types

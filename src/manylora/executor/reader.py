@@ -33,8 +33,7 @@ READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
 
 _MOST_HELPERS = 7
-"""Loops do not wait for the interpreter, so more threads take less time. Single calls, which serve until loops are
-compiled, do: by them 80 MB take 33 ms alone, 20 with two or three helpers, 25 with six (16 cores)."""
+"""Loops do not wait for the interpreter, so more threads take less time."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +58,6 @@ class _Closing(Exception):
     """The reader is being closed."""
 
 
-def _prepare_loops() -> None:
-    try:
-        read_loops.prepare()
-    except Exception:
-        _log.exception("adapters are read without compiled loops, which takes longer")
-
-
 class AdapterReader:
     """Reads in the background. ``start`` and ``close`` belong to the step loop's thread."""
 
@@ -82,6 +74,7 @@ class AdapterReader:
 
         ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
         """
+        read_loops.prepare()
         self._arena = arena
         self._host = host
         self._geometry = geometry
@@ -95,8 +88,6 @@ class AdapterReader:
         if count > 0:
             self._helpers = Helpers(ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count)
         self._closing = False
-        if not read_loops.are_ready():
-            self._threads.submit(_prepare_loops)
 
     def start(
         self,
