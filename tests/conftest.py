@@ -57,11 +57,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _kept_loops() -> None:
     """Loops are compiled before the first test: else the first engines wait for them."""
-    from manylora.adapters import read_loops
+    from manylora.adapters import loops
     from manylora.kernels.cpu_compiled import CompiledOps
 
     CompiledOps()
-    read_loops.prepare()
+    loops.prepare()
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
-from manylora.adapters.textcheck import TextCheck
 from manylora.config import (
     CacheSettings,
     ColdStartConfig,

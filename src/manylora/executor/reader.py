@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from manylora.adapters import read_loops
-from manylora.adapters.faults import FilesChanged, WrongInspection
+from manylora.adapters import loops
+from manylora.adapters.files import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into, load_parts
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
-from manylora.executor.arrivals import Arrivals, Groups
+from manylora.executor.arrivals import Arrivals
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -68,19 +68,14 @@ class AdapterReader:
         geometry: AdapterGeometry,
         device: Device,
         landed: Callable[[Landed], None],
-        inspect_again: Callable[[AdapterId, AdapterSpec, WrongInspection], AdapterSpec],
     ) -> None:
-        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages.
-
-        ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
-        """
-        read_loops.prepare()
+        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages."""
+        loops.prepare()
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
         self._note_landed = landed
-        self._inspect_again = inspect_again
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         self._helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
@@ -98,7 +93,7 @@ class AdapterReader:
     ) -> None:
         """Read into the command's pages; ``done`` is called once.
 
-        ``spec`` None stands for an unknown adapter. ``arrivals``: of a read in groups; its table entry is made
+        ``spec`` None stands for an unknown adapter. ``arrivals``: of one that is awaited; its table entry is made
         already. Raises RuntimeError after ``close``; then ``done`` is not called.
         """
         writer = self._device.page_writer() if command.tier == "device" else None
@@ -124,13 +119,7 @@ class AdapterReader:
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            try:
-                self._read(spec, command, writer, arrivals)
-            except WrongInspection as failure:  # raised before anything is written
-                if arrivals is not None:
-                    arrivals.give_up()  # its entry was made by what was not so
-                spec = self._inspect_again(command.adapter, spec, failure)
-                self._read(spec, command, writer, None)
+            self._read(spec, command, writer, arrivals)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -150,76 +139,29 @@ class AdapterReader:
     def _read(
         self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None, arrivals: Arrivals | None
     ) -> None:
-        layout = layout_of(spec, self._geometry)
+        layout, num_layers = layout_of(spec, self._geometry), self._geometry.page.layers
         self._check_open()
         if writer is None:
-            self._read_to_host(spec, layout, command, arrivals)
+            pages = [self._host.page(page) for page in command.pages]
+            load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+            if arrivals is not None:
+                arrivals.arrived(num_layers, lambda: None)
             return
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
-        try:
-            self._read_to_device(spec, layout, command, writer, arrivals)
-        finally:
-            # Also after a failure: the pages go to others, which a late write must not meet.
-            writer.close()
-        if arrivals is None:
-            self._note_landed(landed)
-
-    def _read_to_device(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals | None,
-    ) -> None:
-        if arrivals is not None:
-            self._read_groups(spec, layout, command, writer, arrivals)
-            return
 
         def write_page(number: int, image: torch.Tensor) -> None:
             self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
 
-        load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-
-    def _read_groups(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals,
-    ) -> None:
-        """To the device, all pages' first layers first."""
-        slab_bytes = self._geometry.page.slab_bytes
-
-        def write(number: int, begin: int, part: np.ndarray) -> None:
-            self._check_open()
-            page = self._arena.run(command.pages[number], 1)
-            writer.write(page[begin : begin + len(part)], torch.from_numpy(part))
-
-        def arrived(num_bytes: int) -> None:
-            arrivals.arrived(num_bytes // slab_bytes, writer.landing())
-
-        dtype = self._arena.dtype
-        load_parts(spec, layout, self._geometry, dtype, write, arrived, arrivals.groups, self._helpers)
-
-    def _read_to_host(
-        self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, arrivals: Arrivals | None
-    ) -> None:
-        slab_bytes = self._geometry.page.slab_bytes
-        groups: Groups = ()
-        told = None
-        if arrivals is not None:
-            groups, told = arrivals.groups, arrivals.arrived
-
-        def arrived(num_bytes: int) -> None:
-            if told is not None:
-                told(num_bytes // slab_bytes, lambda: None)
-
-        pages = [self._host.page(page) for page in command.pages]
-        dtype, check = self._host.dtype, self._check_open
-        load_into(spec, layout, self._geometry, dtype, pages, check, self._helpers, groups, arrived)
+        try:
+            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
+            if arrivals is not None:
+                arrivals.arrived(num_layers, writer.landing())
+        finally:
+            # Also after a failure: the pages go to others, which a late write must not meet.
+            writer.close()
+        if arrivals is None:
+            self._note_landed(landed)
 
     def _check_open(self) -> None:
         if self._closing:

@@ -141,9 +141,7 @@ class Worker:
         # Where steps are run and not launched, they would hold up what is put off.
         self._copier = Copier(arena, host, device, copy_limit, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
-        self._reader = AdapterReader(
-            arena, host, geometry, device, self._coming.landed.append, self.inspections.again
-        )
+        self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)
 
     # ------------------------------------------------------------ the door
 
