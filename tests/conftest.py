@@ -56,12 +56,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kept_loops() -> None:
-    """Loops for the CPU are compiled before the first test: else engines have a compiler beside them at first."""
-    from manylora.kernels import compiled
+    """Loops are compiled before the first test: else the first engines wait for them."""
+    from manylora.adapters import loops
     from manylora.kernels.cpu_compiled import CompiledOps
 
-    if not compiled.are_kept():
-        CompiledOps()
+    CompiledOps()
+    loops.prepare()
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ HELD_BY = {
     "metrics_key": "metrics_key",
     "max_waiting": "max_waiting", "max_connections": "max_connections", "max_body_size": "max_body_size",
     "journal": "journal", "journal_rotate": "journal_part_bytes",
-    "adapter_store": "adapters.store", "adapter_store_size": "adapters.store_bytes",
     "scheduling_policy": "scheduler.queue.scheduling_policy",
     "priority_floor": "scheduler.queue.priority_floor", "priority_age": "scheduler.queue.priority_age_s",
     "fairness": "scheduler.queue.fairness", "fair_by": "scheduler.queue.fair_by",
@@ -61,7 +60,7 @@ HELD_BY = {
 _DLORA, _MANYLORA = {"merge": "dlora"}, {"merge": "manylora"}
 _PRIORITY, _VTC = {"scheduling_policy": "priority"}, {"fairness": "vtc"}
 BESIDE: dict[str, dict[str, Any]] = {
-    "journal_rotate": {"journal": "j"}, "adapter_store_size": {"adapter_store": "s"},
+    "journal_rotate": {"journal": "j"},
     "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
     "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
@@ -83,7 +82,6 @@ SIZES = {
     "host_pool": 0,
     "max_body_size": 1,
     "journal_rotate": 4096,
-    "adapter_store_size": 1,
     "copy_limit": 1,
 }
 """With the least that each may be."""
@@ -137,7 +135,6 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("gpu_memory_utilization", "0.9", 0.9), ("gpu_memory_utilization", 1, 1.0)]
     found += [("uds", "x", "x"), ("root_path", "", ""), ("root_path", "/a/b", "/a/b")]
     found += [("api_key_file", KEYS, KEYS), ("api_key_file", Path(KEYS), KEYS)]
-    found += [("adapter_store", "x", "x"), ("adapter_store", Path("a/b"), "a/b")]
     found += [("api_key", "k", ("k",)), ("api_key", ["k", "l"], ("k", "l")), ("api_key", ("k",), ("k",))]
     found += [("allowed_hosts", each, (each,)) for each in ("*", "a.example,*.b.example", "[::1]", "::1")]
     found += [("api_key", [], ()), ("adapter", [], ()), ("adapter", "a=b=c", (("a", "b=c"),))]
@@ -179,14 +176,14 @@ def refused() -> list[tuple[str, Any]]:
         )
     for name in (*CHOICES, "admission", "cache_policy"):
         found += each(name, "", "AUTO", "x", "a:b:c", 1, True, [], ["auto"])
-    for name in (*TEXTS, "adapter_dir", "adapter_store"):
+    for name in (*TEXTS, "adapter_dir"):
         found += each(name, 1, True, 0.0, ["x"], {})
     for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft", "priority_age"):
         found += each(name, 0, False, -1, "0", "x", "", NAN, INF, 10**400, "nan", "inf", [1], {})
     found += each("drain_timeout", -1, "-0.1", NAN, INF, "x", [])
     found += each("cache_adapter_share", 0, 1, True, NAN, INF, "x", -0.1, [])
     found += each("pipeline_depth", 0, 3) + each("slo_ttft", 0.5) + each("admission", "early-abort")
-    found += each("adapter_dir", "no/such/folder") + each("adapter_store", "", " ")
+    found += each("adapter_dir", "no/such/folder")
     found += each("priority_floor", *NO_WHOLE_NUMBERS, 1, "1", -(2**31) - 1, INF)
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])

@@ -35,8 +35,9 @@ ROOMS: dict[str, set[str]] = {
     "devices": BOTTOM,
     "kernels": BOTTOM | {"devices", "processes"},
     "memory": BOTTOM | {"devices", "kernels"},
-    "models": BOTTOM | {"devices", "kernels"},
-    "adapters": BOTTOM | {"devices", "kernels", "text"},
+    "tensorfile": set(),
+    "models": BOTTOM | {"devices", "kernels", "tensorfile"},
+    "adapters": BOTTOM | {"devices", "kernels", "tensorfile", "text"},
     "assist": BOTTOM | {"processes"},
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
     "text": {"types", "engine.client"},
@@ -63,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "outputs": {"engine.client", "text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
-    "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},
+    "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing", "tensorfile"},
     "cli": {
         "_version",
         "aliases",

@@ -153,7 +153,10 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "adapter_store": "adapters are always read from their own files",
+    "adapter_store_size": "adapters are always read from their own files",
+}
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}

@@ -86,13 +86,11 @@ def build_driver(
     shows_progress: bool = False,
     wrap: Callable[[Executor], Executor] | None = None,
     has_all_adapters: bool = True,
-    waits_for_loops: bool = True,
 ) -> Driver:
     """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights.
 
     ``wrap``: gives the executor that the driver is to have for the one that runs the steps.
-    ``has_all_adapters``: False where the caller adds others before anything is served. ``waits_for_loops``: as of
-    ``build_worker``.
+    ``has_all_adapters``: False where the caller adds others before anything is served.
     """
     check_named_adapters(settings)  # first: a bad adapter must not cost a model load
     from manylora.executor.build import build_worker  # brings torch
@@ -118,7 +116,6 @@ def build_driver(
                     settings,
                     progress=progress,
                     capture_progress=Bar("capturing steps", "step") if shows_progress else None,
-                    waits_for_loops=waits_for_loops,
                 )
         except ModelError as error:
             raise ConfigError(str(error)) from error
@@ -454,7 +451,7 @@ def run_engine(fd: int) -> int:
     threading.Thread(target=_end_with_server, args=(sock, is_up), daemon=True).start()
     sender = service.Sender(sock)
     try:
-        driver = build_driver(start.settings, shows_progress=True, waits_for_loops=False)
+        driver = build_driver(start.settings, shows_progress=True)
     except ConfigError as error:
         sender.send(wire.Failed(str(error), is_user_error=True))
         sender.close()

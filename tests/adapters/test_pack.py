@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.faults import FilesChanged
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, FilesChanged
 from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import (
@@ -27,8 +26,6 @@ from tests.adapters.tiny import (
     make,
     pack,
 )
-
-pytestmark = pytest.mark.usefixtures("either_way")
 
 KINDS: dict[str, dict[str, Any]] = {
     "list": {"r": 4, "lora_alpha": 12},

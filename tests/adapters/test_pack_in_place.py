@@ -17,8 +17,6 @@ from manylora.adapters.pack import layout_of, load_adapter, load_into
 from manylora.kernels.shapes import AdapterGeometry
 from tests.adapters.tiny import edit_tensors, geometry, inspect, make
 
-pytestmark = pytest.mark.usefixtures("either_way")
-
 
 def handed_over(folder: Path, shape: AdapterGeometry, dtype: torch.dtype) -> torch.Tensor:
     spec = inspect(folder, shape)
@@ -67,7 +65,6 @@ def test_the_bytes_are_the_same(
     make(tmp_path, **settings)
     shape = geometry(page_tokens=page_tokens)
     monkeypatch.setattr(pack_module, "WINDOW_BYTES", 3 * shape.page.page_bytes)
-    monkeypatch.setattr(pack_module, "_TILE_ELEMENTS", 40)
     expected = handed_over(tmp_path, shape, torch.float32)
     assert bool(torch.isfinite(expected).all())
     assert torch.equal(in_place(tmp_path, shape, torch.float32, helpers), expected)

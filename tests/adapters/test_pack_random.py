@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manylora.adapters import pack as pack_module
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import cell_offsets, layout_of, load_adapter, load_into
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec
+from manylora.adapters.peft import AdapterSpec
 from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
-
-pytestmark = pytest.mark.usefixtures("either_way")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -129,8 +128,6 @@ def test_pages_are_those_of_the_reference(
         shape = random_cut(shape, random)
     layout = layout_of(spec, shape)
     monkeypatch.setattr(pack_module, "_JOB_BYTES", int(random.choice([1, 4000, 2**20])))
-    monkeypatch.setattr(pack_module, "_TILE_ELEMENTS", int(random.choice([1, 100, 32768])))
-    monkeypatch.setattr(pack_module, "_MOST_DIRECT_RANK", int(random.choice([0, 4, 32])))
     monkeypatch.setattr(pack_module, "WINDOW_BYTES", int(random.integers(1, 6)) * shape.page.page_bytes)
     expected = plain_pages(spec, shape, dtype)
     pages = list(torch.full_like(expected, float("nan")).unbind())

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.adapters import patterns
-from manylora.adapters.patterns import Patterns, first_matches
+from manylora.adapters import loraconfig
+from manylora.adapters.loraconfig import Patterns, first_matches
 from manylora.protocol import AdapterError
 
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -82,13 +82,13 @@ def test_hostile_expressions_end(expression: str) -> None:
 
 
 def test_a_process_that_gets_no_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_MOST_WALL_S", 0.001)
+    monkeypatch.setattr(loraconfig, "_MOST_WALL_S", 0.001)
     with pytest.raises(AdapterError, match="too much time or memory"):
         first([r"\w+unseen"])
 
 
 def test_sets_of_expressions_have_bounds() -> None:
-    for keys in ([f"a{n}" for n in range(patterns.MOST_PATTERNS + 1)], ["a" * patterns.MOST_CHARACTERS, "b"]):
+    for keys in ([f"a{n}" for n in range(loraconfig.MOST_PATTERNS + 1)], ["a" * loraconfig.MOST_CHARACTERS, "b"]):
         with pytest.raises(AdapterError, match="more than"):
             first(keys)
 

@@ -21,12 +21,14 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from peft.utils.other import get_pattern_key
 
+from manylora import tensorfile
+from manylora.adapters import files
 from manylora.adapters import peft as peft_module
-from manylora.adapters import tensorfile
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.loraconfig import read_config
 from manylora.adapters.pack import layout_of, load_adapter
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec, inspect_adapter
-from manylora.adapters.report import describe, render
+from manylora.adapters.peft import AdapterSpec, inspect_adapter
+from manylora.inspection import describe, render
 from manylora.protocol import AdapterError
 from tests.adapters.test_patterns import HOSTILE
 from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
@@ -462,9 +464,9 @@ def test_dimensions_that_no_file_can_have_are_not_multiplied(adapter: Path) -> N
 
 def test_a_header_has_bounds(adapter: Path) -> None:
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    (adapter / WEIGHTS_NAME).write_bytes(header({str(i): empty for i in range(tensorfile.MOST_TENSORS + 1)}))
+    (adapter / WEIGHTS_NAME).write_bytes(header({str(i): empty for i in range(files.MOST_TENSORS + 1)}))
     assert seconds_to_refuse(adapter, "16385 tensors are more than any adapter needs") < 5
-    (adapter / WEIGHTS_NAME).write_bytes(header(b" " * (tensorfile.LARGEST_HEADER_BYTES + 1)))
+    (adapter / WEIGHTS_NAME).write_bytes(header(b" " * (tensorfile.MOST_HEADER_BYTES["adapter"] + 1)))
     assert seconds_to_refuse(adapter, "header of 2097153 bytes is more than any adapter needs") < 5
 
 

@@ -18,11 +18,11 @@ import pytest
 
 from manylora.adapters import peft as peft_module
 from manylora.adapters import registry as registry_module
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, read_tensors
+from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry, default_path, fingerprint
-from manylora.adapters.tensorfile import StoredTensor, read_header
-from manylora.adapters.textcheck import TextCheck
 from manylora.protocol import AdapterError
+from manylora.tensorfile import StoredTensor
 from tests.adapters.tiny import PREFIX, edit_config, geometry, inspect, make
 from tests.text import made
 
@@ -46,9 +46,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def noted(path: Path) -> dict[str, StoredTensor]:
         seen.append(path)
-        return read_header(path)
+        return read_tensors(path)
 
-    monkeypatch.setattr(peft_module, "read_header", noted)
+    monkeypatch.setattr(peft_module, "read_tensors", noted)
     return seen
 
 
@@ -107,7 +107,7 @@ def test_models_do_not_share_entries(adapter: Path, tmp_path: Path) -> None:
 
 
 def test_caches_of_models_with_equal_layers_stay_valid() -> None:
-    assert fingerprint(geometry(), PREFIX) == "4207ef9c9cfae46268b42e97ced05453"
+    assert fingerprint(geometry(), PREFIX) == "790e48d86d524dec48517b00157a3e1f"
 
 
 @pytest.mark.parametrize("damage", ["garbage", "truncated", "middle", "row", "empty", "other table"])
@@ -143,75 +143,12 @@ def test_a_damaged_database_is_no_error(damage: str, adapter: Path, tmp_path: Pa
         cache.close()
 
 
-FORGERIES: list[dict[str, object]] = [
-    {"ranks": "boom"}, {"ranks": None}, {"ranks": [[4, 4, 4]]}, {"ranks": [[-4] * 3] + [[0] * 3] * 6},
-    {"ranks": [[4.5] * 3] + [[0] * 3] * 6}, {"ranks": [[True] * 3] + [[0] * 3] * 6}, {"ranks": [[10**30] * 3] * 7},
-    {"ranks": [[4, 4]] * 7}, {"ranks": [[0] * 3] * 7}, {"scales": [[None] * 3] * 7}, {"scales": [["2"] * 3] * 7},
-    {"scales": [[float("inf")] * 3] * 7}, {"scales": []}, {"rank": "4"}, {"rank": 0}, {"rank": 5}, {"rank": [4]},
-    {"path": "/elsewhere"}, {"path": 3}, {"layer_prefix": "decoder.layers"}, {"layer_prefix": None},
-    {"modules": "self_attn.q_proj"}, {"modules": []}, {"modules": [3]}, {"weights": {}}, {"weights": 3},
-    {"weights": {"size_bytes": 5, "mtime_ns": 7}}, {"config": {"size_bytes": "5", "mtime_ns": 7}}, {"dtype": 3},
-    {"base_model": []}, {"use_rslora": "no"}, {"key_prefix": 1}, {"key_infix": None},
-]  # fmt: skip
-
-
-def forge(path: Path, changes: dict[str, object]) -> None:
-    """Write other things into every row of a database."""
-    table = registry_module._TABLE
-    with sqlite3.connect(path) as connection:
-        for key, text in connection.execute(f"SELECT path, spec FROM {table}").fetchall():
-            spec = json.dumps(json.loads(text) | changes)
-            connection.execute(f"UPDATE {table} SET spec = ? WHERE path = ?", (spec, key))
-    connection.close()
-
-
-@pytest.mark.parametrize("changes", FORGERIES, ids=str)
-def test_a_row_that_cannot_be_is_inspected_again(
-    changes: dict[str, object], adapter: Path, tmp_path: Path, reads: list[Path]
-) -> None:
-    path = tmp_path / "x.sqlite"
-    expected = registry(path).inspect(adapter)
-    forge(path, changes)
-    cache = registry(path)
-    assert cache.inspect(adapter) == expected
-    assert cache.inspect(adapter) == expected
-    assert len(reads) == 2, "the row is right again"
-
-
-def test_a_row_that_proved_wrong_is_replaced(adapter: Path, tmp_path: Path, reads: list[Path]) -> None:
-    path = tmp_path / "x.sqlite"
-    expected = registry(path).inspect(adapter)
-    forge(path, {"ranks": [[5] * 3] + [[0] * 3] * 6, "rank": 5})
-    assert registry(path).inspect(adapter).rank == 5, "nothing tells by the row alone"
-    assert registry(path).inspect(adapter, anew=True) == expected
-    assert registry(path).inspect(adapter) == expected
-    assert len(reads) == 2
-
-
 def test_a_path_that_is_no_text_is_remembered_too(adapter: Path, tmp_path: Path, reads: list[Path]) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     shutil.copytree(adapter, folder)
     cache = registry(tmp_path / "x.sqlite")
     assert cache.inspect(folder) == cache.inspect(folder)
     assert len(reads) == 1
-
-
-@pytest.mark.parametrize("damage", ["garbage", "other columns"])
-def test_a_rebuilt_database_works_again(
-    damage: str, adapter: Path, tmp_path: Path, reads: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "x.sqlite"
-    if damage == "garbage":
-        path.write_bytes(b"not a database, and long enough to look like one" * 100)
-    else:
-        with sqlite3.connect(path) as connection:
-            connection.execute(f"CREATE TABLE {registry_module._TABLE} (other INTEGER)")
-        connection.close()
-    cache = registry(path)
-    cache.inspect(adapter)
-    cache.inspect(adapter)
-    assert len(reads) == 1
-    assert len(caplog.records) == 1
 
 
 def test_a_place_that_cannot_be_used_is_no_error(
@@ -244,18 +181,20 @@ def test_a_locked_database_is_left_alone(
 
 
 def test_two_that_make_the_database_at_once_wait_for_each_other(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ranks of one model start together."""
     path = tmp_path / "x.sqlite"
-    other = sqlite3.connect(path, isolation_level=None)
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     other.execute("CREATE TABLE what_it_makes (x)")
-    monkeypatch.setattr(time, "sleep", lambda _: other.execute("COMMIT"))
+    ending = threading.Timer(0.2, other.execute, ("COMMIT",))
+    ending.start()
     cache = registry(path)
     assert cache.inspect(adapter).rank == 4
+    ending.join()
+    other.close()
     assert not caplog.records
-    assert path.with_name("x.sqlite-wal").exists()
 
 
 def test_a_read_only_database_is_read(

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.adapters import verify
-from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME
-from manylora.adapters.verify import verify_weights
+from manylora.adapters import pack
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, FilesChanged
+from manylora.adapters.pack import verify_weights
 from manylora.protocol import AdapterError
 from tests.adapters.tiny import HIDDEN, edit_tensors, geometry, inspect, make
 
@@ -33,7 +32,7 @@ def test_good_weights_pass(stored: torch.dtype, dtype: torch.dtype, tmp_path: Pa
 def test_any_value_is_found_wherever_it_lies(
     value: float, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(pack, "_CHUNK_ELEMENTS", chunk)
     make(tmp_path, r=3, target_modules=["down_proj"])
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"
 
@@ -99,5 +98,5 @@ def test_an_inspection_that_was_not_of_these_files(tmp_path: Path) -> None:
     spec = inspect(tmp_path)
     rows = list(spec.ranks)
     for ranks in ([(3, 2, 2), *rows[1:]], [(0, 0, 0), *rows[1:]], [rows[0], (2, 2, 2), *rows[2:]]):
-        with pytest.raises(WrongInspection):
+        with pytest.raises(FilesChanged):
             verify_weights(dataclasses.replace(spec, ranks=tuple(ranks)), geometry(), torch.float32)

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter
-from manylora.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, AdapterSpec, inspect_adapter
+from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.kernels.shapes import (
     AdapterGeometry,
     PageShape,

@@ -62,12 +62,11 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {point.num_workers for point in found.cpu_products} >= {1}
     assert min(found.cores, found.handover_s, found.num_products) > 0
     assert sum(found.group_shares) == pytest.approx(1, rel=1e-3)
-    assert {point.to_device for point in found.store_reads} == {True, False}
     assert len(found.gates) > 1
     assert min(point.issue_s for point in found.gates) > 0
     cold = measured_cold(found)
     assert cold is not None
-    assert min(cold.rates.step_s, sum(cold.store_read), cold.result_token_bytes) > 0
+    assert min(cold.rates.step_s, cold.result_token_bytes) > 0
     costs = fit_profile(found)
     assert costs.step_s(StepWork(4, 16, 100, one.adapter_bytes, 1)) > 0
 

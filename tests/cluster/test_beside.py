@@ -51,7 +51,6 @@ CELLS: dict[str, list[tuple[str, ...]]] = {
         ("--cold-start", "cpu", "--cpu-lora-workers", "1", *SMALL),
         ("--cold-start", "auto", "--cpu-lora-workers", "1", "--cold-start-stall", "1", *SMALL),
     ],
-    "`--adapter-store`": [("--adapter-store", "STORE")],
     "one tier (`--host-pool 0`)": [("--host-pool", "0")],
     "chunked prompts": [("--max-batch-tokens", "8", "--max-num-seqs", "8")],
     "preemption (a small pool)": [("--device-pool", "4MiB")],
@@ -75,7 +74,7 @@ ELSEWHERE = {
     "adapters loaded, replaced and unloaded": "test_operations.py::test_adapters_come_and_go",
     "encrypted links (`--cluster-tls-cert`)": "test_machines.py::test_answers_are_the_same_from_both",
     "`--adapter-cache`": "test_machines.py::test_replicas_have_the_files_from_the_router",
-    "prompts of one body": "test_beside.py::test_cold_starts_on_the_cpu_a_shared_store_and_turns",
+    "prompts of one body": "test_beside.py::test_cold_starts_on_the_cpu_and_turns",
     "`--load-format dummy`": "test_beside.py::test_random_weights_are_the_same_everywhere",
 }
 NOT_ANYWHERE = {"structured output": {"response_format": {"type": "json_object"}}}
@@ -106,7 +105,7 @@ def single() -> dict[str, list[Answer]]:
 
 
 def started(folder: Path, *args: str) -> Cluster:
-    places = {name: str(folder / name.lower()) for name in ("STORE", "JOURNAL", "TRACE")}
+    places = {name: str(folder / name.lower()) for name in ("JOURNAL", "TRACE")}
     key = "beta" if "--api-key" in args else None
     args = ("--replicas", "2", "--lease", "3", *(places.get(arg, arg) for arg in args))
     return Cluster(*args, folder=folder, key=key)
@@ -145,14 +144,14 @@ def words_of(pid: int) -> str:
         return ""
 
 
-def test_cold_starts_on_the_cpu_a_shared_store_and_turns(
+def test_cold_starts_on_the_cpu_and_turns(
     tmp_path: Path, single: dict[str, list[Answer]]
 ) -> None:
-    """One cluster for: CPU workers, the adapter store, priorities, fairness by key, a limit on adapters, keys, a
-    small pool, journals. A replica that is killed takes its CPU workers with it; the next reads from the store."""
+    """One cluster for: CPU workers, priorities, fairness by key, a limit on adapters, keys, a
+    small pool, journals. A replica that is killed takes its CPU workers with it."""
     turns: tuple[str, ...] = ("--scheduling-policy", "priority", "--fairness", "vtc", "--fair-by", "key")
     turns = (*turns, "--adapter-batch-limit", "2")
-    cold: tuple[str, ...] = ("--cold-start", "cpu", "--cpu-lora-workers", "1", "--adapter-store", "STORE")
+    cold: tuple[str, ...] = ("--cold-start", "cpu", "--cpu-lora-workers", "1")
     cold = (*cold, "--journal", "JOURNAL")
     with started(tmp_path, *cold, *turns, *KEYS, *SMALL, *BOTH) as cluster:
         wait_up(cluster)
@@ -181,7 +180,6 @@ def test_cold_starts_on_the_cpu_a_shared_store_and_turns(
         wait_until(lambda: not any(map(is_running, workers)), "no CPU workers without their replica")
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(ranked))
-        wait_counted(cluster, "manylora:adapter_store_hits_total")
         pids = [*cluster.pids(), *(pid for each in cluster.replicas() for pid in children_of(each["pid"]))]
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.wait_exit() == 0
@@ -221,7 +219,6 @@ def test_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
 
 def test_what_is_refused() -> None:
     """Here what a process alone can tell: in one line, too."""
-    assert "--adapter-store" in refused("--replicas", "2", "--adapter-store", "/proc/store")
     assert "cannot write the journal" in refused("--replicas", "2", "--journal", "/proc/journal")
 
 

@@ -38,7 +38,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
     "stop strings": {"stop": ["e"]},
 }
-WITH_A_FOLDER = {"`--adapter-store`", "`--journal`"}
+WITH_A_FOLDER = {"`--journal`"}
 REFUSED: dict[str, dict[str, Any]] = {
     "`--merge`": {"merge": "manylora"},
     "`--tensor-parallel-size` above 1": {"tensor_parallel_size": 2},
@@ -85,11 +85,6 @@ def test_a_setting_layer_by_layer(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_what_a_request_asks_for(params: dict[str, Any]) -> None:
     check(params, CPU)
-
-
-def test_an_adapter_store(tmp_path: Path) -> None:
-    for _ in range(2):
-        check({}, CPU, adapter_store=str(tmp_path / "store"))
 
 
 def test_a_journal_replays(tmp_path: Path) -> None:

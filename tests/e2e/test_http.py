@@ -304,9 +304,7 @@ def test_metrics_have_vllms_names_and_true_residency(server: Server) -> None:
     assert metrics[PAGES_ADAPTERS] >= metrics['manylora:adapter_pages{adapter_name="greek"}'] > 0
 
 
-def test_a_damaged_registry_is_rebuilt(server: Server, cache: Any) -> None:
-    """The fixture damaged it before the start: the server serves, and the file is a database again."""
-    file = cache / "manylora" / "adapters.sqlite"
-    assert file.read_bytes().startswith(b"SQLite format 3\x00")
-    assert b"damage" not in file.read_bytes()
+def test_a_damaged_registry_is_not_used(server: Server) -> None:
+    """The fixture damaged it before the start: the server serves, and one line says so."""
+    assert server.log.count("going on without it") == 1
     assert "Traceback" not in server.log

@@ -16,12 +16,13 @@ from manylora_lab.sim.conformance import replay_difference
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
-from manylora.adapters.tensorfile import StoredTensor, read_header
+from manylora.adapters.files import read_tensors
 from manylora.config import ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput
+from manylora.tensorfile import StoredTensor
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 from tests.e2e.folders import copy_of
@@ -97,9 +98,9 @@ def test_what_is_checked_before_the_model_is_loaded_is_not_read_again(
 
     def noted(path: Path) -> dict[str, StoredTensor]:
         reads.append(path)
-        return read_header(path)
+        return read_tensors(path)
 
-    monkeypatch.setattr(peft, "read_header", noted)
+    monkeypatch.setattr(peft, "read_tensors", noted)
     named = {name: str(adapters / name) for name in ("german", "french", "greek")}
     for start in range(2):
         with LLM(MODEL, named, device="cpu", device_pool="8MiB", host_pool="8MiB") as llm:

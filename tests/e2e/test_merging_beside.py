@@ -51,7 +51,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["e"]},
 }
 HERE = {
-    "`--adapter-store`", "`--journal`, `--trace`", "`--cold-start` other than `wait`", "`cache_salt` and keys",
+    "`--journal`, `--trace`", "`--cold-start` other than `wait`", "`cache_salt` and keys",
     "streams, and requests that are aborted", "requests that move to another engine", "float16, bfloat16",
 }  # fmt: skip
 """Rows that have a test of their own below."""
@@ -98,11 +98,6 @@ def test_a_setting(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_what_a_request_asks_for(params: dict[str, Any]) -> None:
     check(params)
-
-
-def test_an_adapter_store(tmp_path: Path) -> None:
-    for _ in range(2):
-        check({}, adapter_store=str(tmp_path / "store"))
 
 
 def test_a_journal_replays_and_a_trace_tells_of_switches(tmp_path: Path) -> None:

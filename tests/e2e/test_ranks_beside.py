@@ -17,7 +17,7 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
 from manylora.policy.replica import Replica
-from tests.e2e.process import MODEL, run_cli, wait_until
+from tests.e2e.process import MODEL, run_cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
 FOLDER = Path(MODEL).parent / "adapters"
@@ -58,7 +58,6 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
 ELSEWHERE = {
     "`--journal`, `--trace`",
     "`--load-format dummy`",
-    "`--adapter-store`",
     "`--replicas`",
     "`--cuda-graphs`",
 }
@@ -122,26 +121,6 @@ def test_a_journal_replays(tmp_path: Path) -> None:
         count += 1
     assert count > 10  # every request draws ten tokens
     assert (tmp_path / "trace").read_text()
-
-
-def test_an_adapter_store(tmp_path: Path) -> None:
-    """Read from the adapters' files, then from the store, of which each rank has its own packed files."""
-    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "lora_sharding": "sharded"}
-    adapters = {NAMES[0]: str(FOLDER / NAMES[0])}
-    for expected_hits in (0, 1):
-        with LLM(
-            MODEL, adapters, dtype="float32", device="cpu", adapter_store=str(tmp_path / "store"), **ranks
-        ) as llm:
-            (output,) = llm.generate(PROMPTS[:1], GREEDY, adapter=NAMES[0])
-            wait_until(lambda: len(list((tmp_path / "store").glob("*.packed"))) == 2, "packed files")
-
-            def hits(llm: LLM = llm) -> list[float]:
-                figures = llm.metrics().items()
-                return [number for name, number in figures if name.startswith("manylora:adapter_store_hits")]
-
-            # Ranks say how they stand some times a second.
-            wait_until(lambda hits=hits, wanted=expected_hits: hits() == [wanted], "what was found")
-        assert output.outputs[0].token_ids == expected()[0].outputs[0].token_ids
 
 
 def test_random_weights_are_those_of_one_process() -> None:

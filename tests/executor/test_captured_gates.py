@@ -30,8 +30,6 @@ from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_cold_rows import bring_ordered
-from tests.executor.test_follows import Coming
-from tests.executor.test_follows import Hand as ReadingHand
 from tests.executor.test_gates import (  # noqa: F401  # tests
     LAYERS,
     PROMPT,
@@ -272,38 +270,6 @@ def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_a
 ) -> None:
     told = graphs_of(cold)._gates._told  # type: ignore[union-attr]
     check_late(cold, files, monkeypatch, lambda: bool(told[1]))
-
-
-@pytest.mark.parametrize("tier", ["host", "device"])
-def test_what_follows_a_read_opens_the_gates_of_captured_steps(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, tier: str
-) -> None:
-    """Beside a copy from the host, which has an order of its own. A read straight to the device tells it nothing:
-    the host waits for all of it."""
-    size = cold.worker._arena.shape.slab_bytes
-    hand = ReadingHand(monkeypatch, size)
-    coming = Coming(cold, files, 2, tier)
-    beside_it = bring(cold, 3, 8)
-    assert cold.direct.wait_for(beside_it).ok  # type: ignore[union-attr]
-    cold.open(1, PROMPT, adapter=2)
-    step = coming.awaiting(1)
-    page = cold.sequences[1].pages[0]
-    cold.worker._arena.page(page).fill_(float("nan"))
-    results = beside(cold, step)
-    for layer in range(LAYERS):
-        num_written = layer if tier == "host" else 0
-        expected = [at < num_written for at in range(LAYERS)]
-        assert written_within(cold, page, num_written, 30) == expected
-        time.sleep(0.05)
-        assert layers_written(cold, page) == expected, "layers from this one on have not begun"
-        hand.let(layer)
-    result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, ())
-    assert result.done.stall_s > 0
-    assert coming.answers()[1]
-    assert words_of(cold).words.tolist() == [[1, tier == "host"]] * LAYERS
-    cold.decode(3, 1)
-    check(cold, files, 1)
 
 
 def test_copies_of_other_groups_than_the_graphs(cold: Rig, files: Files) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-import sqlite3
 import threading
 import weakref
 from pathlib import Path
@@ -16,12 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from manylora.adapters import registry
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.config import MergeConfig
 from manylora.devices.cpu import CpuDevice
 from manylora.executor import reader
-from manylora.protocol import AdapterChecked, AdapterError, AdapterRead, DeviceEvent, ReadAdapter
+from manylora.protocol import AdapterError, AdapterRead, DeviceEvent, ReadAdapter
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 
@@ -84,15 +82,6 @@ def test_weights_that_are_not_finite_leave_the_pages_usable(rig: Rig, files: Fil
     files.reference.check_greedy(held.tokens[:6], held.generated, files.path(1))
 
 
-def forge(cache: Path, **changes: object) -> None:
-    """Write other things into every row of the cache of inspections."""
-    with sqlite3.connect(cache / "adapters.sqlite") as connection:
-        for key, text in connection.execute(f"SELECT path, spec FROM {registry._TABLE}").fetchall():
-            spec = json.dumps(json.loads(text) | changes)
-            connection.execute(f"UPDATE {registry._TABLE} SET spec = ? WHERE path = ?", (spec, key))
-    connection.close()
-
-
 def check_layout(rig: Rig, adapter: int) -> None:
     """It is the one that follows from what is known of the adapter now."""
     known = rig.worker.inspections
@@ -117,57 +106,6 @@ def test_adapters_of_one_shape_share_a_layout(files: Files, tmp_path: Path) -> N
             known.layout(1)
         gc.collect()
         assert not known._layouts
-    finally:
-        rig.worker.close()
-
-
-def test_what_was_remembered_wrongly_is_inspected_again_when_it_is_read(
-    files: Files, copied: Path, tmp_path: Path
-) -> None:
-    first = Rig(files.model, tmp_path)
-    num_pages = first.direct.add_adapter(7, str(copied)).num_pages
-    spec = first.worker.inspections.spec(7)
-    first.worker.close()
-    forge(tmp_path, key_infix=".default")
-    rig = Rig(files.model, tmp_path)
-    try:
-        assert rig.direct.add_adapter(7, str(copied)).num_pages == num_pages
-        assert rig.worker.inspections.spec(7) != spec
-        assert rig.read(7, tuple(rig.take(num_pages))).ok
-        assert rig.worker.inspections.spec(7) == spec
-        check_layout(rig, 7)
-        held = rig.open(1, [5, 6, 7], adapter=7)
-        rig.decode(3, 1)
-        files.reference.check_greedy([5, 6, 7], held.generated, copied)
-    finally:
-        rig.worker.close()
-
-
-def test_what_was_remembered_of_another_size_is_right_when_added_again(
-    files: Files, copied: Path, tmp_path: Path
-) -> None:
-    first = Rig(files.model, tmp_path)
-    added = first.direct.add_adapter(7, str(copied))
-    num_pages, rank = added.num_pages, added.rank
-    ranks = first.worker.inspections.spec(7).ranks
-    first.worker.close()
-    forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
-    rig = Rig(files.model, tmp_path)
-    try:
-        wrong = rig.direct.add_adapter(7, str(copied)).num_pages
-        assert wrong > num_pages
-        with pytest.raises(AdapterError, match="add it again"):
-            rig.direct.verify_adapter(7)
-        rig.direct.forget_adapter(7)
-        assert rig.direct.add_adapter(8, str(copied)) == AdapterChecked(8, True, num_pages, rank)
-        rig.direct.verify_adapter(8)
-        assert rig.read(8, tuple(rig.take(num_pages))).ok
-        forge(tmp_path, rank=9 * rank, ranks=[[9 * rank for rank in row] for row in ranks])
-        rig.direct.add_adapter(9, str(copied))
-        answer = rig.read(9, tuple(rig.take(wrong)))
-        assert not answer.ok
-        assert not answer.is_at_fault
-        assert "add it again" in answer.error
     finally:
         rig.worker.close()
 

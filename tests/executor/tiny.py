@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from manylora.config import (
-    AdapterSettings,
     CacheSettings,
     ColdStartConfig,
     EngineSettings,
@@ -74,7 +73,6 @@ def settings_for(
     dtype: Any = "auto",
     load_format: Any = "auto",
     merge: MergeConfig | None = None,
-    store: Path | None = None,
     cold_start: str = "wait",
     cpu_workers: str = "auto",
 ) -> EngineSettings:
@@ -90,7 +88,6 @@ def settings_for(
             merge=merge or MergeConfig(),
             cold_start=ColdStartConfig(cold_start, cpu_workers=cpu_workers),
         ),
-        adapters=AdapterSettings(store=None if store is None else str(store)),
     )
 
 

@@ -121,7 +121,7 @@ def test_damaged_checkpoints(models: dict[str, Any], tmp_path: Path) -> None:
 
     path.write_bytes(whole)
     edit_tensors(tmp_path, model__norm__weight=torch.ones(60, dtype=torch.int8))
-    assert "model.norm.weight is stored as int8" in refused(tmp_path)
+    assert "model.norm.weight is stored as I8" in refused(tmp_path)
 
     for broken in (whole[:-7], whole[:20], b"", b"not safetensors at all, and long enough"):
         path.write_bytes(broken)

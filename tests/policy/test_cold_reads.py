@@ -34,11 +34,8 @@ def commanded(rig: Rig, kind: type) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_host_pages", [40, 0])
-@pytest.mark.parametrize("from_store", [True, False])
 @pytest.mark.parametrize("mode", ["layerwise", "auto"])
-def test_a_request_that_is_alone_begins_with_the_read(
-    mode: str, from_store: bool, num_host_pages: int
-) -> None:
+def test_a_request_that_is_alone_begins_with_the_read(mode: str, num_host_pages: int) -> None:
     rig = cold_rig(mode, follows=True, num_host_pages=num_host_pages)
     begin(rig, "a")
     (read,) = commanded(rig, ReadAdapter)
@@ -49,12 +46,11 @@ def test_a_request_that_is_alone_begins_with_the_read(
     else:
         assert (read.tier, read.groups, read.copy) == ("device", 8, 1)
         assert not copies
-    assert counters(rig).cold_starts == {}, "where it comes from is not known yet"
     rig.device.land(read, True)
-    rig.feed(AdapterRead(1, True, "", 0.1, from_store=from_store))
+    rig.feed(AdapterRead(1, True, "", 0.1))
     finish(rig)
     assert len(rig.tokens["a"]) == 2
-    assert counters(rig).cold_starts == {f"layerwise/{'store' if from_store else 'files'}": 1}
+    assert counters(rig).cold_starts == {"layerwise/files": 1}
     assert counters(rig).spoilt_rows == 0
 
 

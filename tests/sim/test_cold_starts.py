@@ -19,10 +19,9 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 from manylora.config import ColdStartConfig, ConfigError, CpuRates, PolicyConfig
 from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
 from manylora.pricing.costs import DeviceCosts
-from manylora.pricing.profile import CpuPoint, GatePoint, TransferPoint, load_profile, save_profile
+from manylora.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
 from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora.protocol import (
-    AdapterRead,
     Await,
     CpuRows,
     ReadAdapter,
@@ -235,26 +234,6 @@ def test_a_step_that_awaits_such_a_copy_waits_for_it_all() -> None:
     assert step[0] == pytest.approx(0.4 + own_s / 8)
 
 
-def test_a_store_has_what_was_read() -> None:
-    cold = ColdCosts(store_bytes=2 * PAGE_BYTES, store_read=(0.0, 0.001 / PAGE_BYTES))
-    device = SimulatedDevice(COSTS, PAGE_BYTES, {}, cold=cold)
-
-    def read(adapter: int, now: float) -> tuple[float, bool]:
-        answer = device.obey(ReadAdapter(adapter, (0,), "host"), now)
-        assert answer is not None
-        assert isinstance(answer[1], AdapterRead)
-        return answer[1].read_s, answer[1].from_store
-
-    first = [read(adapter, 1.0 * adapter) for adapter in (1, 2)]
-    assert not any(is_packed for _, is_packed in first)
-    seconds, is_packed = read(1, 3.0)
-    assert is_packed
-    assert seconds == pytest.approx(0.001)
-    assert not read(3, 4.0)[1]  # takes the place of 2
-    assert read(1, 5.0)[1]
-    assert not read(2, 6.0)[1]
-
-
 @pytest.mark.parametrize("mode", ["wait", "layerwise", "cpu", "auto"])
 def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     """Every request has an adapter of its own, of rank 64; the CPU answers before its copy has landed."""
@@ -306,10 +285,8 @@ def test_cpu_lines_are_found_again_and_older_profiles_have_none() -> None:
     assert measured_cold(old) is None
     new = dataclasses.replace(
         old, cpu_products=tuple(points), handover_s=1e-5, num_products=128, cores=16,
-        store_reads=(TransferPoint(False, 10**6, 0.001), TransferPoint(False, 10**7, 0.01)),
     )  # fmt: skip
     cold = measured_cold(new)
     assert cold is not None
     assert cold.rates.step_s == pytest.approx(128 * 3e-5, rel=1e-3)
-    assert cold.store_read[1] == pytest.approx(1e-9, rel=1e-3)
     assert cold.cores == 16

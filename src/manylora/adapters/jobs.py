@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, wait
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 _Scratch = TypeVar("_Scratch")
 
@@ -51,33 +50,3 @@ def run_all(
         wait(helping)
     for helper in helping:
         helper.result()
-
-
-class Stages(Generic[_Scratch]):
-    """Jobs of one stage after another, which threads may end in another order."""
-
-    def __init__(self, ended: Callable[[int], None]) -> None:
-        """``ended``: told, on the thread that it happens on, how many stages have ended with all before them. It
-        may have been told of more meanwhile."""
-        self._tell = ended
-        self._lock = threading.Lock()
-        self._left: list[int] = []
-        self._num_ended = 0
-
-    def job(self, stage: int, job: Callable[[_Scratch], None]) -> Callable[[_Scratch], None]:
-        """The job, as one of the stage; before any runs. Every stage has one."""
-        self._left.extend([0] * (stage + 1 - len(self._left)))
-        self._left[stage] += 1
-
-        def run(scratch: _Scratch) -> None:
-            job(scratch)
-            with self._lock:
-                self._left[stage] -= 1
-                before = self._num_ended
-                while self._num_ended < len(self._left) and not self._left[self._num_ended]:
-                    self._num_ended += 1
-                now = self._num_ended
-            if now > before:
-                self._tell(now)
-
-        return run

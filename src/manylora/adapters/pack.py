@@ -1,58 +1,59 @@
 """An adapter's weights as pages: where each row goes, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. Does not know where pages lie or how they get to a device: it fills page images, in place
-where it is given them, else it hands them over.
+rows of B transposed. Owns the proof that what is read is what was inspected. Does not know where pages lie or how
+they get to a device: it fills page images, in place where it is given them, else it hands them over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from manylora.adapters import read_loops
-from manylora.adapters.blocks import Block, Buffer, Matrices, fill_by_loops
-from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
-from manylora.adapters.peft import AdapterSpec, Side
-from manylora.adapters.tensorfile import StoredTensor, read_into
-from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
-from manylora.adapters.verify import why_not_finite
-from manylora.adapters.weightsfile import AdapterWeights, open_weights
+from manylora.adapters import loops
+from manylora.adapters.files import (
+    FilesChanged,
+    adapter_files,
+    adapters_fault,
+    read_tensors,
+    sampled_digest,
+    stamp_of,
+)
+from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
+from manylora.adapters.peft import IGNORED_TENSORS, AdapterSpec, Side
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
-
-PACKING_VERSION = 1
-"""Raise it when the same weights give other page images: those that were kept are then packed anew."""
+from manylora.tensorfile import DTYPE_BYTES, StoredTensor, fill, reason
 
 WINDOW_BYTES = 32 * 2**20
 """Pages are put together this many bytes at a time: enough that a matrix is read from its file only a few
 times, little beside the pool."""
-
-_TILE_ELEMENTS = 16384
-"""What is transposed at a time: a line of the processor's cache is used up while it is there."""
-
-_MOST_PLAIN_RANK = 16
-"""A matrix of so few columns stays in the processor's cache as a whole."""
-
-_MOST_DIRECT_RANK = 32
-"""Larger matrices are transposed beside the pages first: a tile of theirs is so narrow that writing it to memory
-outside the cache costs more than another copy (at rank 64 a quarter more, at 16 a tenth less)."""
 
 _JOB_BYTES = 2**21
 """What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
 uses, and takes under a millisecond, so that all threads end together."""
 
 _MOST_JOBS = 128
-"""About so many of loops, which are larger then: each job begins in the interpreter, of which there is one."""
+"""About so many, which are larger then: each job begins in the interpreter, of which there is one."""
+
+_CHUNK_ELEMENTS = 2**19
+"""Looked at together where weights are verified."""
+
+_STORED = {"F64": loops.F64, "F32": loops.F32, "F16": loops.F16, "BF16": loops.BF16}
+_KEPT = {torch.float32: loops.F32, torch.float16: loops.F16, torch.bfloat16: loops.BF16}
+_TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BITS = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16)}
+"""What arrays hold for weights, by their bytes."""
 
 WritePage = Callable[[int, torch.Tensor], None]
-WritePart = Callable[[int, int, np.ndarray], None]
-"""(page, first byte in it, contiguous bytes), which are valid during the call only."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +148,7 @@ def load_adapter(
     with _open(spec, layout, geometry, dtype) as loader:
         window = torch.zeros((count, page.layers, geometry.slab_elements), dtype=dtype)
         for first in range(0, layout.num_pages, count):
-            images = window[: layout.num_pages - first]
+            images = window[: layout.num_pages - first].unbind()
             loader.fill(first, images, lambda: None, helpers)
             for number, image in enumerate(images, first):
                 write_page(number, image)
@@ -161,45 +162,144 @@ def load_into(
     pages: Sequence[torch.Tensor],
     check: Callable[[], None],
     helpers: Helpers = NO_HELPERS,
-    groups: Sequence[tuple[int, int]] = (),
-    arrived: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
 
     Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
-    and then, by any of the threads, and may raise to break off. No helper works on it after the call.
-    ``groups``: [first, end) of layers, to be written one after the other; ``arrived`` is told, by any of the
-    threads, when so many bytes of every page are there. A file that changes meanwhile is noticed at the end only.
+    and then, by any of the threads, and may raise to break off. No helper works on it after the call. A file that
+    changes meanwhile is noticed at the end only.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check, helpers, groups=groups, arrived=arrived)
+        loader.fill(0, pages, check, helpers)
 
 
-def load_parts(
-    spec: AdapterSpec,
-    layout: AdapterLayout,
-    geometry: AdapterGeometry,
-    dtype: torch.dtype,
-    write: WritePart,
-    arrived: Callable[[int], None],
-    groups: Sequence[tuple[int, int]],
-    helpers: Helpers = NO_HELPERS,
-) -> None:
-    """Like ``load_adapter``, by ``groups`` of layers: those of all pages, then the next ones."""
-    slab_bytes = geometry.page.slab_bytes
-    with _open(spec, layout, geometry, dtype) as loader:
-        for begin, end in groups:
-            size = (end - begin) * slab_bytes
-            count = max(1, min(WINDOW_BYTES // size, layout.num_pages))
-            window = torch.zeros((count, end - begin, geometry.slab_elements), dtype=dtype)
-            for first in range(0, layout.num_pages, count):
-                images = window[: layout.num_pages - first]
-                loader.fill(first, images, lambda: None, helpers, range(begin, end))
-                for number, image in enumerate(images, first):
-                    write(number, begin * slab_bytes, image.view(torch.uint8).numpy().reshape(-1))
-            arrived(end * slab_bytes)
+def verify_weights(spec: AdapterSpec, geometry: AdapterGeometry, dtype: torch.dtype) -> None:
+    """Raises AdapterError where a weight is not finite, in the file or as ``dtype``, or cannot be read.
+
+    Reads each tensor once, and holds 8 MiB however large they are.
+    """
+    scratch = _Scratch().words(_CHUNK_ELEMENTS)
+    with adapters_fault(), _open_weights(spec, geometry) as weights:
+        for name, stored in weights.tensors.values():
+            begin, kind, count = stored.begin, _STORED[stored.dtype], stored.shape[0] * stored.shape[1]
+            if not loops.are_finite(weights.file.fileno(), begin, count, kind, _KEPT[dtype], scratch):
+                raise _why_not(weights.file, name, stored, dtype)
+
+
+# ---------------------------------------------------------------- the files
+
+
+class _Weights(NamedTuple):
+    """The open file, and the names and places of the adapter's tensors, by projection, layer and side."""
+
+    file: FileIO
+    tensors: dict[tuple[int, int, Side], tuple[str, StoredTensor]]
+
+
+@contextmanager
+def _open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[_Weights]:
+    """Raises FilesChanged, on leaving too: bytes replaced while they were read are not the version that was
+    inspected. Raises AdapterError for a file that cannot be read."""
+    config_path, weights_path = _unchanged_files(spec)
+    try:
+        header = read_tensors(weights_path)
+        digest = sampled_digest(config_path, weights_path, header)
+        file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below; what follows has its own errors)
+    except OSError as error:
+        raise AdapterError(f"cannot read {weights_path.name}: {reason(error)}") from error
+    except AdapterError:
+        _unchanged_files(spec)
+        raise
+    with file:
+        if digest != spec.digest:
+            raise FilesChanged("the adapter's files have changed since it was added; add it again")
+        yield _Weights(file, _named(spec, geometry, header))
+    _unchanged_files(spec)
+    if sampled_digest(config_path, weights_path, header) != spec.digest:
+        raise FilesChanged("the adapter's files have changed since it was added; add it again")
+
+
+def _named(
+    spec: AdapterSpec, geometry: AdapterGeometry, header: dict[str, StoredTensor]
+) -> dict[tuple[int, int, Side], tuple[str, StoredTensor]]:
+    """Raises FilesChanged where the header does not hold just the tensors that ``spec`` speaks of."""
+    found: dict[tuple[int, int, Side], tuple[str, StoredTensor]] = {}
+    sides: tuple[Side, Side] = ("A", "B")
+    for index, (projection, ranks) in enumerate(zip(geometry.wholes, spec.ranks, strict=True)):
+        for layer, rank in enumerate(ranks):
+            for side in sides if rank else ():
+                name = spec.tensor_name(layer, projection, side)
+                stored = header.get(name)
+                shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
+                if stored is None or stored.shape != shape:
+                    raise FilesChanged(f"tensor {name} is no longer what inspecting the adapter found")
+                found[index, layer, side] = name, stored
+    if len(found) != sum(not name.endswith(IGNORED_TENSORS) for name in header):
+        raise FilesChanged("the adapter holds tensors that inspecting it did not find")
+    return found
+
+
+def _unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:
+    """The adapter's configuration and weights. Raises FilesChanged where they are not what was inspected."""
+    try:
+        paths = adapter_files(Path(spec.path))
+        stamps = [stamp_of(path) for path in paths]
+    except AdapterError as error:
+        raise FilesChanged(f"{error}; it was there when the adapter was added") from error
+    for path, stamp, inspected in zip(paths, stamps, (spec.config, spec.weights)):
+        if stamp != inspected:
+            raise FilesChanged(f"{path.name} has changed since the adapter was added; add it again")
+    return paths
+
+
+def _why_not(file: FileIO, name: str, stored: StoredTensor, dtype: torch.dtype) -> AdapterError:
+    """What is wrong with a tensor that loops could not read."""
+    source, largest = _TORCH[stored.dtype], 0.0
+    try:
+        for first in range(0, stored.size_bytes, _CHUNK_ELEMENTS * source.itemsize):
+            data = bytearray(min(_CHUNK_ELEMENTS * source.itemsize, stored.size_bytes - first))
+            if not fill(file.fileno(), memoryview(data), stored.begin + first):
+                return FilesChanged(f"the file ended inside tensor {name}: it was changed while being read")
+            values = torch.frombuffer(data, dtype=source).double()
+            if not values.isfinite().all():
+                return AdapterError(f"tensor {name} holds NaN or infinity")
+            largest = max(largest, float(values.abs().max()))
+    except OSError as error:
+        return AdapterError(f"cannot read tensor {name}: {reason(error)}")
+    if largest > torch.finfo(dtype).max:
+        return AdapterError(f"tensor {name} holds a value too large for {dtype}")
+    return FilesChanged("the file was changed while being read")
+
+
+# ---------------------------------------------------------------- the pages
+
+
+class _Block(NamedTuple):
+    """What one page holds of a matrix (A, or B transposed): whole rows end to end, or a part of one row.
+
+    ``values``: bit patterns [layers, rows, length] in place, of the matrix's rows from ``row`` on and columns
+    from ``column`` on.
+    """
+
+    row: int
+    column: int
+    values: np.ndarray
+
+
+class _Scratch:
+    """Memory of one thread that is taken again and again: fresh arrays of this size would be mapped anew."""
+
+    def __init__(self) -> None:
+        self._words = np.empty(0, dtype=np.uint64)
+
+    def words(self, num_elements: int) -> np.ndarray:
+        """What loops need for so many elements, of any content, valid until the next call."""
+        size = loops.SCRATCH_WORDS * num_elements + 2
+        if len(self._words) < size:
+            self._words = np.empty(size, dtype=np.uint64)
+        return self._words[:size]
 
 
 @contextmanager
@@ -208,96 +308,59 @@ def _open(
 ) -> Iterator[_Loader]:
     if dtype.itemsize != geometry.itemsize:
         raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
-    with open_weights(spec, geometry) as weights:
-        yield _Loader(spec, layout, geometry, dtype, weights)
-
-
-class _Scratch:
-    def __init__(self) -> None:
-        self.stored, self.matrices, self.turned = Buffer(), Buffer(), Buffer()
-        self.words = Buffer()
-
-
-_Job = Callable[[_Scratch], None]
+    with _open_weights(spec, geometry) as weights:
+        yield _Loader(layout, geometry, dtype, weights)
 
 
 class _Loader:
-    """Fills page images, projection by projection, its A and then its B, layer by layer.
-
-    Works on bit patterns with numpy: it runs beside the step loop, and torch's copies of this size would wake
-    a second team of compute threads. Few calls on large arrays, which release the GIL: what Python does
-    between them is all that threads cannot share.
-    """
+    """Fills page images, projection by projection, its A and then its B, layer by layer. Works on bit patterns by
+    loops: it runs beside the step loop, and torch's copies of this size would wake a second team of threads."""
 
     def __init__(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        geometry: AdapterGeometry,
-        dtype: torch.dtype,
-        weights: AdapterWeights,
+        self, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype, weights: _Weights
     ) -> None:
-        self.spec = spec
-        self.layout = layout
-        self.geometry = geometry
-        self.dtype = dtype
-        self.weights = weights
-        self.bits = BITS[dtype].unsigned
+        self._layout = layout
+        self._geometry = geometry
+        self._dtype = dtype
+        self._weights = weights
 
     def fill(
-        self,
-        first_page: int,
-        pages: Iterable[torch.Tensor],
-        check: Callable[[], None],
-        helpers: Helpers,
-        layers: range | None = None,
-        groups: Sequence[tuple[int, int]] = (),
-        arrived: Callable[[int], None] = lambda num_bytes: None,
+        self, first_page: int, pages: Sequence[torch.Tensor], check: Callable[[], None], helpers: Helpers
     ) -> None:
-        """Write every byte of the adapter's pages from ``first_page`` on; of these ``layers``, where the pages
-        hold no others. ``groups``, ``arrived``: see ``load_into``."""
-        images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
-        layers = layers or range(self.geometry.page.layers)
-        groups = groups or [(layers.start, layers.stop)]
-        sides = [*self._sides(images, first_page)]
-        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        slab_bytes = self.geometry.page.slab_bytes
-        job_bytes = _JOB_BYTES
-        if read_loops.are_ready():
-            job_bytes = max(job_bytes, len(images) * self.geometry.page.page_bytes // _MOST_JOBS)
-        stages = Stages[_Scratch](lambda count: arrived(groups[count - 1][1] * slab_bytes))
-        jobs: list[_Job] = []
-        for stage, (begin, end) in enumerate(groups):
-            for index, side, layer_bytes, blocks in sides:
-                for run in _runs(self.spec.ranks[index], max(1, job_bytes // layer_bytes), range(begin, end)):
-                    job = functools.partial(self._add, index, side, run, layers.start, blocks, check)
-                    jobs.append(stages.job(stage, job))
-            for number, image in enumerate(images, first_page):
-                used = max(0, min(per_page, self.layout.num_cells - number * per_page))
-                rest = image[begin - layers.start : end - layers.start, used * size :]
-                jobs.append(stages.job(stage, functools.partial(_clear, rest)))
+        """Write every byte of the adapter's pages from ``first_page`` on."""
+        bits, page = _BITS[self._dtype.itemsize], self._geometry.page
+        images = [image.view(torch.uint8).numpy().view(bits) for image in pages]
+        job_bytes = max(_JOB_BYTES, len(images) * page.page_bytes // _MOST_JOBS)
+        jobs: list[Callable[[_Scratch], None]] = []
+        for index, side, layer_bytes, blocks in self._sides(images, first_page):
+            for layers in self._runs(index, side, max(1, job_bytes // layer_bytes)):
+                jobs.append(functools.partial(self._add, index, side, layers, blocks, check))
+        per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
+        for number, image in enumerate(images, first_page):
+            used = max(0, min(per_page, self._layout.num_cells - number * per_page))
+            jobs.append(functools.partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
 
     def _sides(
         self, images: Sequence[np.ndarray], first_page: int
-    ) -> Iterator[tuple[int, Side, int, list[Block]]]:
+    ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
         """For each A and B that has a part in these images: its projection, its bytes in a layer, its parts."""
-        for index, projection in enumerate(self.geometry.projections):
-            first_a, first_b, rank, _ = self.layout.records[index].tolist()
+        for index, projection in enumerate(self._geometry.projections):
+            first_a, first_b, rank, _ = self._layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
                 ("A", first_a, projection.in_features),
                 ("B", first_b, projection.out_features),
             )
             for side, first, length in sides:
                 if blocks := self._blocks(images, first_page, first, rank, length):
-                    yield index, side, rank * length * self.dtype.itemsize, blocks
+                    yield index, side, rank * length * self._dtype.itemsize, blocks
 
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
-    ) -> list[Block]:
+    ) -> list[_Block]:
         """The parts in these images of ``rank`` rows that begin at ``first_cell``; zeroes what is behind rows."""
-        per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        cells = self.geometry.cells(length)
+        per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
+        cells = self._geometry.cells(length)
         blocks = []
         for number, image in enumerate(images, first_page):
             begin = max(0, number * per_page - first_cell)
@@ -309,121 +372,71 @@ class _Loader:
                 at = (first_cell + begin - number * per_page) * size
                 slabs = image[:, at : at + rows * width * size].reshape(len(image), rows, width * size)
                 slabs[:, :, length - cell * size :] = 0
-                blocks.append(Block(row, cell * size, slabs[:, :, : length - cell * size]))
+                blocks.append(_Block(row, cell * size, slabs[:, :, : length - cell * size]))
                 begin += rows * width
         return blocks
+
+    def _runs(self, index: int, side: Side, most_layers: int) -> Iterator[range]:
+        """The layers, cut into runs of one rank and one stored type, none longer than ``most_layers``."""
+        found = [self._weights.tensors.get((index, layer, side)) for layer in range(self._geometry.page.layers)]
+        forms = [each and (each[1].shape, each[1].dtype) for each in found]
+        begin = 0
+        for layer in range(1, len(forms) + 1):
+            if layer == len(forms) or forms[layer] != forms[begin] or layer - begin == most_layers:
+                yield range(begin, layer)
+                begin = layer
 
     def _add(
         self,
         index: int,
         side: Side,
         layers: range,
-        first_layer: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[_Block],
         check: Callable[[], None],
         scratch: _Scratch,
     ) -> None:
-        """Write these layers of one projection's A or B; all have the same rank. Blocks begin with
-        ``first_layer``."""
+        """Write these layers of one projection's A or B; all have the same rank and type."""
         check()
-        rank = self.spec.ranks[index][layers[0]]
+        found = [self._weights.tensors.get((index, layer, side)) for layer in layers]
+        tensors = [each for each in found if each is not None]  # all or none
+        rank = tensors[0][1].shape[0 if side == "A" else 1] if tensors else 0
         parts = []
         for row, column, values in blocks:
-            chosen = values[layers.start - first_layer : layers.stop - first_layer]
+            chosen = values[layers.start : layers.stop]
             present = max(0, rank - row)
             chosen[:, present:] = 0  # rows of other layers, whose rank is larger
             if present:
-                parts.append(Block(row, column, chosen[:, :present]))
-        if not parts:
-            return
-        tensors = [self.weights.tensor(index, layer, side) for layer in layers]
-        cut = self.geometry.cut(index)
-        stored_as = {TORCH_DTYPES[stored.dtype] for _, stored in tensors}
-        if read_loops.are_ready() and len(stored_as) == 1:
-            whole = Matrices(side, cut, next(iter(stored_as)), [stored for _, stored in tensors])
-            if fill_by_loops(self.weights.file.fileno(), whole, parts, self.dtype, scratch.words):
-                return
-        if side == "A" and stored_as == {self.dtype}:
-            for number, (name, stored) in enumerate(tensors):
-                placed = [part._replace(values=part.values[number]) for part in parts]
-                self._read_rows(name, stored, cut.a_columns, placed)
-        else:
-            wanted = (range(rank), cut.a_columns) if side == "A" else (cut.b_rows, range(rank))
-            matrices = scratch.matrices.take((len(tensors), *map(len, wanted)), self.bits)
-            for matrix, (name, stored) in zip(matrices, tensors):
-                self._read_matrix(name, stored, wanted, matrix, scratch)
-            if side == "B":
-                matrices = matrices.transpose(0, 2, 1)
-                if rank > _MOST_DIRECT_RANK:
-                    turned = scratch.turned.take(matrices.shape, self.bits)
-                    _copy_tiled(matrices, turned)
-                    matrices = turned
-            for row, column, values in parts:
-                _, rows, length = values.shape
-                _copy_tiled(matrices[:, row : row + rows, column : column + length], values)
-        if not all(all_finite(part.values, self.dtype) for part in parts):
-            raise AdapterError(self._why_not_finite(tensors))
+                parts.append(_Block(row, column, chosen[:, :present]))
+        if parts:
+            failed = self._read(side, index, [stored for _, stored in tensors], parts, scratch)
+            if failed >= 0:
+                raise _why_not(self._weights.file, *tensors[failed], self._dtype)
 
-    def _read_rows(self, name: str, stored: StoredTensor, columns: range, parts: Sequence[Block]) -> None:
-        """Read rows of an A, which lie in the file as they do in pages, straight into their places."""
-        width = stored.shape[1]
-        if len(columns) < width:
-            for row, column, values in parts:
-                for number, target in enumerate(values, row):
-                    at = number * width + columns.start + column
-                    read_into(self.weights.file, stored.begin + at * self.bits.itemsize, [target.data], name)
-            return
-        targets = []
-        for _, _, values in parts:
-            targets += [values.data] if values.flags.c_contiguous else [row.data for row in values]
-        skipped = parts[0].row * width + parts[0].column
-        read_into(self.weights.file, stored.begin + skipped * self.bits.itemsize, targets, name)
-
-    def _read_matrix(
+    def _read(
         self,
-        name: str,
-        stored: StoredTensor,
-        wanted: tuple[range, range],
-        matrix: np.ndarray,
+        side: Side,
+        index: int,
+        tensors: Sequence[StoredTensor],
+        blocks: Sequence[_Block],
         scratch: _Scratch,
-    ) -> None:
-        """Read these rows and columns of a tensor into ``matrix``, converted to the pool's dtype."""
-        source = TORCH_DTYPES[stored.dtype]
-        values = matrix
-        if source != self.dtype:
-            values = scratch.stored.take(matrix.shape, BITS[source].unsigned)
-        (rows, columns), width, size = wanted, stored.shape[1], values.itemsize
-        if len(columns) == width:
-            read_into(self.weights.file, stored.begin + rows.start * width * size, [values.data], name)
-        else:
-            for number, target in zip(rows, values):
-                at = number * width + columns.start
-                read_into(self.weights.file, stored.begin + at * size, [target.data], name)
-        if source != self.dtype:
-            convert(values, source, matrix, self.dtype)
-
-    def _why_not_finite(self, tensors: Iterable[tuple[str, StoredTensor]]) -> str:
-        """What is wrong with one of them."""
-        reasons = (why_not_finite(self.weights.file, name, stored, self.dtype) for name, stored in tensors)
-        return next(filter(None, reasons), "the file was changed while being read")
+    ) -> int:
+        """Fill the blocks, whose ``values`` have these layers: the first layer that could not be read, or -1."""
+        cut, width = self._geometry.cut(index), tensors[0].shape[1]
+        parts = np.array([
+            (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
+            for block in blocks
+        ])  # fmt: skip
+        begins = np.array([stored.begin for stored in tensors])
+        file, layer_bytes = self._weights.file.fileno(), blocks[0].values.strides[0]
+        kinds = _STORED[tensors[0].dtype], _KEPT[self._dtype]
+        if side == "A":
+            parts[:, 2] += cut.a_columns.start
+            held = scratch.words(int(parts[:, 4].max()))
+            return int(loops.read_rows(file, begins, width, parts, layer_bytes, *kinds, held))
+        begins += cut.b_rows.start * width * DTYPE_BYTES[tensors[0].dtype]
+        held = scratch.words(len(cut.b_rows) * width)
+        return int(loops.read_turned(file, begins, width, len(cut.b_rows), parts, layer_bytes, *kinds, held))
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:
     values[:] = 0
-
-
-def _runs(ranks: Sequence[int], most_layers: int, layers: range) -> Iterator[range]:
-    """The layers, cut into runs of one rank, none longer than ``most_layers``."""
-    begin = layers.start
-    for layer in range(begin + 1, layers.stop + 1):
-        if layer == layers.stop or ranks[layer] != ranks[begin] or layer - begin == most_layers:
-            yield range(begin, layer)
-            begin = layer
-
-
-def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy matrices [layers, rows, length]; the source may be a transposed view."""
-    is_narrow = source.strides[-1] <= _MOST_PLAIN_RANK * source.itemsize
-    tile = source.shape[2] if is_narrow else max(1, _TILE_ELEMENTS // source.shape[1])
-    for at in range(0, source.shape[2], tile):
-        target[:, :, at : at + tile] = source[:, :, at : at + tile]

@@ -8,6 +8,7 @@ Knows nothing of pages. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,19 +18,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.adapters.faults import adapters_fault
+from manylora.adapters.files import (
+    CONFIG_NAME,
+    FileStamp,
+    adapter_files,
+    adapters_fault,
+    read_tensors,
+    sampled_digest,
+    stamp_of,
+)
 from manylora.adapters.loraconfig import Module, read_config
-from manylora.adapters.tensorfile import FileStamp, StoredTensor, read_header, sampled_digest, shown, stamp_of
-from manylora.adapters.textcheck import TextCheck
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol import AdapterError
-
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
+from manylora.tensorfile import StoredTensor, shown
+from manylora.text.model_text import read_base
+from manylora.text.texts import TEXT_FILES, Texts
+from manylora.text.tokenizer import TokenizerError
 
 Side = Literal["A", "B"]
 
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
 
@@ -94,6 +101,33 @@ class AdapterSpec:
         return dataclasses.replace(spec, ranks=_shared_rows(spec.ranks), scales=_shared_rows(spec.scales))
 
 
+def text_files(folder: Path) -> list[Path]:
+    """Those files of a folder that say something of text."""
+    return [folder / name for name in TEXT_FILES if (folder / name).is_file()]
+
+
+class TextCheck:
+    """The base's folder and its tokenizer's, which is loaded when an adapter first brings files of its own."""
+
+    def __init__(self, model: Path, tokenizer: Path) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @functools.cached_property
+    def _texts(self) -> Texts:
+        base = read_base(self.model, tokenizer_folder=self.tokenizer)
+        return Texts(base, self.model, tokenizer_folder=self.tokenizer)
+
+    def warnings(self, folder: Path) -> tuple[str, ...]:
+        """What there is to say of the folder's files. Raises AdapterError where they contradict the base's."""
+        if not text_files(folder):
+            return ()
+        try:
+            return self._texts.read(folder).warnings
+        except TokenizerError as error:
+            raise AdapterError(str(error)) from error
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Key:
     """A LoRA tensor's name taken apart: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
@@ -131,7 +165,7 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
     config_stamp, weights_stamp = stamp_of(config_path), stamp_of(weights_path)
     settings = read_config(config_path)
     layer_prefix = layer_prefix.rstrip(".")
-    tensors = read_header(weights_path)
+    tensors = read_tensors(weights_path)
     modules, key_prefix, key_infix = _lora_modules(tensors)
     known = dict(_places(geometry, layer_prefix))
     _refuse_unknown_modules(modules, known, geometry, layer_prefix)
@@ -167,27 +201,6 @@ def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
     """Raises AdapterError when the adapter's largest rank is over the limit (None: no limit)."""
     if max_rank is not None and spec.rank > max_rank:
         raise AdapterError(f"the adapter has rank {spec.rank}, this server's largest is {max_rank}")
-
-
-def adapter_files(path: Path) -> tuple[Path, Path]:
-    """The adapter's configuration and weights. Raises AdapterError when either is not there."""
-    try:
-        names = sorted(os.listdir(path))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"no adapter folder {os.path.basename(path)!r}", status=404) from error
-    # Only the folder's own name: what a client is told must not say where on the server it lies.
-    folder = shown(os.path.basename(os.path.abspath(path)))
-    if CONFIG_NAME not in names:
-        raise AdapterError(f"{folder} holds no {CONFIG_NAME}")
-    if WEIGHTS_NAME not in names:
-        pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
-        if pickles:
-            raise AdapterError(
-                f"{folder} holds {shown(pickles[0])} but no {WEIGHTS_NAME}: "
-                "pickle files are refused, convert to safetensors"
-            )
-        raise AdapterError(f"{folder} holds no {WEIGHTS_NAME}")
-    return path / CONFIG_NAME, path / WEIGHTS_NAME
 
 
 def _places(

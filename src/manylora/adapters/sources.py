@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from manylora.adapters.peft import CONFIG_NAME
+from manylora.adapters.files import CONFIG_NAME
 from manylora.protocol import AdapterError
 from manylora.types import adapter_name_fault
 

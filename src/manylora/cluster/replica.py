@@ -72,7 +72,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
             cache = AdapterCache(Path(options.adapter_cache), options.adapter_cache_size)
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
-        driver = build_driver(engine, wrap=wrap, has_all_adapters=False, waits_for_loops=False)
+        driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
     except ConfigError as error:
         starter.say(Failed(str(error), is_user_error=True))
         return children.REFUSED

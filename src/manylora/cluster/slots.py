@@ -115,11 +115,7 @@ class ReplicaPlace:
             journal=journal,
             cache=dataclasses.replace(settings.cache, trace=trace),
             # The registry says which adapters there are.
-            adapters=AdapterSettings(
-                max_adapter_rank=settings.adapters.max_adapter_rank,
-                store=settings.adapters.store,
-                store_bytes=settings.adapters.store_bytes,
-            ),
+            adapters=AdapterSettings(max_adapter_rank=settings.adapters.max_adapter_rank),
         )
         return msgspec.structs.replace(
             self._launch, id=self.id, epoch=self.epoch, engine=engine, folder=self.folder

@@ -132,11 +132,11 @@ class ColdStartConfig(Section):
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
         return _NUM_GROUPS[self.mode]
 
-    def begins(self, has_host: bool, has_store: bool) -> tuple[str, ...]:
+    def begins(self, has_host: bool) -> tuple[str, ...]:
         """How requests may begin whose adapter is not on the device: mode and source with a slash between."""
         serves = {"auto": ("layerwise", "cpu") if self.num_workers else ("layerwise",)}
         modes = dict.fromkeys(("wait", *serves.get(self.mode, (self.mode,))))
-        sources = (*("host",) * has_host, *("store",) * has_store, "files")
+        sources = (*("host",) * has_host, "files")
         return tuple(f"{mode}/{source}" for mode in modes for source in sources)
 
     @property

@@ -106,9 +106,6 @@ class ModelSettings(Section):
         return self.names[0]
 
 
-_STORE_BYTES = 50 * 2**30
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings(Section):
     """Adapters served from the start, by name, and what may be loaded later."""
@@ -123,30 +120,9 @@ class AdapterSettings(Section):
         "DIR",
     )
     max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
-    store: Annotated[str, Rule("a folder's path", str.strip)] | None = setting(
-        None,
-        "keep adapters that have been read in DIR, packed, so that reading them again is faster, after a restart "
-        "too; DIR is made where it is not there, and must be yours alone (off without this)",
-        "DIR",
-        name="adapter_store",
-    )
-    store_bytes: Count | None = setting(
-        None,
-        "most that --adapter-store takes of the disk, and never more than half of what is free there; what was "
-        "used least recently goes (default: 50GiB)",
-        name="adapter_store_size",
-        is_size=True,
-    )
 
     def __post_init__(self) -> None:
         check_rules(self)
-        if self.store is None and self.store_bytes is not None:
-            raise ConfigError("--adapter-store-size needs --adapter-store")
-
-    @property
-    def most_store_bytes(self) -> int:
-        """What the store takes of the disk at most, if the disk has room."""
-        return self.store_bytes or _STORE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

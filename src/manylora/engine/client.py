@@ -181,9 +181,6 @@ class EngineStats:
     adapter_reads: int = 0
     adapter_read_failures: int = 0
     adapter_read_s: float = 0.0
-    adapter_store_hits: int = 0
-    adapter_store_misses: int = 0
-    adapter_store_bytes: int = 0
     adapter_evictions: int = 0
     history_evictions: int = 0
     history_drops: int = 0

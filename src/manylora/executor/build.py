@@ -14,10 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
-from manylora.adapters.store import AdapterStore
-from manylora.adapters.storefolder import StoreFolder, open_store_folder
-from manylora.adapters.textcheck import TextCheck
 from manylora.config import (
     CacheSettings,
     ColdStartConfig,
@@ -72,23 +70,20 @@ def build_worker(
     capture_progress: Progress | None = None,
     registry_path: Path | None = None,
     pads_steps: bool | None = None,
-    waits_for_loops: bool = True,
 ) -> tuple[Worker, PolicyConfig, EngineInfo]:
     """Load the model and take the pools' memory.
 
     ``progress(done_bytes, total_bytes)``: called while weights load; ``capture_progress(done, total)``: while
     decoding steps are captured. ``registry_path``: the cache of adapter headers, by default in the user's cache
     directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
-    and the settings allow it. ``waits_for_loops``: until those of a CPU are compiled; else torch serves until a
-    process beside has compiled them. Raises ConfigError or ModelError, in one line.
+    and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
     plan = _planned(settings)
     settings, device, max_rank = plan.settings, plan.device, plan.settings.adapters.max_adapter_rank
-    store_folder = open_store_folder(settings.adapters)
     if pads_steps is None:
         pads_steps = device.captures and settings.cuda_graphs != "off"
-    decoder = _loaded(plan, progress, waits_for_loops)
-    worker, host, limits, copy = _with_pools(plan, decoder, store_folder, registry_path, pads_steps)
+    decoder = _loaded(plan, progress)
+    worker, host, limits, copy = _with_pools(plan, decoder, registry_path, pads_steps)
     with compiling_ahead(device.torch_device) as rehearse:
         if pads_steps:
             worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, capture_progress, rehearse)
@@ -144,13 +139,12 @@ def _planned(settings: EngineSettings) -> _Plan:
     return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits, is_small)
 
 
-def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None, waits_for_loops: bool) -> Decoder:
+def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None) -> Decoder:
     """The decoder, with its weights."""
     device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
     ops = ops_for(
         device,
         compiled=plan.is_small and dtype is torch.float32,
-        waits=waits_for_loops,
         attention=attention_shape(plan.config, dtype, max_positions),
     )
     _log.info("running on %s with %s kernels", plan.device.name, ops.name)
@@ -168,11 +162,7 @@ def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None, waits_for_
 
 
 def _with_pools(
-    plan: _Plan,
-    decoder: Decoder,
-    store_folder: StoreFolder | None,
-    registry_path: Path | None,
-    pads_steps: bool,
+    plan: _Plan, decoder: Decoder, registry_path: Path | None, pads_steps: bool
 ) -> tuple[Worker, HostPool, PolicyConfig, CopyOfWeights]:
     """The worker with its pools, what the policy may use of them, and the copy of the base's weights."""
     settings, device, page, dtype = plan.settings, plan.device, plan.page, plan.dtype
@@ -199,7 +189,6 @@ def _with_pools(
         Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
-        None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),
         cache.copy_limit,
     )
     if merge.is_on:

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import torch
 
-from manylora.adapters.faults import FilesChanged, WrongInspection
-from manylora.adapters.pack import AdapterLayout, layout_of
+from manylora.adapters.pack import AdapterLayout, layout_of, verify_weights
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
-from manylora.adapters.verify import verify_weights
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import one_line
 from manylora.protocol import AdapterChecked, AdapterError, InspectAdapter, VerifyAdapter
@@ -90,25 +88,10 @@ class Inspections:
 
         def verify() -> AdapterChecked:
             spec = self.spec(command.adapter)
-            try:
-                verify_weights(spec, self._geometry, self._dtype)
-            except WrongInspection as error:
-                spec = self.again(command.adapter, spec, error)
-                verify_weights(spec, self._geometry, self._dtype)
+            verify_weights(spec, self._geometry, self._dtype)
             return self._found(command.adapter, spec)
 
         return _checked(command.adapter, verify)
-
-    def again(self, adapter: AdapterId, spec: AdapterSpec, error: WrongInspection) -> AdapterSpec:
-        """What the registry remembered is not what the files hold: look at them. Raises AdapterError where the
-        adapter takes other pages than the policy was told. Called from any thread."""
-        _log.warning("adapter %d (%s): %s; inspecting it again", adapter, spec.path, error)
-        found = self._registry.inspect(Path(spec.path), self._max_rank, anew=True)
-        if self._layout_of(found).num_pages != self._layout_of(spec).num_pages:
-            raise FilesChanged("the adapter is of another size than was remembered of it; add it again")
-        if adapter in self._known:
-            self.learn(adapter, found)
-        return found
 
     def _found(self, adapter: AdapterId, spec: AdapterSpec) -> AdapterChecked:
         return AdapterChecked(adapter, True, self._layout_of(spec).num_pages, spec.rank)

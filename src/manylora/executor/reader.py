@@ -6,7 +6,6 @@ only tells what has landed on the device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,15 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from manylora.adapters import read_loops
-from manylora.adapters.faults import FilesChanged, WrongInspection
+from manylora.adapters import loops
+from manylora.adapters.files import FilesChanged
 from manylora.adapters.jobs import NO_HELPERS, Helpers
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into, load_parts
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
-from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.devices.device import Device, PageWriter
-from manylora.executor.arrivals import Arrivals, Groups
-from manylora.executor.keeper import Keeper
+from manylora.executor.arrivals import Arrivals
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -36,11 +33,7 @@ READERS = 2
 """Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
 
 _MOST_HELPERS = 7
-"""Loops do not wait for the interpreter, so more threads take less time. Single calls, which serve until loops are
-compiled, do: by them 80 MB take 33 ms alone, 20 with two or three helpers, 25 with six (16 cores)."""
-
-_LEAST_STORE_HELPERS = 3
-"""What has been packed takes few calls; one thread alone does not keep a disk busy."""
+"""Loops do not wait for the interpreter, so more threads take less time."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +58,6 @@ class _Closing(Exception):
     """The reader is being closed."""
 
 
-def _prepare_loops() -> None:
-    try:
-        read_loops.prepare()
-    except Exception:
-        _log.exception("adapters are read without compiled loops, which takes longer")
-
-
 class AdapterReader:
     """Reads in the background. ``start`` and ``close`` belong to the step loop's thread."""
 
@@ -82,34 +68,21 @@ class AdapterReader:
         geometry: AdapterGeometry,
         device: Device,
         landed: Callable[[Landed], None],
-        inspect_again: Callable[[AdapterId, AdapterSpec, WrongInspection], AdapterSpec],
-        store: AdapterStore | None = None,
     ) -> None:
-        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages.
-
-        ``inspect_again`` is called there where the files are not what the spec says; it may raise AdapterError.
-        ``store``: where packed adapters are kept, if anywhere. The reader closes it.
-        """
+        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages."""
+        loops.prepare()
         self._arena = arena
         self._host = host
         self._geometry = geometry
         self._device = device
         self._note_landed = landed
-        self._inspect_again = inspect_again
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._helpers = self._store_helpers = NO_HELPERS
+        self._helpers = NO_HELPERS
         # Half of the cores are left to the steps and to the other processes.
-        cores = max(0, (os.cpu_count() or 1) // 2 - READERS)
-        for_store = 0 if store is None else min(max(cores, _LEAST_STORE_HELPERS), _MOST_HELPERS)
-        if count := max(for_store, min(cores, _MOST_HELPERS)):
-            helping = ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part")
-            self._helpers = Helpers(helping, min(cores, _MOST_HELPERS))
-            self._store_helpers = Helpers(helping, for_store)
-        self._store = store
-        self._keeper = None if store is None else Keeper(store)
+        count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
+        if count > 0:
+            self._helpers = Helpers(ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count)
         self._closing = False
-        if not read_loops.are_ready():
-            self._threads.submit(_prepare_loops)
 
     def start(
         self,
@@ -120,7 +93,7 @@ class AdapterReader:
     ) -> None:
         """Read into the command's pages; ``done`` is called once.
 
-        ``spec`` None stands for an unknown adapter. ``arrivals``: of a read in groups; its table entry is made
+        ``spec`` None stands for an unknown adapter. ``arrivals``: of one that is awaited; its table entry is made
         already. Raises RuntimeError after ``close``; then ``done`` is not called.
         """
         writer = self._device.page_writer() if command.tier == "device" else None
@@ -132,14 +105,6 @@ class AdapterReader:
         self._threads.shutdown(wait=True)
         if self._helpers.threads is not None:
             self._helpers.threads.shutdown(wait=True)
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._store is not None:
-            self._store.close()
-
-    def store_counts(self) -> StoreCounts:
-        """From any thread."""
-        return StoreCounts() if self._store is None else self._store.counts()
 
     def _run(
         self,
@@ -150,20 +115,11 @@ class AdapterReader:
         arrivals: Arrivals | None,
     ) -> None:
         began = time.perf_counter()
-        error, is_at_fault, is_kept = "", False, False
+        error, is_at_fault = "", False
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            with contextlib.nullcontext() if self._keeper is None else self._keeper.reading():
-                try:
-                    is_kept = self._read(spec, command, writer, arrivals)
-                except WrongInspection as failure:  # raised before anything is written
-                    if arrivals is not None:
-                        arrivals.give_up()  # its entry was made by what was not so
-                    spec = self._inspect_again(command.adapter, spec, failure)
-                    is_kept = self._read(spec, command, writer, None)
-            if not is_kept and self._keeper is not None:
-                self._keeper.keep(spec)
+            self._read(spec, command, writer, arrivals)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -176,95 +132,36 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         if error and arrivals is not None:
             arrivals.give_up()
-        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault, is_kept and not error))
+        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
         if arrivals is not None:
             arrivals.answer()
 
     def _read(
         self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None, arrivals: Arrivals | None
-    ) -> bool:
-        """Whether the store had it."""
-        layout = layout_of(spec, self._geometry)
+    ) -> None:
+        layout, num_layers = layout_of(spec, self._geometry), self._geometry.page.layers
         self._check_open()
         if writer is None:
-            return self._read_to_host(spec, layout, command, arrivals)
+            pages = [self._host.page(page) for page in command.pages]
+            load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+            if arrivals is not None:
+                arrivals.arrived(num_layers, lambda: None)
+            return
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
-        try:
-            is_kept = self._read_to_device(spec, layout, command, writer, arrivals)
-        finally:
-            # Also after a failure: the pages go to others, which a late write must not meet.
-            writer.close()
-        if arrivals is None:
-            self._note_landed(landed)
-        return is_kept
-
-    def _read_to_device(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals | None,
-    ) -> bool:
-        if arrivals is not None:
-            return self._read_groups(spec, layout, command, writer, arrivals)
 
         def write_page(number: int, image: torch.Tensor) -> None:
             self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
 
-        store, helpers = self._store, self._store_helpers
-        if store is not None and store.read(spec, layout, write_page, self._check_open, helpers):
-            return True
-        load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-        return False
-
-    def _read_groups(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals,
-    ) -> bool:
-        """To the device, all pages' first layers first."""
-        slab_bytes = self._geometry.page.slab_bytes
-
-        def write(number: int, begin: int, part: np.ndarray) -> None:
-            self._check_open()
-            page = self._arena.run(command.pages[number], 1)
-            writer.write(page[begin : begin + len(part)], torch.from_numpy(part))
-
-        def arrived(num_bytes: int) -> None:
-            arrivals.arrived(num_bytes // slab_bytes, writer.landing())
-
-        store, helpers = self._store, self._store_helpers
-        if store is not None and store.read_parts(spec, layout, write, arrived, self._check_open, helpers):
-            return True
-        dtype = self._arena.dtype
-        load_parts(spec, layout, self._geometry, dtype, write, arrived, arrivals.groups, self._helpers)
-        return False
-
-    def _read_to_host(
-        self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, arrivals: Arrivals | None
-    ) -> bool:
-        slab_bytes = self._geometry.page.slab_bytes
-        groups: Groups = ()
-        told = None
-        if arrivals is not None:
-            groups, told = arrivals.groups, arrivals.arrived
-
-        def arrived(num_bytes: int) -> None:
-            if told is not None:
-                told(num_bytes // slab_bytes, lambda: None)
-
-        pages = [self._host.page(page) for page in command.pages]
-        store, helpers, check = self._store, self._store_helpers, self._check_open
-        if store is not None and store.read_into(spec, layout, pages, check, helpers, told and arrived):
-            return True
-        dtype = self._host.dtype
-        load_into(spec, layout, self._geometry, dtype, pages, check, self._helpers, groups, arrived)
-        return False
+        try:
+            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
+            if arrivals is not None:
+                arrivals.arrived(num_layers, writer.landing())
+        finally:
+            # Also after a failure: the pages go to others, which a late write must not meet.
+            writer.close()
+        if arrivals is None:
+            self._note_landed(landed)
 
     def _check_open(self) -> None:
         if self._closing:

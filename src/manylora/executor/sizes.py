@@ -128,9 +128,7 @@ def engine_info(
         ranks=ranks,
         lora_sharding=lora_sharding,
         cold_start=limits.cold_start.mode,
-        cold_start_kinds=limits.cold_start.begins(
-            limits.num_host_pages > 0, settings.adapters.store is not None
-        ),
+        cold_start_kinds=limits.cold_start.begins(limits.num_host_pages > 0),
         seed=settings.seed,
     )
 

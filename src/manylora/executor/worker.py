@@ -19,7 +19,6 @@ import torch
 
 from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
-from manylora.adapters.store import AdapterStore
 from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
@@ -102,15 +101,14 @@ class Worker:
         registry: Registry,
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
-        store: AdapterStore | None = None,
         copy_limit: int | None = None,
         ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
-        ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies one way. ``ranked``: where the
-        decoder is one rank's share of a model. The worker closes what it is given.
+        ``shards``, if any, run parts of large enough batches side by side. ``copy_limit``: most bytes a second of
+        copies one way. ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is
+        given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
@@ -143,9 +141,7 @@ class Worker:
         # Where steps are run and not launched, they would hold up what is put off.
         self._copier = Copier(arena, host, device, copy_limit, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
-        self._reader = AdapterReader(
-            arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store
-        )
+        self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)
 
     # ------------------------------------------------------------ the door
 
@@ -449,8 +445,7 @@ class Worker:
 
     def state(self) -> ExecutorState:
         """How it stands; from any thread."""
-        counts = self._reader.store_counts()
-        return ExecutorState(self._host.pages_pinned, PREPARATION.seconds(), *counts)
+        return ExecutorState(self._host.pages_pinned, PREPARATION.seconds())
 
     # ------------------------------------------------------------ the end
 

@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from manylora.kernels.loops import fast_loop, is_kept
+from manylora.kernels.loops import fast_loop
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = np.float32(0.6931471805599453)
@@ -307,8 +307,3 @@ def gate(gate_up: np.ndarray, out: np.ndarray, bits: np.ndarray) -> None:
             # sigmoid from exp(-|g|), which cannot overflow.
             top = np.float32(1.0) if g >= 0 else row[i]
             row[i] = g * top / (np.float32(1.0) + row[i]) * gate_up[t, width + i]
-
-
-def are_kept() -> bool:
-    """Whether an earlier run has compiled the loops for this machine, as they are now, and kept them on disk."""
-    return all(map(is_kept, (attend, add_lora, store_kv, rotate_in_place, add_norm, gate)))

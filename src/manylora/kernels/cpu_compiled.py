@@ -67,21 +67,14 @@ class CompiledLoraPlan:
 
 
 class CompiledOps(CpuOps):
-    """The Ops protocol on the CPU. Until it ``is_ready`` it does as ``CpuOps``; what was planned so runs so."""
+    """The Ops protocol on the CPU."""
 
     name = "cpu (compiled)"
 
-    def __init__(self, *, waits: bool = True) -> None:
-        """``waits``: compile the loops now, or load what an earlier run compiled."""
+    def __init__(self) -> None:
+        """Compile the loops, or load what an earlier run compiled."""
         super().__init__()
-        self.is_ready = waits
-        if waits:
-            _warm_up(self)
-
-    def use_loops(self) -> None:
-        """Compile, or load, on the caller's thread; steps that are planned afterwards run in loops."""
-        CompiledOps()
-        self.is_ready = True
+        _warm_up(self)
 
     # ---- attention -------------------------------------------------------------------------------------
 
@@ -89,8 +82,6 @@ class CompiledOps(CpuOps):
         self, rows: AttentionRows, page: PageShape, device: torch.device
     ) -> CompiledAttentionPlan:
         everything = super().plan_attention(rows, page, device)
-        if not self.is_ready:
-            return CompiledAttentionPlan(None, None, None, everything)
         counts = np.diff(rows.query_start)
         is_single = counts == 1
         singles = None
@@ -152,7 +143,7 @@ class CompiledOps(CpuOps):
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        if pool.dtype is not torch.float32 or not self.is_ready:
+        if pool.dtype is not torch.float32:
             super().write_kv(pool, layer, k, v, slots)
             return
         page_tokens, kv_heads, dim = pool.shape[3:]
@@ -178,7 +169,7 @@ class CompiledOps(CpuOps):
         if len(segments.start) == 0:
             return None
         is_float32 = geometry.itemsize == 4
-        is_short = (segments.length <= SHORT_SEGMENT) & (is_float32 and self.is_ready)
+        is_short = (segments.length <= SHORT_SEGMENT) & is_float32
         short, long = _subset(segments, is_short), _subset(segments, ~is_short)
         groups = {}
         first = 0
@@ -296,7 +287,7 @@ class CompiledOps(CpuOps):
         adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_plain = x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
-        if x.dtype is not torch.float32 or not is_plain or not self.is_ready:
+        if x.dtype is not torch.float32 or not is_plain:
             return super().add_rms_norm(x, residual, weight, eps, adapted)
         x = Summands(x, adapted).whole
         out = torch.empty_like(x)
@@ -306,7 +297,7 @@ class CompiledOps(CpuOps):
     def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.dtype is not torch.float32 or not self.is_ready:
+        if q.dtype is not torch.float32:
             return super()._rope(q, k, cos, sin, positions)
         both = adjacent_heads(q, k)
         for x in (q, k) if both is None else (both,):
@@ -316,7 +307,7 @@ class CompiledOps(CpuOps):
         return q, k
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if gate_up.dtype is not torch.float32 or not self.is_ready:
+        if gate_up.dtype is not torch.float32:
             return super().silu_mul(gate_up)
         inner = gate_up.shape[1] // 2
         out = torch.empty(gate_up.shape[0], inner)

@@ -43,11 +43,3 @@ def _compiled(function: Loop, **more: Any) -> Loop:
         return cast(Loop, numba.njit(**_OPTIONS, **more, cache=True)(function))
     except RuntimeError:  # there is no folder that may be written to
         return cast(Loop, numba.njit(**_OPTIONS, **more)(function))
-
-
-def is_kept(function: Any) -> bool:
-    """Whether an earlier run has compiled the loop for this machine, as it is now, and kept it on disk."""
-    try:
-        return bool(function._cache._cache_file._load_index())
-    except (AttributeError, OSError, ValueError):  # Numba's own affairs
-        return False

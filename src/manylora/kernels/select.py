@@ -33,13 +33,11 @@ def ops_for(
     device: torch.device,
     *,
     compiled: bool = False,
-    waits: bool = True,
     attention: AttentionShape | None = None,
 ) -> Ops:
     """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
 
-    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each.
-    ``waits``: until they are compiled; else torch serves until a process beside has compiled them.
+    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each, and are compiled now.
     ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
     and compiled now; None: choices that hold for any.
     """
@@ -47,14 +45,9 @@ def ops_for(
         from manylora.kernels.cpu import CpuOps
 
         if compiled:
-            if waits:
-                from manylora.kernels.cpu_compiled import CompiledOps
+            from manylora.kernels.cpu_compiled import CompiledOps
 
-                return CompiledOps()
-            from manylora.kernels.coming_loops import ComingOps
-
-            return ComingOps()
-
+            return CompiledOps()
         return CpuOps()
     if device.type == "cuda":
         from manylora.kernels.triton.decode_table import stored_table

@@ -23,12 +23,6 @@ _COUNTERS = (
     ("manylora:adapter_reads", "adapter_reads", "Adapters read into the pool."),
     ("manylora:adapter_read_failures", "adapter_read_failures", "Adapter reads that failed."),
     ("manylora:adapter_read_seconds", "adapter_read_s", "Time spent reading adapters."),
-    ("manylora:adapter_store_hits", "adapter_store_hits", "Adapters read from the adapter store."),
-    (
-        "manylora:adapter_store_misses",
-        "adapter_store_misses",
-        "Adapters that the adapter store did not have.",
-    ),
     ("manylora:adapter_evictions", "adapter_evictions", "Adapters that left the pool."),
     ("manylora:history_page_evictions", "history_evictions", "Pages of cached KV that left the pool."),
     ("manylora:history_page_drops", "history_drops", "Pages of cached KV whose last copy was dropped."),
@@ -127,11 +121,6 @@ class EngineCollector(Collector):
                 "Share (0 to 1) of the pool held by running requests and their adapters. History and idle "
                 "adapters give way, so they count as free.",
                 busy_pages(stats) / max(stats.pages_total, 1),
-            ),
-            (
-                "manylora:adapter_store_bytes",
-                "Bytes that the adapter store's files take.",
-                stats.adapter_store_bytes,
             ),
             ("manylora:engine_up", "1 while the engine answers.", float(self._is_up)),
         )

@@ -72,14 +72,14 @@ def load_model(
         )
     if load_format == "dummy":
         return build_decoder(config, DummyWeights(device, dtype), ops, device, max_positions, ranked)
-    with Checkpoint(folder) as checkpoint:
-        config = _resolve_tie(config, checkpoint, ranked)
-        plan = PlannedWeights()
-        build_decoder(config, plan, ops, torch.device("meta"), max_positions=1, ranked=ranked)
-        checkpoint.check(plan.parts)
-        total_bytes = planned_bytes(plan.parts, dtype)
-        weights = CheckpointWeights(checkpoint, device, dtype, total_bytes, progress)
-        return build_decoder(config, weights, ops, device, max_positions, ranked)
+    checkpoint = Checkpoint(folder)
+    config = _resolve_tie(config, checkpoint, ranked)
+    plan = PlannedWeights()
+    build_decoder(config, plan, ops, torch.device("meta"), max_positions=1, ranked=ranked)
+    checkpoint.check(plan.parts)
+    total_bytes = planned_bytes(plan.parts, dtype)
+    weights = CheckpointWeights(checkpoint, device, dtype, total_bytes, progress)
+    return build_decoder(config, weights, ops, device, max_positions, ranked)
 
 
 def share_bytes(config: ModelConfig, ranked: RankedModel, dtype: torch.dtype) -> int:
@@ -114,14 +114,13 @@ def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint, ranked: RankedMode
 def _are_equal(
     config: ModelConfig, checkpoint: Checkpoint, embedding: str, head: str, ranked: RankedModel | None
 ) -> bool:
-    if ranked is None:
-        return torch.equal(checkpoint.read(embedding), checkpoint.read(head))
-    # Each rank compares its part, and they agree.
-    shape = config.vocab_size, config.embedding_size
-    parts = (Part(name, shape, ranked.share.vocab) for name in (embedding, head))
+    """Each rank compares its part, and they agree."""
+    shape, rows = (config.vocab_size, config.embedding_size), None if ranked is None else ranked.share.vocab
     checkpoint.check(Part(name, shape) for name in (embedding, head))
-    pairs = zip(*(checkpoint.blocks(part) for part in parts), strict=True)
+    pairs = zip(*(checkpoint.blocks(Part(name, shape, rows)) for name in (embedding, head)), strict=True)
     differs = any(not torch.equal(one, other) for (_, one), (_, other) in pairs)
+    if ranked is None:
+        return not differs
     total = torch.tensor([float(differs)])
     ranked.peers.add_up(total, "start")
     return not total.item()

@@ -6,21 +6,23 @@ here reads pickle files: they can run code.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from manylora.models.fields import Fields
 from manylora.models.spec import ModelError
 from manylora.models.storedrows import StoredRows
+from manylora.tensorfile import StoredTensor, TensorFileError, fill, read_header
 
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_BLOCK_BYTES = 2**23
+"""Read at a time."""
 
 
 class Part(NamedTuple):
@@ -41,10 +43,6 @@ class Part(NamedTuple):
         if self.columns is not None:
             shape[1] = len(self.columns)
         return tuple(shape)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.wanted_shape == self.shape
 
 
 class Weights(Protocol):
@@ -112,87 +110,71 @@ class DummyWeights:
 
 
 class Checkpoint:
-    """The open, memory-mapped safetensors files of a model folder. Use as a context manager.
+    """The safetensors files of a model folder.
 
     Raises ModelError, in one line, when the folder has none or one of them is damaged or missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._tensors: dict[str, tuple[Path, StoredTensor]] = {}
         self._aliases: dict[str, str] = {}
-        self._stack = contextlib.ExitStack()
-        try:
-            for path in _safetensors_files(folder):
-                file = self._stack.enter_context(_open(path))
-                self._files.update(dict.fromkeys(file.keys(), file))
-                self._paths.update(dict.fromkeys(file.keys(), path))
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for path in _safetensors_files(folder):
+            try:
+                header = read_header(path, "model")
+            except TensorFileError as error:
+                raise ModelError(f"{path}: damaged or cut short, not a safetensors file ({error})") from error
+            self._tensors |= {name: (path, stored) for name, stored in header.items()}
 
     def __contains__(self, name: str) -> bool:
-        return self._stored_name(name) in self._files
+        return self._stored_name(name) in self._tensors
 
     def _stored_name(self, name: str) -> str:
         """Checkpoints saved from the body alone lack the leading "model."."""
         name = self._aliases.get(name, name)
-        return name if name in self._files else name.removeprefix("model.")
+        return name if name in self._tensors else name.removeprefix("model.")
 
     def alias(self, name: str, stored: str) -> None:
         """From now on ``name`` means the tensor ``stored``."""
         self._aliases[name] = stored
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor as stored, in CPU memory that may be the mapped file itself."""
-        stored = self._known(name)
-        try:
-            tensor: torch.Tensor = self._files[stored].get_tensor(stored)
-        except SafetensorError as error:
-            raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error})") from error
-        self._check_dtype(name, tensor.dtype)
-        return tensor
-
     def blocks(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
         """What is wanted of a tensor, as stored, some rows at a time: (the first one's number among them, rows),
-        which are valid until the next. Read from the file, which is not mapped: what is not wanted takes no
-        memory.
-        """
-        stored = self._known(part.name)
-        try:
-            source = StoredRows(self._paths[stored], stored)
-            self._check_dtype(part.name, source.dtype)
-            yield from source.blocks(part.rows, part.columns)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{self.folder}: tensor {part.name} cannot be read ({error})") from error
-
-    def _known(self, name: str) -> str:
-        stored = self._stored_name(name)
-        if stored not in self._files:
-            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
-        return stored
-
-    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        if dtype not in _FLOATING:
+        which are valid until the next. The file is not mapped: what is not wanted takes no memory."""
+        path, stored = self._find(part.name)
+        if stored.dtype not in _DTYPES:
             raise ModelError(
-                f"{self.folder}: tensor {name} is stored as {str(dtype).removeprefix('torch.')}; "
+                f"{self.folder}: tensor {part.name} is stored as {stored.dtype}; "
                 "quantized checkpoints are not supported"
             )
+        dtype, rows = _DTYPES[stored.dtype], range(stored.shape[0]) if part.rows is None else part.rows
+        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+        most = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+        buffer = bytearray(min(most, len(rows)) * row_bytes)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                for first in range(rows.start, rows.stop if buffer else rows.start, most):
+                    count = min(most, rows.stop - first)
+                    target = memoryview(buffer)[: count * row_bytes]
+                    if not fill(file.fileno(), target, stored.begin + first * row_bytes):
+                        raise ModelError(f"{path}: cut short while it was read")
+                    block = torch.frombuffer(target, dtype=dtype).view(count, *stored.shape[1:])
+                    if part.columns is not None:
+                        block = block[:, part.columns.start : part.columns.stop]
+                    yield first - rows.start, block
+        except OSError as error:
+            raise ModelError(f"{self.folder}: tensor {part.name} cannot be read ({error})") from error
+
+    def _find(self, name: str) -> tuple[Path, StoredTensor]:
+        stored = self._stored_name(name)
+        if stored not in self._tensors:
+            raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+        return self._tensors[stored]
 
     def check(self, parts: Iterable[Part]) -> None:
         """Raise ModelError unless every part is there in the shape that config.json implies."""
         for part in parts:
-            stored = self._stored_name(part.name)
-            if stored not in self._files:
-                raise ModelError(f"{self.folder}: tensor {part.name} is missing from the checkpoint")
-            shape = tuple(self._files[stored].get_slice(stored).get_shape())
+            shape = self._find(part.name)[1].shape
             if shape != part.shape:
                 raise ModelError(
                     f"{self.folder}: tensor {part.name} has shape {list(shape)}, "
@@ -224,11 +206,8 @@ class CheckpointWeights:
     def take(self, *parts: Part) -> torch.Tensor:
         tensor = _empty(parts, self._dtype, self._device)
         for part, place in _places(tensor, parts):
-            if part.is_whole:
-                place.copy_(self._checkpoint.read(part.name))
-            else:
-                for first, rows in self._checkpoint.blocks(part):
-                    place[first : first + len(rows)].copy_(rows)
+            for first, rows in self._checkpoint.blocks(part):
+                place[first : first + len(rows)].copy_(rows)
             self._done_bytes += place.numel() * place.element_size()
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
@@ -252,13 +231,6 @@ def _places(tensor: torch.Tensor, parts: Iterable[Part]) -> Iterator[tuple[Part,
         end = start + part.wanted_shape[0]
         yield part, tensor[start:end]
         start = end
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: damaged or cut short, not a safetensors file ({error})") from error
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -94,8 +94,6 @@ class ColdStarts:
         self._residency = residency
         self._held = held
         self._copies = ComingCopies(residency, config.cold_start.rates.b_share)
-        # How those began whose adapters are still being read, from where is not known yet.
-        self._uncounted: dict[AdapterId, list[str]] = {}
         self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
@@ -170,20 +168,10 @@ class ColdStarts:
             return
         if read.copy is not None:
             self._ended(read.copy, event.read_s)
-        for mode in self._uncounted.pop(event.adapter, ()):
-            self._residency.counters.cold_start(mode, "store" if event.from_store else "files")
 
     def _ended(self, number: CopyId, seconds: float) -> None:
         if self._copies.ended(number, seconds):
             self._forget_unless_needed(number)
-
-    def is_source_known(self, sequence: Sequence) -> bool:
-        """Whether it is known by now where the sequence's adapter came from; else ``read_ended`` counts its
-        start."""
-        if not self._residency.transfers.is_read(sequence.adapter):
-            return True
-        self._uncounted.setdefault(sequence.adapter, []).append(self.mode_of(sequence))
-        return False
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):

@@ -18,7 +18,7 @@ from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
 from manylora.policy.sequences import Sequence
 from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
 from manylora.protocol import EndSequence
-from manylora.types import AdapterId, PageId
+from manylora.types import PageId
 
 
 class Growth(enum.Enum):
@@ -83,12 +83,6 @@ class Reservations:
         """Those that wait for what is on its way, but for those that have a row meanwhile."""
         loading = [s for s in self.admitted if s.stage is SEQUENCE_LOADING]
         return [sequence for sequence in loading if not self.is_in_flight(sequence)]
-
-    def note_source(self, adapter: AdapterId, source: str) -> None:
-        """An adapter that sequences wait for has been read from there."""
-        for sequence in self.admitted:
-            if sequence.stage is SEQUENCE_LOADING and sequence.adapter == adapter:
-                sequence.note_source(source)
 
     # ------------------------------------------------------------ taking
 

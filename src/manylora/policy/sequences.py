@@ -323,10 +323,6 @@ class Sequence:
         self.cold_source = source
         self.adapter_s = 0.0 if source is None else None
 
-    def note_source(self, source: str) -> None:
-        """The sequence's adapter, which was nowhere, has been read from there."""
-        self.cold_source = source
-
     def note_adapter(self, now: float) -> None:
         """The sequence's adapter is there."""
         if self.adapter_s is None:

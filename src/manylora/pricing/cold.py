@@ -1,4 +1,4 @@
-"""What CPU workers and an adapter store take, fitted to a profile.
+"""What CPU workers take, fitted to a profile.
 
 Owns the line through products on the CPU: a fixed part, one for each byte of the adapter, and one for each byte
 and token of a worker's slice; and the lines of what awaited copies cost their steps.
@@ -47,15 +47,6 @@ def cpu_rates(profile: Profile) -> CpuRates | None:
     token_s = max(line.token_byte_s * size, 1e-12)
     slice_tokens = max(1, int(SLICE_SHARE * (one_s + line.byte_s * size) / token_s))
     return CpuRates(profile.num_products * one_s, line.byte_s, line.token_byte_s, slice_tokens)
-
-
-def store_read(profile: Profile) -> tuple[float, float]:
-    """Seconds of a read from the adapter store, and a byte; zeros where the profile has it not."""
-    points = profile.store_reads
-    if not points:
-        return 0.0, 0.0
-    base_s, byte_s = relative_fit([(1, p.num_bytes) for p in points], [p.seconds for p in points])
-    return base_s, byte_s
 
 
 class GateLines(NamedTuple):

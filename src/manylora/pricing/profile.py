@@ -179,9 +179,8 @@ class Profile:
     watched, ``lora_sharding``: how adapters were cut among them; ``exchanges``: sums over them. Older profiles are
     of one rank, which has neither. Of cold starts ``cores``: of the machine; ``cpu_products``; ``handover_s``: of
     one product to the CPU workers and back, beside what these compute, of ``num_products`` a step;
-    ``store_reads``: of adapters from an adapter store in the page cache; ``group_shares``: of a step's time by
-    layer groups. Older profiles, and those of several ranks, have none of these. ``gates``: of an engine
-    whose steps may await copies, uncaptured."""
+    ``group_shares``: of a step's time by layer groups. Older profiles, and those of several ranks, have none of
+    these. ``gates``: of an engine whose steps may await copies, uncaptured."""
 
     format: str
     machine: str
@@ -212,7 +211,6 @@ class Profile:
     cpu_products: tuple[CpuPoint, ...] = ()
     handover_s: float = 0.0
     num_products: int = 0
-    store_reads: tuple[TransferPoint, ...] = ()
     group_shares: tuple[float, ...] = ()
     gates: tuple[GatePoint, ...] = ()
 

@@ -84,8 +84,7 @@ class StepDone:
 class AdapterRead:
     """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there.
 
-    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end. ``from_store``: the
-    adapter store had it.
+    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end.
     """
 
     adapter: AdapterId
@@ -93,7 +92,6 @@ class AdapterRead:
     error: str = ""
     read_s: float = 0.0
     is_at_fault: bool = False
-    from_store: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

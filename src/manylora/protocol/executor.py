@@ -41,15 +41,10 @@ class AdapterChecked:
 class ExecutorState:
     """``host_pages_pinned``: pages of the host whose copies are as fast as they can be; they become more for a
     while after the start. ``preparation_s``: seconds spent on compiling and capturing so far, up to this moment
-    where that goes on. ``adapter_store_hits``, ``adapter_store_misses``: reads that found the adapter in the
-    adapter store, and that did not; ``adapter_store_bytes``: what its files take. 0 without a store.
-    ``traffic``: of each of several ranks."""
+    where that goes on. ``traffic``: of each of several ranks."""
 
     host_pages_pinned: int = 0
     preparation_s: float = 0.0
-    adapter_store_hits: int = 0
-    adapter_store_misses: int = 0
-    adapter_store_bytes: int = 0
     traffic: tuple[RankTraffic, ...] = ()
 
 

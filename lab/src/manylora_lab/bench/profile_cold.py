@@ -1,7 +1,7 @@
-"""What cold starts take on this machine, for a profile: products on CPU workers, reads from an adapter store, how
+"""What cold starts take on this machine, for a profile: products on CPU workers, how
 a step's time is shared out among its layer groups, and what awaited copies cost their steps.
 
-Builds one engine with workers and a store, and closes it. Does not know the profile's other measurements.
+Builds one engine with workers, and closes it. Does not know the profile's other measurements.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from manylora.models.load import resolve_dtype
 from manylora.models.spec import ModelConfig
 from manylora.pricing.cold import fit_cpu, gate_lines, store_read
 from manylora.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
+from manylora.pricing.cold import fit_cpu, gate_lines
+from manylora.pricing.profile import CpuPoint, GatePoint, Profile
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
 
@@ -36,7 +38,6 @@ TOKENS = (1, 4, 8, 16, 32, 64, 96, 128, 256)
 RANKS = (8, 16, 32, 64)
 _HELD_OUT = 4
 _ROUNDS = 3
-_KEPT_S = 30.0
 _GROUPS = ColdStartConfig("layerwise").num_groups
 _PROMPT = 64
 """Of the step whose layers are timed."""
@@ -51,7 +52,6 @@ class ColdTimes(NamedTuple):
     cpu_products: tuple[CpuPoint, ...]
     handover_s: float
     num_products: int
-    store_reads: tuple[TransferPoint, ...]
     group_shares: tuple[float, ...]
     gates: tuple[GatePoint, ...]
 
@@ -66,14 +66,11 @@ def measure_cold(
     """``engine``: settings by flag name. ``write_adapters``: into a folder. Raises ConfigError."""
     progress("cold starts", 0, 2)
     with tempfile.TemporaryDirectory() as folder:
-        asked = {
-            "adapter_store": str(Path(folder) / "store"), "cuda_graphs": "off", "cold_start": "layerwise",
-        }  # fmt: skip
+        asked = {"cuda_graphs": "off", "cold_start": "layerwise"}
         worker, policy, info = build_worker(build_settings({**engine, **asked})[0])
         try:
             rig = ProfileRig(worker, policy)
             rig.serve(write_adapters(Path(folder) / "adapters"), 0.3)
-            reads = _store_reads(rig, Path(asked["adapter_store"]), repeats)
             shares = _group_shares(worker, rig, policy)
             # What is captured has gates of another kind.
             gates = rig.gates(GATE_TURNS * repeats) if info.device == "cpu" else []
@@ -94,7 +91,7 @@ def measure_cold(
         host.close()
     progress("cold starts", 2, 2)
     num_products = sum(len(groups) for groups in geometry.layers)
-    return ColdTimes(cores, points, handover_s, num_products, reads, shares, tuple(gates))
+    return ColdTimes(cores, points, handover_s, num_products, shares, tuple(gates))
 
 
 def measure_products(
@@ -145,16 +142,6 @@ def _time_all(
         besides.append(whole_s - own_s)
 
 
-def _store_reads(rig: ProfileRig, store: Path, repeats: int) -> tuple[TransferPoint, ...]:
-    """Of the adapters that are served, which the store writes now."""
-    until = time.monotonic() + _KEPT_S
-    while len(list(store.glob("*.packed"))) < rig.num_adapters:
-        if time.monotonic() > until:
-            raise ConfigError("the adapter store does not keep what was read")
-        time.sleep(0.05)
-    return tuple(rig.reads(range(1, 1 + min(len(RANKS), rig.num_adapters)), repeats))
-
-
 def _group_shares(worker: Worker, rig: ProfileRig, policy: PolicyConfig) -> tuple[float, ...]:
     """Of a prompt's step: from before a group's first layer until before the next one's; the last one's with what
     comes after the layers."""
@@ -187,14 +174,13 @@ def describe_cold(profile: Profile) -> list[str]:
     """What cold starts take, and how well that fits."""
     if not profile.cpu_products:
         return []
-    line, (base_s, byte_s) = fit_cpu(profile.cpu_products), store_read(profile)
-    error, gates = line.held_out, gate_lines(profile)
+    line, gates = fit_cpu(profile.cpu_products), gate_lines(profile)
+    error = line.held_out
     return [
         f"CPU LoRA      {1e6 * line.fixed_s:.0f} us a product, {1e-9 / max(line.byte_s, 1e-15):.3g} GB/s, "
         f"{1e-9 / max(line.token_byte_s, 1e-15):.3g} G byte-tokens/s a core; held out: mean "
         f"{100 * error.mean:.1f} %, largest {100 * error.largest:.1f} %, {error.num_points} products",
         f"hand-over     {1e6 * profile.handover_s:.0f} us, {profile.num_products} a step; {profile.cores} cores",
-        f"store reads   {1e3 * base_s:.2f} ms + {1e-9 / max(byte_s, 1e-15):.3g} GB/s",
         f"layer groups  {', '.join(f'{share:.3f}' for share in profile.group_shares)} of a step",
         f"gates         {1e6 * gates.issue[0]:.0f} us before a step that awaits a copy, "
         f"{1e6 * gates.step[0]:.0f} us of it",

@@ -79,9 +79,8 @@ class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``interconnect``: a profile, by whose ranks' exchanges the
     hardware's cards exchange. ``policies``: names with commas between, or "all".
-    ``merge``: modes likewise, each with every policy. ``store_bytes``: of an adapter store, empty at first; 0:
-    there is none. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
-    (docs/limits.md)."""
+    ``merge``: modes likewise, each with every policy. ``engine``: settings by flag name.
+    ``with_limits``: bounds beside every policy (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -94,7 +93,6 @@ class SimulateSettings:
     interconnect: str | None = None
     policies: str = "manylora"
     merge: str = "unmerged"
-    store_bytes: int = 0
     is_warm: bool = True
     with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -171,18 +169,11 @@ class SimulatedTarget:
         rates = self.cold.told(self.costs, copy_limit)
         return dataclasses.replace(config, rates=rates, num_workers=num_workers)
 
-    def check_store(self, store_bytes: int) -> None:
-        """Raises ConfigError where there is to be a store and what reads from one take was not measured."""
-        if store_bytes and (self.cold is None or not any(self.cold.store_read)):
-            raise ConfigError(f"--adapter-store-size: {_NO_CPU}")
-
-    def cold_costs(self, config: PolicyConfig, store_bytes: int) -> ColdCosts:
-        """What cold starts take, with a store of so many bytes."""
+    def cold_costs(self, config: PolicyConfig) -> ColdCosts:
+        """What cold starts take."""
         if self.cold is None:
             return NOTHING_COLD
-        return dataclasses.replace(
-            self.cold, num_workers=config.cold_start.num_workers, store_bytes=store_bytes
-        )
+        return dataclasses.replace(self.cold, num_workers=config.cold_start.num_workers)
 
     def merge_times(self, config: PolicyConfig) -> MergeTimes | None:
         """What an engine of this config measures before serving, if the profile has it."""
@@ -249,7 +240,7 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
-    limit, cold = copy_limit(settings), target.cold_costs(config, settings.store_bytes)
+    limit, cold = copy_limit(settings), target.cold_costs(config)
     merge_costs = target.merge_costs(config)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
@@ -416,7 +407,6 @@ def config_of(
 ) -> PolicyConfig:
     """The config that ``executor.build`` gives on such a device, but for what depends on free memory there. Raises
     ConfigError."""
-    target.check_store(settings.store_bytes)
     given = {
         **{name: value for name, value in settings.engine.items() if _says_something(name, mode)},
         "cache_policy": "manylora" if policy in FORESIGHTS else policy, "model": "simulated", "merge": mode,

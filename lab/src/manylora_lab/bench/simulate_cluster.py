@@ -282,7 +282,7 @@ def _member(
     merging = target.merge_costs(config)
     return Member(
         config, target.costs, pages, target.name, merging=merging, copy_limit=copy_limit(settings),
-        cold=target.cold_costs(config, settings.store_bytes), rank_costs=costs_by_rank,
+        cold=target.cold_costs(config), rank_costs=costs_by_rank,
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from manylora.config import AdapterSettings, ConfigError
+from manylora.aliases import add_removed
+from manylora.config import ConfigError
 from manylora.flags import FLAGS, convert
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
@@ -46,6 +47,8 @@ FLAG_NAMES = (
     "cold_start", "cold_start_stall", "cpu_lora_workers", "copy_limit",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
+
+_REMOVED = ("adapter_store", "adapter_store_size")
 
 _CARDS = ("tensor_parallel_size", "lora_sharding")
 """Those of them that say what is simulated, not how it is served."""
@@ -106,15 +109,7 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--cold", action="store_true", help="adapters were never asked for before (default: once each)"
     )
-    parser.add_argument(
-        "--adapter-store",
-        metavar="DIR",
-        help="an adapter store, empty at first; nothing is read or written there",
-    )
-    parser.add_argument(
-        "--adapter-store-size", metavar="SIZE",
-        help="an adapter store of so much, empty at first (default: none; with --adapter-store 50GiB)",
-    )  # fmt: skip
+    add_removed(parser, _REMOVED)
     parser.add_argument(
         "--limits",
         action="store_true",
@@ -145,7 +140,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.router_help is not None:
         print(router_help(args.router_help))
         return 0
-    given = settings_of(args, (*FLAG_NAMES, *_CARDS))
+    given = settings_of(args, (*FLAG_NAMES, *_CARDS, *_REMOVED))
     cards = {
         flag.name: convert(flag, given.pop(flag.name)) for flag in FLAGS if flag.name in given.keys() & _CARDS
     }
@@ -160,7 +155,6 @@ def _simulate(args: argparse.Namespace) -> int:
         interconnect=args.interconnect,
         policies=args.policies,
         merge=args.merge,
-        store_bytes=_store_bytes(args),
         is_warm=not args.cold,
         with_limits=args.limits,
         engine=given,
@@ -183,14 +177,3 @@ def _simulate(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     return run_cluster(cluster, lambda: stream_of(args))
-
-
-def _store_bytes(args: argparse.Namespace) -> int:
-    """Of the adapter store; 0: none. Raises ConfigError."""
-    store = {"adapter_store": args.adapter_store, "adapter_store_size": args.adapter_store_size}
-    given = {
-        flag.field: convert(flag, store[flag.name]) for flag in FLAGS if store.get(flag.name) is not None
-    }
-    if not given:
-        return 0
-    return AdapterSettings(**{"store": "simulated", **given}).most_store_bytes

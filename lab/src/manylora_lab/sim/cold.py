@@ -5,17 +5,16 @@ Owns these times. Knows no lanes, and no policy.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable
 
 from manylora.config import ConfigError, CpuRates
-from manylora.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines, store_read
+from manylora.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines
 from manylora.pricing.costs import StepCosts
 from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ModelShape
 from manylora.protocol import RunStep
-from manylora.types import AdapterId, CopyId
+from manylora.types import CopyId
 from manylora_lab.sim.hardware import Hardware
 
 _ASSUMED = CpuRates()
@@ -32,9 +31,8 @@ class ColdCosts:
     ``result_bytes_s`` beside copies that leave the link room; None: as a copy does, in turns with these. Of rows
     that the CPU shrinks only it is ``shrunk_share`` of their adapter's bytes, and ``ahead`` the share of its pages
     that the link brings first (0: as the bytes of B).
-    ``group_shares``: of a step's time, by layer groups; empty: even. ``store_bytes``: what the adapter store holds
-    at most, 0: there is none; ``store_read``: seconds, and seconds a byte, of a read from it. ``gates``: what a
-    copy costs the step that awaits it beside standing still.
+    ``group_shares``: of a step's time, by layer groups; empty: even. ``gates``: what a copy costs the step that
+    awaits it beside standing still.
     """
 
     rates: CpuRates = _ASSUMED
@@ -46,8 +44,6 @@ class ColdCosts:
     shrunk_share: float = 0.0
     ahead: float = 0.0
     group_shares: tuple[float, ...] = ()
-    store_bytes: int = 0
-    store_read: tuple[float, float] = (0.0, 0.0)
     gates: GateLines = NO_GATES
 
     def __post_init__(self) -> None:
@@ -175,27 +171,6 @@ class Landings:
         )
 
 
-class SimulatedStore:
-    """Which adapters a store holds: those that were read last, up to so many bytes."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._held = collections.OrderedDict[AdapterId, int]()
-        self._num_bytes = 0
-
-    def reads(self, adapter: AdapterId, num_bytes: int) -> bool:
-        """It is read: whether the store has it. It has it from now on."""
-        is_there = adapter in self._held
-        if is_there:
-            self._held.move_to_end(adapter)
-        elif num_bytes <= self._most_bytes:
-            self._held[adapter] = num_bytes
-            self._num_bytes += num_bytes
-            while self._num_bytes > self._most_bytes:
-                self._num_bytes -= self._held.popitem(last=False)[1]
-        return is_there
-
-
 def link_s(costs: StepCosts, num_bytes: int, copy_limit: int | None) -> float:
     """What bytes to the device take, at no more than ``copy_limit`` a second."""
     seconds = costs.copy_s(num_bytes)
@@ -214,7 +189,6 @@ def measured_cold(profile: Profile) -> ColdCosts | None:
         result_token_bytes=_result_token_bytes(shape, modules),
         shrunk_share=_shrunk_share(shape, modules),
         group_shares=profile.group_shares,
-        store_read=store_read(profile),
         gates=gate_lines(profile),
     )
 
@@ -225,12 +199,11 @@ _CORE_FLOPS = 100e9
 _CORE_BYTES_S = 8e9
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Modules that read one input: a product each."""
-_STORE_READ = (1e-3, 1 / 2.8e9)
 
 
 def assumed_cold(shape: ModelShape, modules: tuple[str, ...], hardware: Hardware) -> ColdCosts:
-    """Assumed, of a host of 16 cores: 20 us for each hand-over, 8 GB/s and 100 GFLOP/s a core in 16 bits, 2.8 GB/s
-    from a store in the page cache. Results cross the hardware's link, also where adapters come slower."""
+    """Assumed, of a host of 16 cores: 20 us for each hand-over, 8 GB/s and 100 GFLOP/s a core in 16 bits.
+    Results cross the hardware's link, also where adapters come slower."""
     is_link = hardware.loader_bytes_s is None
     num_products = shape.layers * sum(any(name in modules for name in group) for group in _GROUPS)
     # A number of an adapter is used by each token for two operations.
@@ -244,7 +217,6 @@ def assumed_cold(shape: ModelShape, modules: tuple[str, ...], hardware: Hardware
         result_token_bytes=_result_token_bytes(shape, modules),
         result_bytes_s=None if is_link else hardware.sustained_link_bytes_s,
         shrunk_share=_shrunk_share(shape, modules),
-        store_read=_STORE_READ,
     )
 
 

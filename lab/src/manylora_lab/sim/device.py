@@ -30,7 +30,7 @@ from manylora.protocol import (
     SwitchDone,
 )
 from manylora.types import BASE, AdapterId, SequenceId
-from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, Landings, SimulatedStore, link_s
+from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, Landings, link_s
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]
 """When, and what."""
@@ -95,7 +95,6 @@ class SimulatedDevice:
         self._copy_limit = copy_limit
         self._cold = cold
         self._landings = Landings(cold)
-        self._store = SimulatedStore(cold.store_bytes)
         self._costs = costs
         self._merging = merging
         self._switches = switches
@@ -316,12 +315,7 @@ class SimulatedDevice:
 
     def _read(self, command: ReadAdapter, now: float) -> Answer:
         num_bytes = len(command.pages) * self._page_bytes
-        is_packed = self._cold.store_bytes > 0 and self._store.reads(command.adapter, num_bytes)
-        if is_packed:
-            base_s, byte_s = self._cold.store_read
-            seconds = base_s + num_bytes * byte_s
-        else:
-            seconds = self._costs.read_s(num_bytes, command.tier == "device")
+        seconds = self._costs.read_s(num_bytes, command.tier == "device")
         if self._costs.spread.reads:
             seconds *= self._drawn(self._costs.spread.reads)
         begin = max(now, heapq.heappop(self._readers_free_at))
@@ -333,4 +327,4 @@ class SimulatedDevice:
             self._landings.begun(
                 command.copy, begin, seconds, command.groups, 0, end, now=now, num_bytes=num_bytes
             )
-        return end, AdapterRead(command.adapter, True, read_s=seconds, from_store=is_packed)
+        return end, AdapterRead(command.adapter, True, read_s=seconds)

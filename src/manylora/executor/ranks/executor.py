@@ -284,10 +284,6 @@ class RankedExecutor:
             ExecutorState(
                 host_pages_pinned=min(one.host_pages_pinned for one in states),
                 preparation_s=max(one.preparation_s for one in states),
-                # A read is a hit where it is one on all ranks.
-                adapter_store_hits=min(one.adapter_store_hits for one in states),
-                adapter_store_misses=max(one.adapter_store_misses for one in states),
-                adapter_store_bytes=max(one.adapter_store_bytes for one in states),
                 traffic=tuple(one.traffic for one in found),
             )
         )
@@ -383,8 +379,7 @@ class RankedExecutor:
         if isinstance(worst, AdapterRead):
             copy = self._reads.pop(worst.adapter, None)
             reads = [one for one in every if isinstance(one, AdapterRead)]
-            slowest, is_kept = max(one.read_s for one in reads), all(one.from_store for one in reads)
-            self._tell(dataclasses.replace(worst, read_s=slowest, from_store=is_kept))
+            self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
             with self._changed:
                 if copy:
                     self._answered.copies.append((copy, worst.ok))

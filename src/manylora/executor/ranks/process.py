@@ -24,8 +24,6 @@ import torch
 
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
-from manylora.adapters.store import AdapterStore
-from manylora.adapters.storefolder import open_store_folder
 from manylora.config import ConfigError, PolicyConfig
 from manylora.devices.cpu_peers import SharedPeers
 from manylora.devices.device import Device
@@ -221,7 +219,6 @@ class _Rank:
         page, geometry = share.page_shape(*lies), share.geometry(*lies)
         limit = settings.cache.copy_limit
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
-        store_folder = open_store_folder(settings.adapters)
         places = [RankPlace(rank, begin.count) for rank in range(begin.count)]
         vocabs = [ModelShare(loaded.config, place, begin.is_sharded).vocab for place in places]
         worker = Worker(
@@ -233,7 +230,6 @@ class _Rank:
             device,
             Registry(share.whole_geometry(*lies), decoder.layer_prefix, registry_path),
             settings.adapters.max_adapter_rank,
-            store=None if store_folder is None else AdapterStore(store_folder, geometry, dtype),
             copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )

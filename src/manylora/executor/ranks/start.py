@@ -24,8 +24,8 @@ import msgspec
 import torch
 
 from manylora import processes
+from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
-from manylora.adapters.textcheck import TextCheck
 from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus

@@ -13,7 +13,7 @@ from manylora.devices.peers import PURPOSES
 from manylora.protocol import ExecutorState
 from manylora.types import RankTraffic
 
-_STATE = 5
+_STATE = 2
 """Of ExecutorState, its first fields."""
 
 _NUMBERS = _STATE + 2 * len(PURPOSES)
@@ -40,9 +40,6 @@ class StatusWriter:
         numbers = [
             state.host_pages_pinned,
             state.preparation_s,
-            state.adapter_store_hits,
-            state.adapter_store_misses,
-            state.adapter_store_bytes,
             *(number for pair in traffic for number in pair),
         ]
         for place, number in enumerate(numbers):
@@ -59,10 +56,9 @@ class StatusReader:
         found = []
         for rank in range(self._count):
             pinned, preparation_s, *rest = self._words[rank * _NUMBERS : (rank + 1) * _NUMBERS].tolist()
-            hits, misses, num_bytes, *rest = map(int, rest)
-            numbers = dict(zip(PURPOSES, zip(rest[::2], rest[1::2])))
+            counts = [int(number) for number in rest]
+            numbers = dict(zip(PURPOSES, zip(counts[::2], counts[1::2])))
             base, lora, sampling = numbers["base"], numbers["lora"], numbers["sampling"]
             traffic = RankTraffic(*base, *lora, *sampling, *numbers["merging"])
-            state = ExecutorState(int(pinned), preparation_s, hits, misses, num_bytes)
-            found.append(RankStatus(state, traffic))
+            found.append(RankStatus(ExecutorState(int(pinned), preparation_s), traffic))
         return found

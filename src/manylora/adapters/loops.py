@@ -1,0 +1,281 @@
+"""Loops that read tensors of an adapter's file into pages, without the interpreter: threads that read beside each
+other, and beside the step loop, would wait for it at every call.
+
+They say where something went wrong, and not what. No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from manylora.kernels.loops import loop
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+F64, F32, F16, BF16 = range(4)
+"""Types of elements, as they are stored in a file and, but for the first, kept in pages."""
+
+WORDS = 6
+"""Of a part of a matrix in ``parts``: where its first element lies in memory, its first row and column, its rows,
+their elements, and the bytes from one row to the next in memory."""
+
+SCRATCH_WORDS = 2
+"""For each element in ``scratch``: room for it as it is stored, as a float32, and as it is kept."""
+
+_STRIP = 128
+"""Rows that are turned at a time: what is written of a column then is a few lines of the cache."""
+
+_pread: Any = types.ExternalFunction(
+    "pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64)
+)
+
+
+def prepare() -> None:
+    """Compile them, or load what an earlier run has compiled."""
+    nothing, parts = np.zeros(0, dtype=np.int64), np.zeros((0, WORDS), dtype=np.int64)
+    scratch = np.zeros(SCRATCH_WORDS, dtype=np.uint64)
+    read_rows(0, nothing, 0, parts, 0, F32, F32, scratch)
+    read_turned(0, nothing, 0, 0, parts, 0, F32, F32, scratch)
+    are_finite(0, 0, 0, F32, F32, scratch)
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _memory(_: Any, address: Any) -> Any:
+    """The pointer of an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@loop
+def _size(kind: int) -> int:
+    """Bytes of an element."""
+    return 8 if kind == F64 else 4 if kind == F32 else 2
+
+
+@loop
+def _filled(file: int, begin: int, address: int, num_bytes: int) -> bool:
+    """Whether the file had them all."""
+    while num_bytes > 0:
+        count = _pread(file, _memory(address), num_bytes, begin)
+        if count <= 0:
+            return False
+        begin, address, num_bytes = begin + count, address + count, num_bytes - count
+    return True
+
+
+@loop
+def _is_finite(address: int, count: int, kind: int) -> bool:
+    """No exponent is the largest."""
+    if kind == F32:
+        wide, widest = np.uint32(0x7F800000), np.uint32(0)
+        for bits in numba.carray(_memory(address), count, np.uint32):
+            widest = max(widest, np.uint32(bits & wide))
+        return bool(widest != wide)
+    narrow, largest = np.uint16(0x7C00 if kind == F16 else 0x7F80), np.uint16(0)
+    for bits in numba.carray(_memory(address), count, np.uint16):
+        largest = max(largest, np.uint16(bits & narrow))
+    return bool(largest != narrow)
+
+
+@loop
+def _widen(source: int, target: int, count: int, kind: int) -> None:
+    """Elements as float32; what is not finite stays so."""
+    if kind == F64:
+        floats = numba.carray(_memory(target), count, np.float32)
+        for place, value in enumerate(numba.carray(_memory(source), count, np.float64)):
+            floats[place] = np.float32(value)
+        return
+    wide = numba.carray(_memory(target), count, np.uint32)
+    narrow = numba.carray(_memory(source), count, np.uint16)
+    if kind == BF16:
+        for place in range(count):
+            wide[place] = np.uint32(narrow[place]) << np.uint32(16)
+        return
+    for place in range(count):
+        bits = np.uint32(narrow[place])
+        magnitude = np.uint32(bits & np.uint32(0x7FFF))
+        # Least numbers are so many units of 2^-24.
+        least = np.float32(np.float32(np.int32(magnitude)) * np.float32(2.0**-24)).view(np.uint32)
+        found = (magnitude << np.uint32(13)) + np.uint32((127 - 15) << 23)
+        found = least if magnitude < np.uint32(0x0400) else found
+        found = np.uint32(0x7F800000) if magnitude >= np.uint32(0x7C00) else found
+        wide[place] = found | ((bits & np.uint32(0x8000)) << np.uint32(16))
+
+
+@loop
+def _narrow(source: int, target: int, count: int, kind: int) -> None:
+    """Elements of float32 in 16 bits, rounded to nearest, ties to even; what is not finite stays so."""
+    wide = numba.carray(_memory(source), count, np.uint32)
+    narrow = numba.carray(_memory(target), count, np.uint16)
+    one = np.uint32(1)
+    if kind == BF16:
+        for place in range(count):
+            bits = wide[place]
+            magnitude = min(np.uint32(bits & np.uint32(0x7FFFFFFF)), np.uint32(0x7F800000))
+            odd = (magnitude >> np.uint32(16)) & one
+            rounded = (magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+            narrow[place] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
+        return
+    half = np.float32(0.5)  # one unit of its last place is the least float16
+    for place in range(count):
+        bits = wide[place]
+        magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        odd = (magnitude >> np.uint32(13)) & one
+        rounded = (magnitude - np.uint32((127 - 15) << 23) + np.uint32(0x0FFF) + odd) >> np.uint32(13)
+        least = np.float32(magnitude.view(np.float32) + half).view(np.uint32) - np.uint32(0x3F000000)
+        rounded = least if magnitude < np.uint32(0x38800000) else rounded
+        rounded = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else rounded
+        narrow[place] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
+
+
+@loop
+def _fetched(file: int, begin: int, held: int, target: int, count: int, stored: int, kept: int) -> bool:
+    """Read elements to ``target``, by way of ``held`` and of float32 where they are stored otherwise: whether all
+    were there, and finite before and after."""
+    if stored == kept:
+        return _filled(file, begin, target, count * _size(kept)) and _is_finite(target, count, kept)
+    if not _filled(file, begin, held, count * _size(stored)):
+        return False
+    wide = held
+    if stored != F32:
+        wide = target if kept == F32 else held + _whole_words(count * _size(stored))
+        _widen(held, wide, count, stored)
+    if kept != F32:
+        _narrow(wide, target, count, kept)
+    return _is_finite(target, count, kept)
+
+
+@loop
+def _whole_words(num_bytes: int) -> int:
+    """So many bytes, or a few more."""
+    return (num_bytes + 7) // 8 * 8
+
+
+@loop
+def are_finite(file: int, begin: int, count: int, stored: int, kept: int, scratch: Words) -> bool:
+    """Whether so many elements are there, and finite as they are stored and as they would be kept."""
+    most = (len(scratch) - 2) // SCRATCH_WORDS
+    target = scratch.ctypes.data
+    while count > 0:
+        size = min(count, most)
+        if not _fetched(
+            file, begin, target + _whole_words(size * _size(kept)), target, size, stored, kept
+        ):
+            return False
+        begin, count = begin + size * _size(stored), count - size
+    return True
+
+
+@loop
+def read_rows(
+    file: int,
+    begins: Ints,
+    width: int,
+    parts: Ints,
+    layer_bytes: int,
+    stored: int,
+    kept: int,
+    scratch: Words,
+) -> int:
+    """Read parts of a matrix [rows, width] in each layer to their places: the first layer that was not all there,
+    and finite, or -1.
+
+    ``begins`` int64 [L]: of the matrices in the file. ``parts`` int64 [N, WORDS]; those of the next layer lie
+    ``layer_bytes`` further on. ``scratch`` has SCRATCH_WORDS for each element of a part's row, and two more.
+    """
+    held, size = scratch.ctypes.data, _size(kept)
+    for layer in range(len(begins)):
+        for part in range(len(parts)):
+            address, row, column, rows, length, stride = parts[part]
+            address += layer * layer_bytes
+            if length == width and stride == length * size and stored == kept:
+                rows, length = 1, rows * length  # they lie in the file as they do in the page
+            for number in range(rows):
+                begin = begins[layer] + ((row + number) * width + column) * _size(stored)
+                if not _fetched(file, begin, held, address + number * stride, length, stored, kept):
+                    return layer
+    return -1
+
+
+@loop
+def read_turned(
+    file: int,
+    begins: Ints,
+    width: int,
+    num_rows: int,
+    parts: Ints,
+    layer_bytes: int,
+    stored: int,
+    kept: int,
+    scratch: Words,
+) -> int:
+    """The same of a matrix [num_rows, width] whose columns are the parts' rows. ``scratch`` is for all of it."""
+    count, size = num_rows * width, _size(kept)
+    source = scratch.ctypes.data
+    held = source + _whole_words(count * size)
+    for layer in range(len(begins)):
+        if not _fetched(file, begins[layer], held, source, count, stored, kept):
+            return layer
+        for part in range(len(parts)):
+            address, row, column, rows, length, stride = parts[part]
+            address += layer * layer_bytes
+            first = source + (column * width + row) * size
+            if size == 4:
+                _turn(
+                    numba.carray(_memory(first), (length - 1) * width + rows, np.uint32),
+                    numba.carray(_memory(address), (rows - 1) * stride // 4 + length, np.uint32),
+                    width, rows, length, stride // 4,
+                )  # fmt: skip
+            elif (width | row | rows | length) % 4 == 0 and (address | stride) % 8 == 0:
+                _turn_fours(
+                    numba.carray(_memory(first), ((length - 1) * width + rows) // 4, np.uint64),
+                    numba.carray(_memory(address), ((rows - 1) * stride + 2 * length) // 8, np.uint64),
+                    width // 4, rows // 4, length, stride // 8,
+                )  # fmt: skip
+            else:
+                _turn(
+                    numba.carray(_memory(first), (length - 1) * width + rows, np.uint16),
+                    numba.carray(_memory(address), (rows - 1) * stride // 2 + length, np.uint16),
+                    width, rows, length, stride // 2,
+                )  # fmt: skip
+    return -1
+
+
+@loop
+def _turn(source: Any, target: Any, width: int, rows: int, length: int, stride: int) -> None:
+    """target[row, column] = source[column, row]."""
+    for first in range(0, length, _STRIP):
+        for row in range(rows):
+            for column in range(first, min(first + _STRIP, length)):
+                target[row * stride + column] = source[column * width + row]
+
+
+@loop
+def _turn_fours(source: Any, target: Any, width: int, rows: int, length: int, stride: int) -> None:
+    """The same of elements of two bytes, by words of four, which ``width``, ``rows`` and ``stride`` count: in less
+    than half of the time."""
+    low, even = np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF)
+    one, two = np.uint64(16), np.uint64(32)
+    for first in range(0, length, _STRIP):
+        for row in range(rows):
+            for column in range(first, min(first + _STRIP, length), 4):
+                at = column * width + row
+                a, b = source[at], source[at + width]
+                c, d = source[at + 2 * width], source[at + 3 * width]
+                ab, cd = (a & even) | ((b & even) << one), (c & even) | ((d & even) << one)
+                ab_odd, cd_odd = ((a >> one) & even) | (b & ~even), ((c >> one) & even) | (d & ~even)
+                to = 4 * row * stride + column // 4
+                target[to] = (ab & low) | (cd << two)
+                target[to + stride] = (ab_odd & low) | (cd_odd << two)
+                target[to + 2 * stride] = (ab >> two) | (cd & ~low)
+                target[to + 3 * stride] = (ab_odd >> two) | (cd_odd & ~low)
