@@ -1,8 +1,7 @@
 """The process that speaks to Ray for the supervisor: places replicas as actors, and says when they have ended.
 
 Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this
-process's alone. It keeps nothing: another one finds the actors again by their names. No request and no token
-passes here.
+process's alone. When it ends, its actors end, too. No request and no token passes here.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
     starter.say(messages.RayReady(driver.nodes.most, driver.nodes.workerless))
     while (message := starter.read()) is not None:
         match message:
-            case messages.StartActor() | messages.FindActor():
+            case messages.StartActor():
                 threading.Thread(target=driver.follow, args=(message,), daemon=True).start()
             case messages.StopActor(name):
                 driver.stop(name)
@@ -100,8 +99,7 @@ class _Driver:
             }
             if launch.engine.model.device == "cpu":
                 own["num_gpus"] = 0
-        # An actor without a handle of its own outlives this process, and is found by its name in the namespace.
-        ray.init(address=address, namespace="manylora", configure_logging=False, log_to_driver=True, **own)
+        ray.init(address=address, configure_logging=False, log_to_driver=True, **own)
         self._is_connected = True
         cluster = launch.cluster
         self.nodes = RayNodes(
@@ -156,24 +154,18 @@ class _Driver:
 
     # ------------------------------------------------------------ actors
 
-    def follow(self, order: messages.StartActor | messages.FindActor) -> None:
-        """On a thread of its own: an actor's life, from its start on or from now on."""
+    def follow(self, order: messages.StartActor) -> None:
+        """Start an actor and report its life until it ends; on a thread of its own."""
         name = order.name
         code, reason = 1, ""
         try:
-            if isinstance(order, messages.StartActor):
-                life = self._start(name, order.launch)
-            else:
-                self._actors[name] = actor = self._ray.get_actor(name)
-                _, self._placed[name], _ = self._ray.get(actor.place.remote())
-                life = actor.wait.remote()
-            actor = self._actors[name]
-            said = _said.decode(self._ray.get(actor.said.remote()))
+            life = self._start(name, order.launch)
+            said = _said.decode(self._ray.get(self._actors[name].said.remote()))
             self._starter.say(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
             code, reason = children.FENCED, _first_line(error)  # it may live, cut off
-        except Exception as error:  # Ray's own, or there is no actor of the name
+        except Exception as error:  # Ray's own have no common base
             reason = _first_line(error)
         self.kill(name)
         self._actors.pop(name, None)
@@ -184,8 +176,6 @@ class _Driver:
         """The call that ends with the actor."""
         ray = self._ray
         options = {
-            "name": name,
-            "lifetime": "detached",
             "max_concurrency": 8,
             "max_restarts": 0,
             "max_task_retries": 0,
