@@ -24,7 +24,7 @@ from manylora._version import VERSION
 from manylora.cluster.credentials import Credentials, why_broken
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
-from manylora.engine.frames import LENGTH, encoder, frame
+from manylora.engine.frames import EMPTY, FrameTooLong, body_of, frame, read_body
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ BEAT_S = 0.5
 """Between two beats of a side that has nothing else to say."""
 FULL_S = 1.0
 """A listener that may open no more files looks again so much later."""
-_BEAT = LENGTH.pack(0)
 
 
 class LinkError(Exception):
@@ -132,7 +131,7 @@ class Link:
         if self._writer.transport.is_closing():
             return
         if not self._has_said:
-            self._writer.write(_BEAT)
+            self._writer.write(EMPTY)
         self._has_said = False
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
@@ -199,10 +198,9 @@ def why_strange(hello: Hello, model: str) -> str | None:
 
 async def _read(reader: asyncio.StreamReader, most: int) -> bytes:
     try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if length > most:
-            raise LinkError(f"a frame of {length} bytes, of at most {most}")
-        return await reader.readexactly(length)
+        return await read_body(reader, most)
+    except FrameTooLong as error:
+        raise LinkError(str(error)) from error
     except ssl.SSLError as error:
         raise LinkError(f"the other side ends TLS: {why_broken(error)}") from error
     except (asyncio.IncompleteReadError, OSError) as error:
@@ -252,8 +250,9 @@ async def _introduce(
     decoder: msgspec.msgpack.Decoder[Any],
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
-    said = encoder.encode(hello)
-    writer.write(LENGTH.pack(len(said)) + said)
+    framed = frame(hello)
+    said = body_of(framed)
+    writer.write(framed)
     try:
         first = await _read(reader, HANDSHAKE_BYTES)
     except LinkError as error:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ import msgspec
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
 from manylora.cluster.node_share import NodeShare
-from manylora.engine.frames import frame
+from manylora.engine.frames import frame, read_message
 from manylora.engine.wire import Failed
 from manylora.processes import LEAST_EFFORT, command, effort, group_of
 
@@ -28,7 +27,6 @@ START_S = 30.0
 LOAD_S, RAY_START_S = 60.0, 150.0
 """The same of a replica, and of what speaks to Ray, which waits for Ray's nodes."""
 
-_LENGTH = struct.Struct("<I")
 _from_child = msgspec.msgpack.Decoder(messages.FromChild)
 
 
@@ -188,11 +186,7 @@ class LocalProcess:
 
     async def receive(self) -> Any | None:
         """The next thing that it says; None when it will say nothing any more."""
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return _from_child.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, OSError):
-            return None
+        return await read_message(self._reader, _from_child)
 
     def tell(self, message: messages.ToChild) -> None:
         """Hand it a message."""
