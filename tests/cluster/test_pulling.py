@@ -306,4 +306,5 @@ def try_to_make(cache: AdapterCache, version: AdapterId, source: Path, digest: s
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.cluster.pulling._REDIAL_S", 0.001)
+    for module in ("link", "pulling"):
+        monkeypatch.setattr(f"manylora.cluster.{module}.REDIAL_S", 0.001)

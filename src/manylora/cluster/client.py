@@ -19,7 +19,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello, Link, LinkError, dial
+from manylora.cluster.link import REDIAL_S, Hello, Link, redial
 from manylora.cluster.replica_link import ReplicaLink
 from manylora.cluster.taken_request import TakenRequest
 from manylora.cluster.tasks import Tasks
@@ -39,7 +39,6 @@ ASK_AGAIN_S = 1.0
 STATS_S = 1.0
 CALL_S = 5.0
 """Without a link to the router calls wait for one so long."""
-_REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
 
@@ -263,11 +262,9 @@ class ClusterClient:
 
     async def _follow_router(self) -> None:
         while True:
-            try:
-                link = await dial(self._router_address, self._credentials, self._hello, _from_router)
-            except LinkError:
-                await asyncio.sleep(_REDIAL_S)
-                continue
+            link = await redial(
+                self._router_address, self._credentials, self._hello, _from_router, ignores_refusals=True
+            )
             self._greet(link)
             while (message := await link.receive()) is not None:
                 self._hear_router(link, message)
@@ -403,7 +400,7 @@ class ClusterClient:
 
     async def _wait_router(self) -> None:
         while self._router is None:
-            await asyncio.sleep(_REDIAL_S)
+            await asyncio.sleep(REDIAL_S)
 
     def _fail_calls(self) -> None:
         for future in self._calls.values():

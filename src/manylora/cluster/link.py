@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, SupportsIndex
 
@@ -38,6 +40,8 @@ MOST_STRANGERS = 64
 NONCE_BYTES = 32
 BEAT_S = 0.5
 """Between two beats of a side that has nothing else to say."""
+REDIAL_S = 0.1
+"""Between two attempts at a link."""
 FULL_S = 1.0
 """A listener that may open no more files looks again so much later."""
 
@@ -240,6 +244,28 @@ async def dial(
         raise LinkError(f"{address[0]}:{address[1]}: {why_broken(error)}") from error
     except OSError as error:
         raise LinkError(f"{address[0]}:{address[1]}: {error.strerror or error}") from error
+
+
+async def redial(
+    address: tuple[str, int],
+    credentials: Credentials,
+    hello: Hello,
+    decoder: msgspec.msgpack.Decoder[Any],
+    *,
+    most_s: float = math.inf,
+    ignores_refusals: bool = False,
+) -> Link:
+    """Dial until there is a link, for ``most_s`` at most. Raises LinkError then; LinkRefused at once, unless it
+    ``ignores_refusals``."""
+    until_s = time.monotonic() + most_s
+    while True:
+        try:
+            return await dial(address, credentials, hello, decoder)
+        except LinkError as error:
+            is_final = isinstance(error, LinkRefused) and not ignores_refusals
+            if is_final or time.monotonic() >= until_s:
+                raise
+        await asyncio.sleep(REDIAL_S)
 
 
 async def _introduce(

@@ -18,13 +18,12 @@ from manylora.cluster import messages
 from manylora.cluster.adapter_cache import AdapterCache, CacheFull
 from manylora.cluster.credentials import Credentials
 from manylora.cluster.digests import ADAPTER_FILES, adapter_digest
-from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, dial
+from manylora.cluster.link import REDIAL_S, Hello, Link, LinkError, LinkRefused, redial
 from manylora.protocol import AdapterError
 from manylora.types import AdapterId
 
 PATIENCE_S = 10.0
 """For a router that is gone: another one has taken its place by then."""
-_REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToPullerFromRouter)
 _Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
@@ -110,16 +109,12 @@ class _Pull:
                 raise AdapterError("the router has answered something else")
             if time.monotonic() > until_s:
                 raise AdapterError("the router ends each link for files", status=503)
-            await asyncio.sleep(_REDIAL_S)
+            await asyncio.sleep(REDIAL_S)
 
     async def _dial(self, until_s: float) -> Link:
-        while True:
-            try:
-                source = self._source
-                return await dial(source.address, source.credentials, source.hello, _from_router)
-            except LinkRefused as error:
-                raise AdapterError(f"the router gives no files: {error}", status=503) from error
-            except LinkError as error:
-                if time.monotonic() > until_s:
-                    raise AdapterError(f"the router cannot be reached: {error}", status=503) from error
-            await asyncio.sleep(_REDIAL_S)
+        try:
+            return await redial(*self._source, _from_router, most_s=until_s - time.monotonic())
+        except LinkRefused as error:
+            raise AdapterError(f"the router gives no files: {error}", status=503) from error
+        except LinkError as error:
+            raise AdapterError(f"the router cannot be reached: {error}", status=503) from error

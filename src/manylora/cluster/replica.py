@@ -26,10 +26,11 @@ from manylora.cluster.digests import adapter_digest
 from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
-from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
+from manylora.cluster.link import Hello, Link, LinkRefused, Listener, bind, redial, why_strange
 from manylora.cluster.noting import StepNotingExecutor
 from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.recording import without_what_fails
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
@@ -50,7 +51,6 @@ STATUS_S = 0.25
 SKIP_S = 1.0
 """An assignment that later ones have overtaken for so long is not waited for any more."""
 CLOSE_S = 1.5
-_REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
 _from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
@@ -177,6 +177,7 @@ class _Replica:
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
+        self._tasks = Tasks()
 
     async def serve(self, starter: children.Starter) -> int:
         """See ``run``."""
@@ -201,13 +202,11 @@ class _Replica:
         )
         await listener.start()
         self._address = listener.address
-        tasks = [loop.create_task(self._follow_router()), loop.create_task(self._report())]
+        for work in (self._follow_router(), self._report()):
+            self._tasks.spawn(work)
         starter.say(messages.ChildReady(self._driver.info))
-        died_task = loop.create_task(self._died.wait())
-        await asyncio.wait([died_task, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.result()
+        ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return 1
 
     # ------------------------------------------------------------ front ends
@@ -233,7 +232,7 @@ class _Replica:
                 case messages.ReleaseAttempt(request, attempt):
                     self._driver.withdraw(request, attempt)
                 case messages.AskStats(call):
-                    asyncio.get_running_loop().create_task(self._tell_stats(link, call))
+                    self._tasks.spawn(self._tell_stats(link, call))
         for request, found in list(self._open.items()):
             if found.link is link:
                 del self._open[request]
@@ -269,14 +268,11 @@ class _Replica:
         """Keep a link to the router, whichever it is."""
         while True:
             try:
-                link = await dial(self._launch.router, self._credentials, self._hello, _from_router)
+                link = await redial(self._launch.router, self._credentials, self._hello, _from_router)
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)
                 return
-            except LinkError:
-                await asyncio.sleep(_REDIAL_S)
-                continue
             self._seen.begin(link.epoch)
             self._is_whole = True
             link.send(

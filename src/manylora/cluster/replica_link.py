@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,10 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, dial
+from manylora.cluster.link import Hello, Link, LinkError, redial
 
 DIAL_S = 2.0
 """A replica that cannot be reached for so long is not there."""
-_REDIAL_S = 0.1
 
 _from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 
@@ -88,19 +86,12 @@ class ReplicaLink:
         self._lost(self)
 
     async def _dial(self) -> Link | None:
-        until_s = time.monotonic() + DIAL_S
         address = self.endpoint.host, self.endpoint.port
-        while True:
-            try:
-                link = await dial(address, self._credentials, self._hello, _from_replica)
-            except LinkRefused:
-                return None
-            except LinkError:
-                if time.monotonic() >= until_s:
-                    return None
-                await asyncio.sleep(_REDIAL_S)
-                continue
-            if link.epoch == self.endpoint.epoch:
-                return link
-            link.abort()
+        try:
+            link = await redial(address, self._credentials, self._hello, _from_replica, most_s=DIAL_S)
+        except LinkError:
             return None
+        if link.epoch == self.endpoint.epoch:
+            return link
+        link.abort()
+        return None

@@ -23,7 +23,7 @@ from manylora.cluster import children, messages
 from manylora.cluster.credentials import credentials_of
 from manylora.cluster.digests import model_digest
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
-from manylora.cluster.link import Hello, Link, LinkError, bind, dial
+from manylora.cluster.link import Hello, Link, bind, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.node_share import NodeShare
 from manylora.cluster.place import ProcessPlace
@@ -277,12 +277,9 @@ class _Supervisor:
     async def _follow_router(self) -> None:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
-            try:
-                link = await dial(self._launch.router, self._credentials, hello, _from_router)
-            except LinkError:
-                await asyncio.sleep(0.1)
-                continue
-            self._link = link
+            link = self._link = await redial(
+                self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
+            )
             self._tell_table()
             while (message := await link.receive()) is not None:
                 self._hear_router(message)
