@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from manylora.cluster import messages
 from manylora.cluster.link import Link
 from manylora.policy.routing.replicas import ReplicaState
-from manylora.protocol.routing import ReplicaFacts, ReplicaId, ReplicaReport
+from manylora.protocol.routing import ReplicaFacts, ReplicaId
 from manylora.types import AdapterId
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -35,9 +35,7 @@ class ReplicaMember:
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
     told: set[AdapterId] = dataclasses.field(default_factory=set)
-    report: ReplicaReport | None = None
     heard_s: float = dataclasses.field(default_factory=time.monotonic)
-    residency: dict[AdapterId, int] = dataclasses.field(default_factory=dict)
 
     def ask(self, listing: messages.Listing, *, verify: bool) -> None:
         """Have it serve a version, unless it was asked already."""
@@ -81,17 +79,6 @@ class ReplicaMember:
     def has_answered(self) -> bool:
         """Whether it has said of every version that it was asked for whether it serves it."""
         return len(self.asked) == len(self.answers)
-
-    def hear(self, report: ReplicaReport) -> None:
-        """Keep what people ask about."""
-        if report.is_full:
-            self.residency.clear()
-        for adapter, tier in report.residency:
-            if tier:
-                self.residency[adapter] = tier
-            else:
-                self.residency.pop(adapter, None)
-        self.report = report
 
 
 @dataclasses.dataclass(slots=True, eq=False)

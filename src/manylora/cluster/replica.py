@@ -173,7 +173,7 @@ class _Replica:
         self._news = asyncio.Event()
         self._seq = 0
         self._asked: asyncio.Future[Status] | None = None
-        self._last: ReplicaReport | None = None
+        self._last: Status | None = None
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
@@ -388,19 +388,19 @@ class _Replica:
             return  # a new router asked meanwhile: changes would mean nothing to it
         now = time.monotonic()
         self._seen.settle(now)
-        self._seq += 1
-        fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
-        fields |= {"seq": self._seq, "seen_upto": self._seen.upto}
-        self._last = ReplicaReport(self._launch.id, self._launch.epoch, **fields)
-        link.send(messages.Alive(now, self._last))
+        self._last = status
+        link.send(messages.Alive(now, self._report_of(status)))
 
     def _say_alive(self) -> None:
         """A step is long: counts are as they were."""
-        last = self._last
         report = None
-        if last is not None and not self._is_whole:
-            self._seq += 1
-            report = dataclasses.replace(
-                last, seq=self._seq, seen_upto=self._seen.upto, is_full=False, residency=(), evicted=()
+        if self._last is not None and not self._is_whole:
+            report = self._report_of(
+                dataclasses.replace(self._last, is_full=False, residency=(), evicted=())
             )
         self._say(messages.Alive(time.monotonic(), report))
+
+    def _report_of(self, status: Status) -> ReplicaReport:
+        self._seq += 1
+        status = dataclasses.replace(status, seq=self._seq)
+        return ReplicaReport(self._launch.id, self._launch.epoch, self._seen.upto, status)

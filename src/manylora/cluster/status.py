@@ -99,17 +99,18 @@ def _replica(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"id": slot.id, "pid": slot.pid, "epoch": slot.epoch, "state": state}
     known = router.fleet.up.get(slot.id)
+    if known is not None and known.epoch != slot.epoch:
+        known = None
     if member is not None and member.epoch != slot.epoch:
         member = None
-    report = member.report if member is not None else None
-    facts = member.facts if member is not None else None
-    tiers = list(member.residency.values()) if member is not None else []
+    report = known.report if known is not None else None
+    tiers = list(known.residency.values()) if known is not None else []
     return found | {
-        "requests": len(known.requests) if known is not None and known.epoch == slot.epoch else 0,
+        "requests": len(known.requests) if known is not None else 0,
         "running": report.running if report else 0,
         "waiting": report.waiting if report else 0,
         "waiting_tokens": report.waiting_tokens if report else 0,
-        "pages": facts.num_pages if facts else 0,
+        "pages": known.facts.num_pages if known is not None else 0,
         "free_pages": report.free_pages if report else 0,
         "reclaimable_pages": report.reclaimable_pages if report else 0,
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),

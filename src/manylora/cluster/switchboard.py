@@ -295,7 +295,6 @@ class Switchboard:
                 case messages.Alive(sent_s, report):
                     link.send(messages.Lease(sent_s))
                     if report is not None and self._is_up(member):
-                        member.hear(report)
                         self.tell(report)
                 case messages.AdapterReady() | messages.AdapterGone():
                     self.registry.hear(member, message)
