@@ -15,8 +15,8 @@ from manylora.cluster import children, messages
 from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import read_step
 from manylora.cluster.local import Launcher, NotStarted
-from manylora.cluster.names import journal_name
 from manylora.cluster.place import ProcessPlace
+from manylora.cluster.recording import journal_name
 from manylora.config import AdapterSettings, ConfigError
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
