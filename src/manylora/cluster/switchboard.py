@@ -20,12 +20,10 @@ from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import credentials_of
 from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
-from manylora.cluster.members import FrontendMember, Members, ReplicaMember, can_serve
+from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.rollout import Rollout
-from manylora.cluster.status import status
 from manylora.cluster.tasks import Tasks
-from manylora.cluster.timing import Decisions
 from manylora.config import ConfigError
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
