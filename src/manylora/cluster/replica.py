@@ -23,7 +23,6 @@ from manylora.cluster import children, messages
 from manylora.cluster.adapter_cache import AdapterCache
 from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.digests import adapter_digest
-from manylora.cluster.facts import facts_of
 from manylora.cluster.folder import step_file
 from manylora.cluster.last_step import StepNote
 from manylora.cluster.link import Hello, Link, LinkRefused, Listener, bind, redial, why_strange
@@ -37,8 +36,8 @@ from manylora.engine.driver import Driver
 from manylora.engine.wire import Deltas, Failed
 from manylora.main import build_driver
 from manylora.protocol import AdapterError, Status
-from manylora.protocol.routing import ReplicaReport
-from manylora.types import AdapterCard, AdapterId, RequestError, RequestId
+from manylora.protocol.routing import ReplicaFacts, ReplicaReport, StepPlane
+from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +53,12 @@ CLOSE_S = 1.5
 
 _from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
 _from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
+
+_STEP_S = {"cpu": 0.01, "cuda": 0.01}
+_ROW_S = {"cpu": 5e-4, "cuda": 2e-5}
+_TOKEN_S = {"cpu": 1e-3, "cuda": 2.5e-5}
+_PAGE_BYTES_S = {"cpu": 4e9, "cuda": 2e10}
+_READ_BYTES_S = 1e9
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
@@ -395,12 +400,29 @@ class _Replica:
         """A step is long: counts are as they were."""
         report = None
         if self._last is not None and not self._is_whole:
-            report = self._report_of(
-                dataclasses.replace(self._last, is_full=False, residency=(), evicted=())
-            )
+            report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))
         self._say(messages.Alive(time.monotonic(), report))
 
     def _report_of(self, status: Status) -> ReplicaReport:
         self._seq += 1
         status = dataclasses.replace(status, seq=self._seq)
         return ReplicaReport(self._launch.id, self._launch.epoch, self._seen.upto, status)
+
+
+def facts_of(info: EngineInfo, adapter_pages: int) -> ReplicaFacts:
+    """The facts of a replica. ``adapter_pages``: what of its pool one adapter may take."""
+    kind = "cuda" if info.device.startswith("cuda") else "cpu"
+    return ReplicaFacts(
+        num_pages=info.num_pages,
+        page_tokens=info.page_tokens,
+        max_model_len=info.max_model_len,
+        max_seqs=info.max_num_seqs,
+        planes=(StepPlane(_STEP_S[kind], _ROW_S[kind]),),
+        token_s=_TOKEN_S[kind],
+        page_in_s=info.page_bytes / _PAGE_BYTES_S[kind],
+        page_read_s=info.page_bytes / _READ_BYTES_S,
+        page_bytes=info.page_bytes,
+        adapter_pages=adapter_pages,
+        num_host_pages=info.num_host_pages,
+        numerics=f"{info.dtype} on {info.device}",
+    )
