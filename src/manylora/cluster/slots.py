@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from manylora.cluster import children, messages
+from manylora.cluster.blame import read_step
 from manylora.cluster.folder import step_file
-from manylora.cluster.last_step import read_step
 from manylora.cluster.local import Launcher, NotStarted
 from manylora.cluster.place import ProcessPlace
 from manylora.cluster.recording import journal_name
