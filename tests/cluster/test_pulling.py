@@ -15,14 +15,19 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import messages
-from manylora.cluster.adapter_cache import AdapterCache, CacheFull
+from manylora.cluster.adapter_files import (
+    ADAPTER_FILES,
+    AdapterCache,
+    CacheFull,
+    FileSource,
+    adapter_digest,
+    pull,
+)
 from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import Credentials
-from manylora.cluster.digests import ADAPTER_FILES, adapter_digest
 from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, bind
 from manylora.cluster.members import Members
-from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.rollout import Rollout
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError

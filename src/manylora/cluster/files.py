@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from manylora.cluster import messages
-from manylora.cluster.digests import ADAPTER_FILES
+from manylora.cluster.adapter_files import ADAPTER_FILES
 from manylora.cluster.link import Link
 from manylora.cluster.rollout import Rollout
 from manylora.protocol import AdapterError

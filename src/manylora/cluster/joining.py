@@ -20,9 +20,9 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import messages
+from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.credentials import Credentials, credentials_of
-from manylora.cluster.digests import model_digest
 from manylora.cluster.folder import read_secret
 from manylora.cluster.frontend import serve_clients
 from manylora.cluster.link import Hello, LinkError, LinkRefused, dial

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from manylora._version import VERSION
-from manylora.cluster.digests import model_digest
+from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.node_share import gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores

@@ -20,13 +20,11 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_cache import AdapterCache
+from manylora.cluster.adapter_files import AdapterCache, FileSource, adapter_digest, pull
 from manylora.cluster.blame import StepNote, StepNotingExecutor
 from manylora.cluster.credentials import Credentials, credentials_of
-from manylora.cluster.digests import adapter_digest
 from manylora.cluster.folder import step_file
 from manylora.cluster.link import Hello, Link, LinkRefused, Listener, bind, redial, why_strange
-from manylora.cluster.pulling import FileSource, pull
 from manylora.cluster.recording import without_what_fails
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from manylora.cluster import messages
+from manylora.cluster.adapter_files import adapter_digest
 from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.digests import adapter_digest
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.tasks import Tasks
 from manylora.protocol import AdapterError
