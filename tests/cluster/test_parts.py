@@ -13,11 +13,11 @@ import pytest
 
 from manylora.cluster import messages, node_share
 from manylora.cluster.adapter_files import adapter_digest
-from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
 from manylora.cluster.node_share import NodeShare, with_share
 from manylora.cluster.recording import journal_name
+from manylora.cluster.registry import AdapterLog
 from manylora.cluster.taken_request import TakenRequest
 from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings, SchedulerSettings
 from manylora.config.cold_start import ColdStartConfig

@@ -23,12 +23,10 @@ from manylora.cluster.adapter_files import (
     adapter_digest,
     pull,
 )
-from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import Credentials
-from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, bind
 from manylora.cluster.members import Members
-from manylora.cluster.rollout import Rollout
+from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.types import AdapterId

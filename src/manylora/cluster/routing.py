@@ -8,9 +8,9 @@ from pathlib import Path
 
 from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.admin import Admin
 from manylora.cluster.operations import Operations
+from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings

@@ -16,13 +16,11 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.credentials import credentials_of
-from manylora.cluster.files import serve_files
 from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
-from manylora.cluster.rollout import Rollout
+from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.policy.router import Router
