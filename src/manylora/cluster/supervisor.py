@@ -26,10 +26,9 @@ from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left,
 from manylora.cluster.link import Hello, Link, bind, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.node_share import NodeShare
-from manylora.cluster.place import ProcessPlace
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
-from manylora.cluster.slots import ReplicaPlace, raise_if_failed
+from manylora.cluster.slots import ProcessPlace, ReplicaPlace, raise_if_failed
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
