@@ -17,14 +17,15 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import link, messages
-from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.link import (
+    Credentials,
     Hello,
     Link,
     LinkError,
     LinkRefused,
     Listener,
     bind,
+    credentials_of,
     dial,
     why_strange,
 )

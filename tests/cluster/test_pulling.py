@@ -23,8 +23,7 @@ from manylora.cluster.adapter_files import (
     adapter_digest,
     pull,
 )
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello, Link, Listener, bind
+from manylora.cluster.link import Credentials, Hello, Link, Listener, bind
 from manylora.cluster.members import Members
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.config import ConfigError

@@ -29,8 +29,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import REDIAL_S, Hello, Link, LinkError, LinkRefused, redial
+from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, LinkRefused, redial
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.types import AdapterId

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import REDIAL_S, Hello, Link, redial
+from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, redial
 from manylora.cluster.replica_link import ReplicaLink
 from manylora.cluster.taken_request import TakenRequest
 from manylora.cluster.tasks import Tasks

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.credentials import credentials_of
 from manylora.cluster.exposition import ClusterPage, cluster_route
-from manylora.cluster.link import Hello
+from manylora.cluster.link import Hello, credentials_of
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.engine.scopes import CacheScopes
 from manylora.engine.wire import Failed

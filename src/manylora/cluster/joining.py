@@ -22,10 +22,9 @@ from manylora._version import VERSION
 from manylora.cluster import messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.folder import read_secret
 from manylora.cluster.frontend import serve_clients
-from manylora.cluster.link import Hello, LinkError, LinkRefused, dial
+from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
 from manylora.config import ConfigError, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes

@@ -22,9 +22,18 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import AdapterCache, FileSource, adapter_digest, pull
 from manylora.cluster.blame import StepNote, StepNotingExecutor
-from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.folder import step_file
-from manylora.cluster.link import Hello, Link, LinkRefused, Listener, bind, redial, why_strange
+from manylora.cluster.link import (
+    Credentials,
+    Hello,
+    Link,
+    LinkRefused,
+    Listener,
+    bind,
+    credentials_of,
+    redial,
+    why_strange,
+)
 from manylora.cluster.recording import without_what_fails
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello, Link, LinkError, redial
+from manylora.cluster.link import Credentials, Hello, Link, LinkError, redial
 
 DIAL_S = 2.0
 """A replica that cannot be reached for so long is not there."""

@@ -21,9 +21,8 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
-from manylora.cluster.credentials import credentials_of
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
-from manylora.cluster.link import Hello, Link, bind, redial
+from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.node_share import NodeShare
 from manylora.cluster.ray_launcher import RayLauncher, check_ray

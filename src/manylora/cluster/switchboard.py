@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
-from manylora.cluster.credentials import credentials_of
-from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
+from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
