@@ -15,7 +15,7 @@ from manylora.cluster import messages, node_share
 from manylora.cluster.adapter_files import adapter_digest
 from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
-from manylora.cluster.node_share import NodeShare, with_share
+from manylora.cluster.local import NodeShare, with_share
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.taken_request import TakenRequest

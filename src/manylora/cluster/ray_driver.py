@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
-from manylora.cluster.node_share import gpus_needed
+from manylora.cluster.local import gpus_needed
 from manylora.cluster.ray_actor import ReplicaActor
 from manylora.cluster.ray_nodes import RayNodeFacts, RayNodes, measure
 from manylora.config import ConfigError

@@ -10,7 +10,7 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster.adapter_files import model_digest
-from manylora.cluster.node_share import gpus_needed, shared_pools, with_share
+from manylora.cluster.local import gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes

@@ -23,8 +23,7 @@ from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
-from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
-from manylora.cluster.node_share import NodeShare
+from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
 from manylora.cluster.slots import ProcessPlace, ReplicaPlace, raise_if_failed
