@@ -308,5 +308,5 @@ def try_to_make(cache: AdapterCache, version: AdapterId, source: Path, digest: s
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("link", "pulling"):
+    for module in ("link", "adapter_files"):
         monkeypatch.setattr(f"manylora.cluster.{module}.REDIAL_S", 0.001)

@@ -1,10 +1,9 @@
 """Adapters' files on the way to a replica: their digests, a machine's folder of them, and copies from the router's
 machine.
 
-The folder is one for several processes, together no larger than allowed. A version's files appear whole under
-their digest, are their user's alone, and are never written again; while a process has them (``take`` to
-``release``, or the process's end) they stay. What is there is not trusted: it is compared with its digest each time
-that it is taken.
+Several processes use one folder, which is no larger than allowed. A version's files appear whole under their
+digest, are their user's alone, and are never written again. While a process has them (``take`` to ``release``, or
+the process's end) they stay. The folder is not trusted: files are compared with their digest at each ``take``.
 
 A piece is asked for when the last one has come, so a copy of gigabytes never has more than one under way, and
 neither the router's decisions nor tokens, which have other links, wait for it. Does not know what files hold.

@@ -2,8 +2,8 @@
 
 The log is one of revisions, in SQLite, written by the router alone; every change is a revision, and another router
 opens the same file. Every replica has what is listed, every front end knows. A version is listed when each replica
-that is linked serves it, in one revision with the end of the one that it replaces. It is gone when no request names
-it any more and each replica has freed it, or is gone itself. Does not know what files hold.
+that is linked serves it, in one revision with the end of the one that it replaces. It is gone when no request
+names it any more and each replica has freed it, or is gone itself. Does not know what files hold.
 """
 
 from __future__ import annotations
