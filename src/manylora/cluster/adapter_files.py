@@ -51,7 +51,7 @@ _Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
 
 
 def model_digest(folder: Path) -> str:
-    """Of a model's folder: the content of its small files, and names and sizes of its weights."""
+    """Digest a model's folder: the content of its small files, and names and sizes of its weights."""
     state = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
@@ -64,7 +64,7 @@ def model_digest(folder: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Of what is read of an adapter's folder, whole. "" where that cannot be read."""
+    """Digest what is read of an adapter's folder, whole. "" where that cannot be read."""
     state = hashlib.sha256()
     try:
         for name in ADAPTER_FILES:
@@ -82,7 +82,7 @@ class CacheFull(Exception):
 
 
 class AdapterCache:
-    """Used by one thread. Raises OSError where the disk does."""
+    """A machine's folder of adapters' files. Used by one thread. Raises OSError where the disk does."""
 
     def __init__(self, path: Path, most_bytes: int | None) -> None:
         """Makes the folder where it is not there. Raises ConfigError where it cannot be used."""

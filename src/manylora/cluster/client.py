@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 
 DIAL_S = 2.0
 """A replica that cannot be reached for so long is not there."""
-
-_from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
-
 ASK_AGAIN_S = 1.0
 """After a link to a replica has ended the router has so long to hear why, and to act on that."""
 STATS_S = 1.0
@@ -44,10 +41,14 @@ CALL_S = 5.0
 """Without a link to the router calls wait for one so long."""
 
 _from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
+_from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 
 
 class ReplicaLink:
-    """Dials at once. ``hear`` gets each message; ``is_lost``: it could not be had, or has ended."""
+    """A front end's link to one epoch of a replica; keeps what is sent before the link is there.
+
+    Dials at once. ``hear`` gets each message; ``is_lost``: it could not be had, or has ended.
+    """
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class ReplicaLink:
         hello: Hello,
         hear: Callable[[Any], None],
         lost: Callable[[ReplicaLink], None],
+        tasks: Tasks,
     ) -> None:
         self.endpoint = endpoint
         self.is_lost = False
@@ -67,7 +69,7 @@ class ReplicaLink:
         self._link: Link | None = None
         self._calls: dict[int, asyncio.Future[messages.Stats]] = {}
         self._num_calls = 0
-        self._task = asyncio.get_running_loop().create_task(self._follow())
+        self._task = tasks.spawn(self._follow())
 
     def send(self, message: msgspec.Struct) -> None:
         """Dropped where the link is lost."""
@@ -312,7 +314,9 @@ class ClusterClient:
         self._tell_router().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
-        return ReplicaLink(endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica)
+        return ReplicaLink(
+            endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica, self._tasks
+        )
 
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
         up = {each.id: each for each in endpoints}

@@ -51,7 +51,7 @@ def gpus() -> list[str]:
 
 
 class NodeShare:
-    """Measured once, for at most ``most`` replicas."""
+    """A machine's share for each replica, measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
         """Raises ConfigError where there are too few GPUs, or cores for CPU workers."""

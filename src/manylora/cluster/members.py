@@ -141,7 +141,7 @@ class Members:
 
 
 class Decisions:
-    """Of one router, since its start."""
+    """How long one router's decisions have taken since its start, as a histogram."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)

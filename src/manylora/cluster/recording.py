@@ -81,7 +81,10 @@ def _tried(path: Path) -> str:
 
 
 class TraceLines:
-    """``file``: None where no trace is kept. ``traced`` lets others have the lines, too."""
+    """The router's decisions as lines, for the trace file and for people that look on.
+
+    ``file``: None where no trace is kept. ``traced`` lets others have the lines, too.
+    """
 
     def __init__(self, file: LineFile | None) -> None:
         self._file = file

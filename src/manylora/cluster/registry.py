@@ -46,7 +46,10 @@ CREATE TABLE IF NOT EXISTS log (
 
 
 class Rollout:
-    """Used on the router's event loop. ``tell``: the router itself is to know."""
+    """The registry, as replicas and front ends have it. Used on the router's event loop.
+
+    ``tell``: the router itself is to know.
+    """
 
     def __init__(
         self,
@@ -325,7 +328,7 @@ class Rollout:
 
 
 class AdapterLog:
-    """Used by one thread. ``current``: what is listed or leaving, by version, in the order in which it came."""
+    """The log. Used by one thread. ``current``: what is listed or leaving, by version, oldest first."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where the file cannot be used."""

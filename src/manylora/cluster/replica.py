@@ -416,7 +416,12 @@ class _Replica:
 
 
 def facts_of(info: EngineInfo, adapter_pages: int) -> ReplicaFacts:
-    """The facts of a replica. ``adapter_pages``: what of its pool one adapter may take."""
+    """Give a replica's sizes, and first guesses of its speed.
+
+    It has measured nothing when it comes up. Guesses by the device's kind order replicas that are alike. What
+    prompts, copies and reads really take the replica learns and reports. ``adapter_pages``: what of its pool one
+    adapter may take.
+    """
     kind = "cuda" if info.device.startswith("cuda") else "cpu"
     return ReplicaFacts(
         num_pages=info.num_pages,

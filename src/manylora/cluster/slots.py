@@ -21,7 +21,7 @@ from manylora.cluster.children import Launch
 from manylora.cluster.folder import step_file
 from manylora.cluster.local import Launcher, NotStarted, Started
 from manylora.cluster.recording import journal_name
-from manylora.config import AdapterSettings, ConfigError
+from manylora.config import AdapterSettings
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
 from manylora.types import EngineInfo
@@ -215,12 +215,6 @@ class ReplicaPlace:
             await asyncio.wait_for(asyncio.shield(process.wait()), STOP_S)
         except TimeoutError:
             process.kill()
-
-
-def raise_if_failed(failed: Failed) -> None:
-    """A start that has failed by the user's settings. Raises ConfigError."""
-    if failed.is_user_error:
-        raise ConfigError(failed.message)
 
 
 def _why(code: int) -> str:

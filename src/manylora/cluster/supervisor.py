@@ -26,7 +26,7 @@ from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
-from manylora.cluster.slots import ProcessPlace, ReplicaPlace, raise_if_failed
+from manylora.cluster.slots import ProcessPlace, ReplicaPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
@@ -163,7 +163,8 @@ class _Supervisor:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 failed = self._failed.result()
-                raise_if_failed(failed)
+                if failed.is_user_error:
+                    raise ConfigError(failed.message)
                 log.error("%s", failed.message)
                 return 1
             return 1 if broken.done() else 0
