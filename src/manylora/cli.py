@@ -227,7 +227,7 @@ def _frontend(args: argparse.Namespace) -> int:
     given = settings_of(args, _HTTP_FLAGS)
     http = build_http({**key_of_environment(given), **given})
     _leave_when_told()
-    from manylora.cluster.joining import run_frontend
+    from manylora.cluster.frontend import run_frontend
 
     return run_frontend(args, http)
 

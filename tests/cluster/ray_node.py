@@ -1,7 +1,7 @@
-"""``python -m tests.cluster.ray_node FOLDER [HEAD]``: a node of Ray on the loopback, while this process lives.
+"""``python -m tests.cluster.ray_node FOLDER PORT [HEAD]``: a node of Ray on the loopback.
 
-Without HEAD it is the head of a cluster of its own. ``ray start`` does the same, but takes no second node on a
-machine's loopback.
+It lives as long as this process. Without HEAD it is the head of a cluster of its own, at PORT unless that is 0.
+``ray start`` does the same, but takes no second node on a machine's loopback.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ RAY = {
 }
 
 
-def main(folder: str, head: str | None = None) -> None:
+def main(folder: str, port: str, head: str | None = None) -> None:
     """Be the node: says its address when it is up."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     params = RayParams(
         gcs_address=head,
+        gcs_server_port=int(port) or None,
         temp_dir=folder,
         node_ip_address="127.0.0.1",
         num_cpus=1,
@@ -68,12 +69,13 @@ def ray_folders(pid: int) -> list[str]:
 class RayNode:
     """A node as a group of processes."""
 
-    def __init__(self, folder: Path, head: RayNode | None = None, **env: str) -> None:
+    def __init__(self, folder: Path, head: RayNode | None = None, port: int = 0, **env: str) -> None:
         args = [
             sys.executable,
             "-m",
             "tests.cluster.ray_node",
             str(folder),
+            str(port),
             *([head.address] if head else []),
         ]
         repository = Path(__file__).resolve().parents[2]

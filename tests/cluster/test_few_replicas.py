@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.cluster.admin_link import ask
+from manylora.cluster.command import ask
 from tests.cluster.process import Answer, Cluster, long_bodies, mixed_bodies, send
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal, assert_undisturbed

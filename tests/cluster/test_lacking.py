@@ -15,9 +15,8 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.credentials import credentials_of
-from manylora.cluster.link import Hello, Link, bind, dial
+from manylora.cluster.link import Hello, Link, bind, credentials_of, dial
+from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
 from manylora.config import HttpSettings
 from manylora.config.cluster import ClusterOptions

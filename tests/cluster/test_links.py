@@ -17,20 +17,21 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import link, messages
-from manylora.cluster.credentials import Credentials, credentials_of
 from manylora.cluster.link import (
+    Credentials,
     Hello,
     Link,
     LinkError,
     LinkRefused,
     Listener,
     bind,
+    credentials_of,
     dial,
     why_strange,
 )
 from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.frames import frame
+from manylora.engine.frames import EMPTY, frame
 from tests.cluster.cable import Cable
 from tests.cluster.certificates import authority, certificate, expired, run
 
@@ -190,7 +191,7 @@ def test_random_bytes_huge_lengths_and_half_frames(
         said = [chance.randbytes(chance.randrange(1, 2000)) for _ in range(40)]
         said += [struct.pack("<I", 2**32 - 1), struct.pack("<I", link.HANDSHAKE_BYTES + 1) + b"x" * 100]
         said += [frame(hello())[:-3], frame(hello()), frame([1, 2]), b"", b"GET / HTTP/1.1\r\n\r\n"]
-        said += [b"", link._BEAT, link._BEAT * 1000]
+        said += [b"", EMPTY, EMPTY * 1000]
         for tls in {None, good.dialling}:
             closed = (is_closed(echo.listener.address, data, tls) for data in said)
             assert all(await asyncio.gather(*closed))

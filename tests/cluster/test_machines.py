@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.cluster.digests import adapter_digest
+from manylora.cluster.adapter_files import adapter_digest
 from manylora.config.cluster import TlsFiles
 from tests.cluster.cable import Cable, cable_to
 from tests.cluster.certificates import authority, certificate, options

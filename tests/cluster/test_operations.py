@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.cluster.admin_link import ask
+from manylora.cluster.command import ask
 from tests.cluster.process import ADAPTERS, NAMES, Answer, Cluster, ask_all, long_bodies, mixed_bodies, send
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal, assert_undisturbed

@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manylora.cluster import messages, node_share
-from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.digests import adapter_digest
+from manylora.cluster import local, messages
+from manylora.cluster.adapter_files import adapter_digest
+from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
-from manylora.cluster.last_step import StepNote, read_step
-from manylora.cluster.names import journal_name
-from manylora.cluster.node_share import NodeShare, with_share
+from manylora.cluster.local import NodeShare, with_share
+from manylora.cluster.recording import journal_name
+from manylora.cluster.registry import AdapterLog
 from manylora.cluster.taken_request import TakenRequest
 from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings, SchedulerSettings
 from manylora.config.cold_start import ColdStartConfig
@@ -128,17 +128,17 @@ def test_a_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
 def test_gpus_are_those_that_a_container_has(
     on_machine: int, in_container: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_share, "_GPUS", tmp_path / "gpus")
-    monkeypatch.setattr(node_share, "_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(local, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(local, "_DEVICES", tmp_path / "dev")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in range(on_machine):
         (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
     for number in range(in_container):
         (tmp_path / "dev" / f"nvidia{number + 3}").mkdir(parents=True)
     (tmp_path / "dev" / "nvidiactl").mkdir(parents=True)
-    assert node_share.gpus() == found
+    assert local.gpus() == found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
-    assert node_share.gpus() == ["5", "7"]
+    assert local.gpus() == ["5", "7"]
 
 
 def listing(number: int, name: str, state: str = "listed") -> messages.Listing:

@@ -15,7 +15,7 @@ import pytest
 from manylora.cluster import local, messages
 from manylora.cluster.children import Launch
 from manylora.cluster.local import LocalProcess, NotStarted, start_child
-from manylora.cluster.place import ProcessPlace
+from manylora.cluster.slots import ProcessPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import EngineSettings, HttpSettings, ModelSettings
 from manylora.config.cluster import ClusterOptions
@@ -126,7 +126,7 @@ def test_a_start_that_is_refused_is_tried_again_later_each_time(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("manylora.cluster.place.asyncio.sleep", sleep)
+    monkeypatch.setattr("manylora.cluster.slots.asyncio.sleep", sleep)
 
     async def scenario() -> None:
         tried = ProcessPlace("the router", Refusing(error), 1.0)

@@ -15,15 +15,17 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import messages
-from manylora.cluster.adapter_cache import AdapterCache, CacheFull
-from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.digests import ADAPTER_FILES, adapter_digest
-from manylora.cluster.files import serve_files
-from manylora.cluster.link import Hello, Link, Listener, bind
+from manylora.cluster.adapter_files import (
+    ADAPTER_FILES,
+    AdapterCache,
+    CacheFull,
+    FileSource,
+    adapter_digest,
+    pull,
+)
+from manylora.cluster.link import Credentials, Hello, Link, Listener, bind
 from manylora.cluster.members import Members
-from manylora.cluster.pulling import FileSource, pull
-from manylora.cluster.rollout import Rollout
+from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.types import AdapterId
@@ -306,4 +308,5 @@ def try_to_make(cache: AdapterCache, version: AdapterId, source: Path, digest: s
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.cluster.pulling._REDIAL_S", 0.001)
+    for module in ("link", "adapter_files"):
+        monkeypatch.setattr(f"manylora.cluster.{module}.REDIAL_S", 0.001)

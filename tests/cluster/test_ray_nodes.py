@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from manylora._version import VERSION
-from manylora.cluster.ray_driver import allowed
-from manylora.cluster.ray_nodes import RayNodeFacts, RayNodes, measure
+from manylora.cluster.ray_driver import RayNodeFacts, RayNodes, allowed, measure
 from manylora.config import ColdStartConfig, ConfigError, EngineSettings, ModelSettings
 from tests.e2e.process import MODEL
 

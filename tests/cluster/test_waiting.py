@@ -13,8 +13,7 @@ from manylora._version import VERSION
 from manylora.cluster import client as cluster_client
 from manylora.cluster import messages, operations
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.credentials import credentials_of
-from manylora.cluster.link import Hello, Link
+from manylora.cluster.link import Hello, Link, credentials_of
 from manylora.cluster.operations import Operations, Refusal
 from manylora.protocol.routing import Drain
 from tests.cluster.test_lacking import SECRET, Router, until

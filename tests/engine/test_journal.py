@@ -22,7 +22,7 @@ from manylora.config import EngineSettings, ModelSettings
 from manylora.engine import journal
 from manylora.engine.driver import Driver
 from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import JournalWriter, read_answered, read_journal
+from manylora.engine.journal import ROUTER, JournalWriter, read_answered, read_journal
 from manylora.engine.ledger import Ledger
 from manylora.engine.lines import LineFile
 from manylora.engine.local import LocalEngine
@@ -37,10 +37,12 @@ from manylora.protocol import (
     RunStep,
     SequenceStart,
     SetTimer,
+    Status,
     StepRow,
     SwapPages,
     Timer,
 )
+from manylora.protocol.routing import ReplicaReport
 from manylora.types import BASE, Request, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request
@@ -136,6 +138,18 @@ def test_fingerprints_of_another_form_are_not_compared(tmp_path: Path) -> None:
     del header["fingerprints"]
     path.write_text(json.dumps(header) + "\n" + "".join(rest))
     assert next(read_answered(path)[1]) == (1.0, Timer(), None)
+
+
+def test_reports_of_journals_before_this_form_are_read(tmp_path: Path) -> None:
+    """They have the fields of a report and of its status side by side."""
+    path = tmp_path / "journal"
+    old = {"replica": 2, "epoch": 1, "seq": 7, "seen_upto": 3, "running": 1, "waiting": 0, "free_pages": 5,
+           "is_full": True, "residency": [[4, 2]]}  # fmt: skip
+    lines = {"router": {"policy": "manylora"}}, [1.0, "ReplicaReport", old]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    _, events = ROUTER.read_answered(path)
+    status = Status(7, 1, 0, 5, is_full=True, residency=((4, 2),))
+    assert list(events) == [(1.0, ReplicaReport(2, 1, 3, status), None)]
 
 
 @pytest.mark.parametrize(

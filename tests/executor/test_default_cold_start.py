@@ -10,7 +10,7 @@ from manylora_lab.bench.simulate import SimulatedTarget
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 
-from manylora.cluster.node_share import with_share
+from manylora.cluster.local import with_share
 from manylora.config import ColdStartConfig, ConfigError
 from manylora.executor.build import build_worker, with_gates
 from manylora.executor.sizes import Kind

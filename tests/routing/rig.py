@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from manylora.config.routing import RouterConfig
 from manylora.policy.router import Router
+from manylora.protocol import Status
 from manylora.protocol.routing import (
     Accepted,
     Asked,
@@ -88,8 +89,8 @@ class Rig:
         """A report that has seen all assignments so far."""
         self._seqs[replica] = seq = self._seqs.get(replica, 0) + 1
         numbers = [each.number for each in of_kind(self.commands, Assign) if each.replica == replica]
-        first = ReplicaReport(replica, 1, seq, max(numbers, default=0), 0, 0, FACTS.num_pages)
-        return self.tell(dataclasses.replace(first, **values))
+        status = dataclasses.replace(Status(seq, 0, 0, FACTS.num_pages), **values)
+        return self.tell(ReplicaReport(replica, 1, max(numbers, default=0), status))
 
 
 def of_kind(commands: Sequence[RouterCommand], kind: type[_Command]) -> list[_Command]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from manylora.policy.routing.policy import Relocation
-from manylora.protocol import Timer
+from manylora.protocol import Status, Timer
 from manylora.protocol.routing import (
     Asked,
     Assign,
@@ -114,12 +114,12 @@ def test_a_full_report_says_all_that_is_there() -> None:
     rig = Rig(config_of("dlora-rr"))
     rig.up(FACTS, FACTS)
     rig.list_adapters(8)
-    report = ReplicaReport(1, 1, 1, 0, 0, 0, 1000, is_full=True, residency=((1, 2),))
+    report = ReplicaReport(1, 1, 0, Status(1, 0, 0, 1000, is_full=True, residency=((1, 2),)))
     rig.tell(report)
     assert [rig.ask(name, adapter=1) for name in "ab"] == [1, 1]
     rig = Rig(config_of("dlora-rr"))
     rig.up(FACTS, FACTS)
     rig.list_adapters(8)
     rig.tell(report)
-    rig.tell(dataclasses.replace(report, seq=2, residency=()))
+    rig.tell(ReplicaReport(1, 1, 0, Status(2, 0, 0, 1000, is_full=True)))
     assert rig.ask("c", adapter=1) == 0

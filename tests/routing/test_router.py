@@ -13,7 +13,7 @@ from manylora.policy.routing.kinds import ReplicaKind
 from manylora.policy.routing.lone import CLEARED_TOKENS
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import INNOCENT_DEATHS, LiveRequest, shape_of
-from manylora.protocol import SetTimer, Timer
+from manylora.protocol import SetTimer, Status, Timer
 from manylora.protocol.routing import (
     Accepted,
     Asked,
@@ -405,10 +405,10 @@ def test_what_a_report_has_not_seen_counts_on_top_of_it() -> None:
     rig.up(dataclasses.replace(FACTS, num_pages=20), dataclasses.replace(FACTS, num_pages=20))
     # 100 tokens take 7 pages, and one to grow.
     assert [rig.ask(name, max_tokens=20) for name in "abcde"] == [0, 0, 1, 1, None]
-    seen_a = ReplicaReport(0, 1, 1, 1, running=1, waiting=0, free_pages=13)
+    seen_a = ReplicaReport(0, 1, 1, Status(1, running=1, waiting=0, free_pages=13))
     assert rig.tell(seen_a) == [], "13 free, 8 of them for b"
-    assert rig.tell(dataclasses.replace(seen_a, seq=2, seen_upto=2, free_pages=6, running=2)) == []
-    commands = rig.tell(dataclasses.replace(seen_a, seq=3, seen_upto=2, free_pages=6, reclaimable_pages=2))
+    assert rig.tell(ReplicaReport(0, 1, 2, Status(2, running=2, waiting=0, free_pages=6))) == []
+    commands = rig.tell(ReplicaReport(0, 1, 2, Status(3, 1, 0, free_pages=6, reclaimable_pages=2)))
     assert target_of(commands, "e") == 0
 
 
@@ -424,23 +424,24 @@ def test_a_burst_within_one_report_s_delay_does_not_all_go_to_the_idle_replica()
 def test_reports_that_come_late_twice_or_in_another_order_change_nothing() -> None:
     rig = Rig(config_of("first-fit"))
     rig.up(FACTS, FACTS)
-    full = ReplicaReport(0, 1, 2, 0, 5, 5, free_pages=0)
-    rig.tell(dataclasses.replace(full, seq=1))
-    rig.tell(full)
-    rig.tell(dataclasses.replace(full, seq=1, free_pages=1000))
-    rig.tell(dataclasses.replace(full, seq=2, free_pages=1000))
+    for seq, free_pages in ((1, 0), (2, 0), (1, 1000), (2, 1000)):
+        rig.tell(ReplicaReport(0, 1, 0, Status(seq, 5, 5, free_pages)))
     assert rig.ask("a") == 1
 
 
 def test_a_report_that_was_lost_is_asked_for_once() -> None:
     rig = Rig(config_of("most-idle"))
     rig.up(FACTS)
-    first = ReplicaReport(0, 1, 1, 0, 0, 0, 1000, is_full=True, residency=((1, 2), (2, 1)))
-    assert rig.tell(first) == []
-    assert rig.tell(dataclasses.replace(first, seq=3, is_full=False)) == [AskReport(0)]
-    assert rig.tell(dataclasses.replace(first, seq=4, is_full=False)) == []
-    assert rig.tell(dataclasses.replace(first, seq=6, residency=())) == [], "a full one repairs it"
-    assert rig.tell(dataclasses.replace(first, seq=7, is_full=False)) == []
+    tiers = ((1, 2), (2, 1))
+
+    def tell(seq: int, is_full: bool, residency: tuple[tuple[int, int], ...] = tiers) -> object:
+        return rig.tell(ReplicaReport(0, 1, 0, Status(seq, 0, 0, 1000, is_full=is_full, residency=residency)))
+
+    assert tell(1, True) == []
+    assert tell(3, False) == [AskReport(0)]
+    assert tell(4, False) == []
+    assert tell(6, True, ()) == [], "a full one repairs it"
+    assert tell(7, False) == []
 
 
 def test_a_report_of_what_is_no_adapter_or_no_tier_changes_nothing() -> None:
@@ -525,18 +526,18 @@ def test_a_silent_replica_is_suspect_and_then_down_and_fenced() -> None:
     rig = Rig(config_of("first-fit"))
     rig.up(FACTS, FACTS)
     assert rig.ask("a") == 0
-    rig.tell(ReplicaReport(1, 1, 1, 0, 0, 0, 1000), at=3.0)
+    rig.tell(ReplicaReport(1, 1, 0, Status(1, 0, 0, 1000)), at=3.0)
     rig.tell(Timer(), at=3.0)
     assert rig.ask("b") == 0, "3 s old is not older than 3 s"
     rig.tell(Timer(), at=3.5)
     assert rig.ask("c") == 1, "a suspect gets no new work"
-    rig.tell(ReplicaReport(0, 1, 1, 2, 0, 0, 1000), at=4.0)
+    rig.tell(ReplicaReport(0, 1, 2, Status(1, 0, 0, 1000)), at=4.0)
     assert rig.ask("d") == 0, "it reports again"
-    rig.tell(ReplicaReport(1, 1, 2, 0, 0, 0, 1000), at=9.0)
+    rig.tell(ReplicaReport(1, 1, 0, Status(2, 0, 0, 1000)), at=9.0)
     commands = rig.tell(Timer(), at=9.5)
     assert commands[0] == Fence(0, 1)
     assert {each.request for each in of_kind(commands, Assign)} == {"a", "b", "d"}
-    assert rig.tell(ReplicaReport(0, 1, 2, 3, 0, 0, 1000)) == [Fence(0, 1)], "it is not dead after all"
+    assert rig.tell(ReplicaReport(0, 1, 3, Status(2, 0, 0, 1000))) == [Fence(0, 1)], "it is not dead after all"
     assert rig.tell(ReplicaUp(0, 1, FACTS)) == [Fence(0, 1)]
     assert rig.tell(ReplicaUp(0, 2, FACTS)) == []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from manylora.policy.router import Router
 from manylora.policy.routing import ROUTING_POLICIES
-from manylora.protocol import SetTimer, Timer
+from manylora.protocol import SetTimer, Status, Timer
 from manylora.protocol.routing import (
     Accepted,
     Asked,
@@ -310,18 +310,19 @@ class World:
         machine.told |= tiers
         residency = machine.told if is_full else tiers
         free = self.random.randrange(machine.facts.num_pages)
-        news = ReplicaReport(
-            replica, machine.epoch, machine.seq, machine.seen, self.random.randrange(4), self.random.randrange(4),
+        news = Status(
+            machine.seq, self.random.randrange(4), self.random.randrange(4),
             free, self.random.randrange(machine.facts.num_pages - free), self.random.randrange(300),
             self.random.randrange(900), is_full or machine.seq == 1, tuple(residency.items()),
             tuple(1000 * self.random.randrange(3) + block for block in range(self.random.randrange(3))),
             self.random.choice([0.0, 0.01]), self.random.random() < 0.2,
             self.random.choice([0.0, 5e-4, 2e-3]), page_read_s=self.random.choice([0.0, 0.03]),
         )  # fmt: skip
+        report = ReplicaReport(replica, machine.epoch, machine.seen, news)
         if is_late or self.random.random() < 0.5:
-            self.links.append(news)
+            self.links.append(report)
         else:
-            self.tell(news)
+            self.tell(report)
 
     def generate(self) -> None:
         held = sorted(name for name, client in self.clients.items() if client.replica is not None)
@@ -421,14 +422,14 @@ class World:
         said: list[Any] = [
             Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
             Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Unlisted(99), Solved(99),
-            MoveAsked("nothing", 0), ReplicaReport(9, 1, 1, 0, 0, 0, 1), Unlisted(0), Lacks(9, 1, (1,)),
+            MoveAsked("nothing", 0), ReplicaReport(9, 1, 0, Status(1, 0, 0, 1)), Unlisted(0), Lacks(9, 1, (1,)),
         ]  # fmt: skip
         known = [(replica, machine) for replica, machine in sorted(self.machines.items())]
         if known:
             replica, machine = self.random.choice(known)
             said.append(up(replica, machine))
             said.append(Lacks(replica, machine.epoch - 1, (1, 2)))
-            said.append(ReplicaReport(replica, machine.epoch - 1, 1, 0, 0, 0, 1))
+            said.append(ReplicaReport(replica, machine.epoch - 1, 0, Status(1, 0, 0, 1)))
         if self.clients:
             name = self.random.choice(sorted(self.clients))
             said += [
@@ -486,10 +487,8 @@ class World:
             for replica, machine in sorted(self.machines.items()):
                 machine.seq += 1
                 machine.seen = self.numbers[replica, machine.epoch]
-                told = ReplicaReport(
-                    replica, machine.epoch, machine.seq, machine.seen, 0, 0, 60, is_full=True
-                )
-                self.tell(told)
+                status = Status(machine.seq, 0, 0, 60, is_full=True)
+                self.tell(ReplicaReport(replica, machine.epoch, machine.seen, status))
             while self.links:
                 self.tell(self.links.pop(0))
             for name in sorted(self.clients):

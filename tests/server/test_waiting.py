@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello
+from manylora.cluster.link import Credentials, Hello
 from manylora.config import EngineSettings, ModelSettings
 from manylora.engine import wire
 from manylora.engine.client import Delta, EngineBusy, EngineClient, GenerationRequest

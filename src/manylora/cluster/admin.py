@@ -14,8 +14,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from manylora.cluster.admin_link import short_path
-from manylora.cluster.folder import admin_socket
+from manylora.cluster.folder import admin_socket, short_path
 from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.switchboard import Switchboard
 

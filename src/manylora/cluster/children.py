@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,13 +23,11 @@ import msgspec
 from manylora.cluster import messages
 from manylora.config import EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.frames import frame
+from manylora.engine.frames import frame, receive_message
 from manylora.processes import at_parents_end
 from manylora.types import BASE, AdapterId, EngineInfo
 
 log = logging.getLogger(__name__)
-
-_LENGTH = struct.Struct("<I")
 
 REFUSED = 2
 """Exit code of a process whose settings cannot work: it has served nothing."""
@@ -120,21 +117,7 @@ class PairedStarter:
 
     def read(self) -> Any | None:
         """The next message; None where the starter is gone."""
-        header = self._receive(_LENGTH.size)
-        body = None if header is None else self._receive(_LENGTH.unpack(header)[0])
-        return None if body is None else _to_child.decode(body)
-
-    def _receive(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            try:
-                chunk = self._sock.recv(size - len(data))
-            except OSError:
-                return None
-            if not chunk:
-                return None
-            data += chunk
-        return bytes(data)
+        return receive_message(self._sock, _to_child)
 
 
 def end_after(seconds: float, code: int = 1) -> None:

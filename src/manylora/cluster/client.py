@@ -12,15 +12,13 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.credentials import Credentials
-from manylora.cluster.link import Hello, Link, LinkError, dial
-from manylora.cluster.replica_link import ReplicaLink
+from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, redial
 from manylora.cluster.taken_request import TakenRequest
 from manylora.cluster.tasks import Tasks
 from manylora.engine.client import SILENT_S, Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
@@ -34,14 +32,99 @@ from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestErro
 
 log = logging.getLogger(__name__)
 
+DIAL_S = 2.0
+"""A replica that cannot be reached for so long is not there."""
 ASK_AGAIN_S = 1.0
 """After a link to a replica has ended the router has so long to hear why, and to act on that."""
 STATS_S = 1.0
 CALL_S = 5.0
 """Without a link to the router calls wait for one so long."""
-_REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
+_from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
+
+
+class ReplicaLink:
+    """A front end's link to one epoch of a replica; keeps what is sent before the link is there.
+
+    Dials at once. ``hear`` gets each message; ``is_lost``: it could not be had, or has ended.
+    """
+
+    def __init__(
+        self,
+        endpoint: messages.Endpoint,
+        credentials: Credentials,
+        hello: Hello,
+        hear: Callable[[Any], None],
+        lost: Callable[[ReplicaLink], None],
+        tasks: Tasks,
+    ) -> None:
+        self.endpoint = endpoint
+        self.is_lost = False
+        self._credentials = credentials
+        self._hello = hello
+        self._hear = hear
+        self._lost = lost
+        self._unsent: list[msgspec.Struct] = []
+        self._link: Link | None = None
+        self._calls: dict[int, asyncio.Future[messages.Stats]] = {}
+        self._num_calls = 0
+        self._task = tasks.spawn(self._follow())
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Dropped where the link is lost."""
+        if self._link is not None:
+            self._link.send(message)
+        elif not self.is_lost:
+            self._unsent.append(message)
+
+    async def stats(self, timeout_s: float) -> messages.Stats | None:
+        """The engine's snapshot; None where none comes in time."""
+        self._num_calls += 1
+        call = self._num_calls
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        self.send(messages.AskStats(call))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            del self._calls[call]
+
+    def close(self) -> None:
+        """The replica of this epoch is down, whatever it still says."""
+        self.is_lost = True
+        self._task.cancel()
+        if self._link is not None:
+            self._link.abort()
+
+    async def _follow(self) -> None:
+        link = await self._dial()
+        if link is not None:
+            self._link = link
+            for unsent in self._unsent:
+                link.send(unsent)
+            while (message := await link.receive()) is not None:
+                if isinstance(message, messages.Stats):
+                    future = self._calls.get(message.call)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+                else:
+                    self._hear(message)
+        self._unsent.clear()
+        self.is_lost = True
+        self._lost(self)
+
+    async def _dial(self) -> Link | None:
+        address = self.endpoint.host, self.endpoint.port
+        try:
+            link = await redial(address, self._credentials, self._hello, _from_replica, most_s=DIAL_S)
+        except LinkError:
+            return None
+        if link.epoch == self.endpoint.epoch:
+            return link
+        link.abort()
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,7 +314,9 @@ class ClusterClient:
         self._tell_router().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
-        return ReplicaLink(endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica)
+        return ReplicaLink(
+            endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica, self._tasks
+        )
 
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
         up = {each.id: each for each in endpoints}
@@ -263,11 +348,9 @@ class ClusterClient:
 
     async def _follow_router(self) -> None:
         while True:
-            try:
-                link = await dial(self._router_address, self._credentials, self._hello, _from_router)
-            except LinkError:
-                await asyncio.sleep(_REDIAL_S)
-                continue
+            link = await redial(
+                self._router_address, self._credentials, self._hello, _from_router, ignores_refusals=True
+            )
             self._greet(link)
             while (message := await link.receive()) is not None:
                 self._hear_router(link, message)
@@ -403,7 +486,7 @@ class ClusterClient:
 
     async def _wait_router(self) -> None:
         while self._router is None:
-            await asyncio.sleep(_REDIAL_S)
+            await asyncio.sleep(REDIAL_S)
 
     def _fail_calls(self) -> None:
         for future in self._calls.values():

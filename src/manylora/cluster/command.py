@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manylora.cluster.admin_link import NotThere, ask
-from manylora.cluster.folder import default_folder, is_in_use
+from manylora.cluster.folder import default_folder, is_in_use, short_path
 from manylora.config import ConfigError
 
 WATCH_S = 1.0
@@ -75,6 +75,24 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         return 0
+
+
+class NotThere(Exception):
+    """There is no cluster to ask; the message is a line for people."""
+
+
+def ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
+    """The lines of an answer, as they come. Raises NotThere."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            with short_path(folder) as path:
+                sock.connect(path)
+            sock.sendall(json.dumps(question).encode() + b"\n")
+            with sock.makefile("rb") as lines:
+                for line in lines:
+                    yield line.decode()
+        except OSError as error:
+            raise NotThere(f"no cluster answers in {folder}: {error.strerror or error}") from error
 
 
 def _ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:

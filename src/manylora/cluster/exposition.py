@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from manylora.cluster.client import ClusterClient, ReplicaStats
-from manylora.cluster.status import STATES
+from manylora.cluster.members import STATES
 from manylora.engine.client import EngineBusy, EngineSilent, EngineStats
 from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics

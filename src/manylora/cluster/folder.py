@@ -15,6 +15,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from manylora.config import ConfigError
@@ -192,6 +193,16 @@ def remove_left(root: Path) -> None:
 def admin_socket(folder: Path) -> Path:
     """Where the router listens for the operator."""
     return folder / "admin.sock"
+
+
+@contextlib.contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """The socket's path by the folder's descriptor. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{admin_socket(folder).name}"
+    finally:
+        os.close(descriptor)
 
 
 def step_file(folder: Path, replica: int, epoch: int) -> Path:

@@ -1,30 +1,35 @@
 """Framed msgpack between two processes of a cluster, each of which has proved that it knows the cluster's secret.
 
-Owns framing, its bounds, the handshake, and the end of a link whose other side is silent. Does not know what
-messages mean. A frame is a length of four bytes and msgpack; a length over the bound ends the link before anything
-is allocated for it. Nothing but msgpack into declared records is ever read. A frame of no bytes is a beat: it says
-that its side lives. With a certificate all of it goes through TLS.
+Owns which certificates are good, the bounds of frames, the handshake, and the end of a link whose other side is
+silent. Does not know what messages mean. A frame over the bound ends the link before anything is allocated for it.
+Nothing but msgpack into declared records is ever read. A frame of no bytes is a beat: it says that its side lives.
+With a certificate all of it goes through TLS.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import logging
+import math
+import os
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import msgspec
 
 from manylora._version import VERSION
-from manylora.cluster.credentials import Credentials, why_broken
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
-from manylora.engine.frames import LENGTH, encoder, frame
+from manylora.config.cluster import TLS_OPTIONS, TlsFiles
+from manylora.engine.frames import EMPTY, FrameTooLong, body_of, frame, read_body
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +43,83 @@ MOST_STRANGERS = 64
 NONCE_BYTES = 32
 BEAT_S = 0.5
 """Between two beats of a side that has nothing else to say."""
+REDIAL_S = 0.1
+"""Between two attempts at a link."""
 FULL_S = 1.0
 """A listener that may open no more files looks again so much later."""
-_BEAT = LENGTH.pack(0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Credentials:
+    """``dialling``, ``listening``: TLS of the two sides; None: links are not encrypted."""
+
+    secret: bytes
+    dialling: ssl.SSLContext | None = None
+    listening: ssl.SSLContext | None = None
+
+
+def credentials_of(secret: bytes, files: TlsFiles | None, host: str | None = None) -> Credentials:
+    """With the certificate of this machine, which must be good on both sides of a link, and for ``host`` where the
+    process listens there. Raises ConfigError."""
+    if files is None:
+        return Credentials(secret)
+    for option, path in zip(TLS_OPTIONS, files, strict=True):
+        try:
+            with Path(path).open("rb") as file:
+                about = os.fstat(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"cannot read {option} {path}: {error.strerror}") from error
+        if path == files.key and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+            raise ConfigError(f"{option} {path} can be read by others: chmod 600 it, and make it yours")
+    dialling = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    listening = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    dialling.check_hostname = host is not None
+    try:
+        _meet_itself(dialling, listening, host)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--cluster-tls-cert {files.cert} is no good: {why_broken(error)}") from error
+    dialling.check_hostname = True
+    return Credentials(secret, dialling, listening)
+
+
+def why_broken(error: ssl.SSLError) -> str:
+    """In a few words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message.rstrip(".")
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--cluster-tls-ca {files.ca} has no certificates") from error
+
+    def refuse() -> str:
+        raise ConfigError(f"--cluster-tls-key {files.key} must not need a password")
+
+    try:
+        context.load_cert_chain(files.cert, files.key, refuse)
+    except ssl.SSLError as error:
+        reason = why_broken(error)
+        raise ConfigError(
+            f"--cluster-tls-cert {files.cert} and --cluster-tls-key {files.key} are no pair: {reason}"
+        ) from error
+    return context
+
+
+def _meet_itself(dialling: ssl.SSLContext, listening: ssl.SSLContext, host: str | None) -> None:
+    """A handshake in memory: what others will check of the certificate is checked now. Raises SSLError."""
+    to_dialler, to_listener = ssl.MemoryBIO(), ssl.MemoryBIO()
+    dialler = dialling.wrap_bio(to_dialler, to_listener, server_hostname=host)
+    listener = listening.wrap_bio(to_listener, to_dialler, server_side=True)
+    for side in (dialler, listener, dialler, listener):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
 
 
 class LinkError(Exception):
@@ -132,7 +211,7 @@ class Link:
         if self._writer.transport.is_closing():
             return
         if not self._has_said:
-            self._writer.write(_BEAT)
+            self._writer.write(EMPTY)
         self._has_said = False
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
@@ -199,10 +278,9 @@ def why_strange(hello: Hello, model: str) -> str | None:
 
 async def _read(reader: asyncio.StreamReader, most: int) -> bytes:
     try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if length > most:
-            raise LinkError(f"a frame of {length} bytes, of at most {most}")
-        return await reader.readexactly(length)
+        return await read_body(reader, most)
+    except FrameTooLong as error:
+        raise LinkError(str(error)) from error
     except ssl.SSLError as error:
         raise LinkError(f"the other side ends TLS: {why_broken(error)}") from error
     except (asyncio.IncompleteReadError, OSError) as error:
@@ -244,6 +322,28 @@ async def dial(
         raise LinkError(f"{address[0]}:{address[1]}: {error.strerror or error}") from error
 
 
+async def redial(
+    address: tuple[str, int],
+    credentials: Credentials,
+    hello: Hello,
+    decoder: msgspec.msgpack.Decoder[Any],
+    *,
+    most_s: float = math.inf,
+    ignores_refusals: bool = False,
+) -> Link:
+    """Dial until there is a link, for ``most_s`` at most. Raises LinkError then; LinkRefused at once, unless it
+    ``ignores_refusals``."""
+    until_s = time.monotonic() + most_s
+    while True:
+        try:
+            return await dial(address, credentials, hello, decoder)
+        except LinkError as error:
+            is_final = isinstance(error, LinkRefused) and not ignores_refusals
+            if is_final or time.monotonic() >= until_s:
+                raise
+        await asyncio.sleep(REDIAL_S)
+
+
 async def _introduce(
     reader: _Reader,
     writer: asyncio.StreamWriter,
@@ -252,8 +352,9 @@ async def _introduce(
     decoder: msgspec.msgpack.Decoder[Any],
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
-    said = encoder.encode(hello)
-    writer.write(LENGTH.pack(len(said)) + said)
+    framed = frame(hello)
+    said = body_of(framed)
+    writer.write(framed)
     try:
         first = await _read(reader, HANDSHAKE_BYTES)
     except LinkError as error:

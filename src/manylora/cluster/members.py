@@ -1,22 +1,34 @@
-"""What is linked to the router: replicas and front ends, with what the links have brought.
+"""What is linked to the router, and the cluster as people see it: one JSON, for ``manylora cluster status`` and
+``GET /cluster``.
 
-Owns no decision: which replicas are up is the router's own word.
+Owns no decision: which replicas are up, and what they have, the router knows. The JSON holds no prompts, no keys,
+no paths.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import os
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
+from manylora.policy.router import Router
 from manylora.policy.routing.replicas import ReplicaState
-from manylora.protocol.routing import ReplicaFacts, ReplicaId, ReplicaReport
+from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaFacts, ReplicaId, ScaleHint
 from manylora.types import AdapterId
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before a replica is asked again for an adapter that it could not have; each pause is twice the last."""
+
+BOUNDS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
+
+STATES = ("starting", "running", "suspect", "draining", "drained", "waiting", "stopping")
+"""What a replica may be: coming up; serving; silent; letting go of its requests; empty, and to stay so; about to
+be started again; about to end."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -35,9 +47,7 @@ class ReplicaMember:
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
     told: set[AdapterId] = dataclasses.field(default_factory=set)
-    report: ReplicaReport | None = None
     heard_s: float = dataclasses.field(default_factory=time.monotonic)
-    residency: dict[AdapterId, int] = dataclasses.field(default_factory=dict)
 
     def ask(self, listing: messages.Listing, *, verify: bool) -> None:
         """Have it serve a version, unless it was asked already."""
@@ -81,17 +91,6 @@ class ReplicaMember:
     def has_answered(self) -> bool:
         """Whether it has said of every version that it was asked for whether it serves it."""
         return len(self.asked) == len(self.answers)
-
-    def hear(self, report: ReplicaReport) -> None:
-        """Keep what people ask about."""
-        if report.is_full:
-            self.residency.clear()
-        for adapter, tier in report.residency:
-            if tier:
-                self.residency[adapter] = tier
-            else:
-                self.residency.pop(adapter, None)
-        self.report = report
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,3 +138,125 @@ class Members:
         """The same to all."""
         for each in self.frontends.values():
             each.link.send(message)
+
+
+class Decisions:
+    """How long one router's decisions have taken since its start, as a histogram."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One decision."""
+        self._counts[bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """``buckets``: how many took no longer than each bound, and in all."""
+        below, buckets = 0, []
+        for bound, count in zip((*BOUNDS_S, None), self._counts, strict=True):
+            below += count
+            buckets.append([bound, below])
+        return {"count": below, "sum_s": self._sum_s, "buckets": buckets}
+
+
+def state_of(slot: messages.Slot, router: Router) -> str:
+    """The state of what runs at a place."""
+    if slot.state != "running":
+        return slot.state
+    replica = router.fleet.up.get(slot.id)
+    if replica is None or replica.epoch != slot.epoch:
+        return "starting"
+    if slot.drains_to:
+        return "draining" if replica.requests else "drained"
+    return "suspect" if replica.is_suspect else "running"
+
+
+def status(
+    router: Router,
+    members: Members,
+    table: messages.ProcessTable,
+    *,
+    policy: str,
+    epoch: int,
+    is_settled: bool,
+    revision: int,
+    num_adapters: int,
+    hint: ScaleHint | None,
+    moved: dict[str, int],
+    decisions: Decisions,
+    lacks: dict[ReplicaId, list[str]],
+) -> dict[str, Any]:
+    """The whole of it, as JSON has it. ``lacks``: names of adapters that a replica cannot serve."""
+    frontends = []
+    started = {child.id for child in table.frontends}
+    joined = [
+        messages.ChildProcess(each.id, each.link.peer.pid)
+        for each in members.frontends.values()
+        if each.id not in started
+    ]
+    for child in (*table.frontends, *joined):
+        member = members.frontends.get(child.id)
+        frontends.append(
+            {
+                "id": child.id,
+                "pid": child.pid,
+                "state": "starting" if member is None else "running",
+                "stale_tokens": 0 if member is None else member.stale_tokens,
+                "recomputed_tokens": 0 if member is None else member.recomputed_tokens,
+            }
+        )
+    return {
+        "replicas": [
+            _replica(slot, state_of(slot, router), router, members.replicas.get(slot.id), lacks)
+            for slot in sorted(table.slots, key=lambda slot: slot.id)
+        ],
+        "router": {
+            "pid": os.getpid(),
+            "epoch": epoch,
+            "policy": policy,
+            "state": "running" if is_settled else "settling",
+            "requests": len(router.requests()),
+            "waiting": router.num_waiting,
+            "moved": moved,
+            "decisions": decisions.as_json(),
+        },
+        "frontends": frontends,
+        "supervisor": {"pid": table.supervisor, "launcher": table.launcher},
+        "adapters": {"revision": revision, "listed": num_adapters},
+        "scale_hint": {"delta": 0, "reason": ""}
+        if hint is None
+        else {"delta": hint.delta, "reason": hint.reason},
+    }
+
+
+def _replica(
+    slot: messages.Slot,
+    state: str,
+    router: Router,
+    member: ReplicaMember | None,
+    lacks: dict[ReplicaId, list[str]],
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": slot.id, "pid": slot.pid, "epoch": slot.epoch, "state": state}
+    known = router.fleet.up.get(slot.id)
+    if known is not None and known.epoch != slot.epoch:
+        known = None
+    if member is not None and member.epoch != slot.epoch:
+        member = None
+    report = known.report if known is not None else None
+    tiers = list(known.residency.values()) if known is not None else []
+    return found | {
+        "requests": len(known.requests) if known is not None else 0,
+        "running": report.running if report else 0,
+        "waiting": report.waiting if report else 0,
+        "waiting_tokens": report.waiting_tokens if report else 0,
+        "pages": known.facts.num_pages if known is not None else 0,
+        "free_pages": report.free_pages if report else 0,
+        "reclaimable_pages": report.reclaimable_pages if report else 0,
+        "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
+        "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
+        "cold_start": member.cold_start if member is not None else "",
+        "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
+        "heard_s_ago": round(time.monotonic() - member.heard_s, 3) if member is not None else None,
+    }

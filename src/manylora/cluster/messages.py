@@ -440,12 +440,6 @@ class StartActor(msgspec.Struct, tag=True):
     launch: bytes
 
 
-class FindActor(msgspec.Struct, tag=True):
-    """Watch an actor that another such process has started."""
-
-    name: str
-
-
 class StopActor(msgspec.Struct, tag=True):
     """Tell it to end in order."""
 
@@ -458,7 +452,7 @@ class KillActor(msgspec.Struct, tag=True):
     name: str
 
 
-ToRay = StartActor | FindActor | StopActor | KillActor
+ToRay = StartActor | StopActor | KillActor
 
 
 class RayReady(msgspec.Struct, tag=True):

@@ -53,13 +53,7 @@ class ReplicaActor:
 
         children.tell_before_leaving(leaving)
         threading.Thread(target=self._run, args=(told,), name="manylora-replica", daemon=True).start()
-        return self.wait()
-
-    def wait(self) -> int:
-        """Until it ends; its exit code."""
-        code = self._code.get()
-        self._code.put(code)  # for another call that waits
-        return code
+        return self._code.get()
 
     def _run(self, launch: children.Launch) -> None:
         from manylora.cluster import replica
@@ -73,9 +67,7 @@ class ReplicaActor:
 
     def said(self) -> bytes:
         """The first thing that it says: ChildReady, or Failed."""
-        said = self._starter.said.get()
-        self._starter.said.put(said)  # for another that asks
-        return said
+        return self._starter.said.get()
 
     def stop(self) -> None:
         """End in order."""
@@ -90,9 +82,8 @@ class _CallingStarter:
         self._stopped: Callable[[], None] | None = None
 
     def say(self, message: messages.FromChild) -> None:
-        """See Starter."""
-        if self.said.empty():
-            self.said.put(_encoder.encode(message))
+        """See Starter. Only the first message is asked for."""
+        self.said.put(_encoder.encode(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """See Starter. An actor is never told that it is an orphan: it loses its lease."""

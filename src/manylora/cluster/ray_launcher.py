@@ -1,7 +1,7 @@
 """The launcher for Ray: replicas are Ray's actors, on whichever of its nodes; all else runs on this machine.
 
-What speaks to Ray is a child process (``ray_driver``). When that ends, Ray's head being lost perhaps, replicas
-serve on, and another one takes its place as soon as there is a Ray to speak to.
+What speaks to Ray is a child process (``ray_driver``). When that ends, perhaps because Ray's head is lost, all its
+replicas have ended. The next start of a replica starts another such process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import msgspec
 from manylora.cluster import messages
 from manylora.cluster.children import FENCED, Launch
 from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
 
 log = logging.getLogger(__name__)
 
 VERSION = "2.60."
-AGAIN_S = 2.0
-"""Between two attempts at a Ray that is gone."""
 CLOSE_S = 10.0
 START_S = 3600.0
 """For an actor: how it gets on is not seen from here."""
@@ -62,9 +61,9 @@ class RayLauncher:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = msgspec.structs.replace(launch, role=messages.RAY)
-        self._prefix = f"manylora-{secrets.token_hex(8)}"
         self._actors: dict[str, RayProcess] = {}
         self._driver: LocalProcess | None = None
+        self._opening = asyncio.Lock()
         self._folder: str | None = None
         self._environment = {
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -85,17 +84,12 @@ class RayLauncher:
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
-        self._following: asyncio.Task[None] | None = None
-        self._is_closing = False
+        self._tasks = Tasks()
         self.most_replicas: int | None = None
 
     async def open(self) -> None:
         """Reach Ray, and look at its nodes. Raises ConfigError."""
         said = await self._open_driver()
-        if isinstance(said, Failed):
-            raise ConfigError(said.message)
-        if not isinstance(said, messages.RayReady):
-            raise ConfigError("Ray does not work here: the process that speaks to it has ended")
         self.most_replicas = said.most
         if said.workerless:
             log.warning(
@@ -103,33 +97,34 @@ class RayLauncher:
                 "CPU workers (--cpu-lora-workers takes a number): %s",
                 ", ".join(said.workerless),
             )
-        self._following = asyncio.get_running_loop().create_task(self._follow())
 
-    async def _open_driver(self) -> object:
-        self._driver = await start_child(self._launch, self._environment)
+    async def _open_driver(self) -> messages.RayReady:
+        """Start the process that speaks to Ray. Raises ConfigError."""
+        driver = await start_child(self._launch, self._environment)
         try:
-            return await self._driver.begun()
+            said = await driver.begun()
         except NotStarted:
-            return None
+            said = None
+        except asyncio.CancelledError:
+            driver.kill()
+            raise
+        if not isinstance(said, messages.RayReady):
+            await driver.wait()
+            why = "the process that speaks to it has ended"
+            raise ConfigError(said.message if isinstance(said, Failed) else f"Ray does not work here: {why}")
+        self._driver = driver
+        self._tasks.spawn(self._follow(driver))
+        return said
 
-    async def _follow(self) -> None:
-        while not self._is_closing:
-            assert self._driver is not None
-            while (message := await self._driver.receive()) is not None:
-                self._hear(message)
-            await self._driver.wait()
-            if self._is_closing:
-                return
-            log.error("the process that speaks to Ray has ended: replicas serve on, and none can be started")
-            while not self._is_closing and not isinstance(await self._open_driver(), messages.RayReady):
-                await self._driver.wait()
-                await asyncio.sleep(AGAIN_S)
-            log.info("Ray is there again")
-            for name, actor in list(self._actors.items()):
-                if actor.is_begun:
-                    self._tell(messages.FindActor(name))
-                else:
-                    self._hear(messages.ActorEnded(name, FENCED, "Ray was lost while it was starting"))
+    async def _follow(self, driver: LocalProcess) -> None:
+        """Handle what the process says until it ends; then all its replicas have ended."""
+        while (message := await driver.receive()) is not None:
+            self._hear(message)
+        await driver.wait()
+        self._driver = None
+        log.error("the process that speaks to Ray has ended, and its replicas with it")
+        for name in list(self._actors):
+            self._hear(messages.ActorEnded(name, FENCED, "the process that speaks to it has ended"))
 
     def _hear(self, message: object) -> None:
         match message:
@@ -146,7 +141,7 @@ class RayLauncher:
                 if reason:
                     log.warning("%s: Ray says: %s", name, reason)
 
-    def _tell(self, message: messages.ToRay | messages.StopChild) -> None:
+    def _tell(self, message: messages.ToRay) -> None:
         if self._driver is not None:
             self._driver.tell(message)
 
@@ -154,7 +149,13 @@ class RayLauncher:
         """See Launcher."""
         if launch.role != messages.REPLICA:
             return await start_child(launch, {}, descriptors)
-        name = f"{self._prefix}-r{launch.id}-e{launch.epoch}"
+        async with self._opening:
+            if self._driver is None:
+                try:
+                    await self._open_driver()
+                except ConfigError as error:
+                    raise OSError(str(error)) from error
+        name = f"replica {launch.id} (epoch {launch.epoch})"
         actor = self._actors[name] = RayProcess(name, self._tell)
         self._tell(messages.StartActor(name, _encoder.encode(launch)))
         await actor.wait_begun()
@@ -162,16 +163,14 @@ class RayLauncher:
 
     async def close(self) -> None:
         """End what is left, and leave nothing of it."""
-        self._is_closing = True
-        if self._driver is not None:
-            self._tell(messages.StopChild())
+        self._tasks.cancel()
+        if (driver := self._driver) is not None:
+            driver.tell(messages.StopChild())
             try:
-                await asyncio.wait_for(self._driver.wait(), CLOSE_S)
+                await asyncio.wait_for(driver.wait(), CLOSE_S)
             except TimeoutError:
-                self._driver.kill()
-                await self._driver.wait()
-        if self._following is not None:
-            self._following.cancel()
+                driver.kill()
+                await driver.wait()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -181,25 +180,21 @@ class RayProcess:
 
     def __init__(self, name: str, tell: Callable[[messages.ToRay], None]) -> None:
         self.pid = 0
-        self.is_begun = False
         self._name = name
         self._tell = tell
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
         self._code = 0
         self._said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
-        self._has_said = False
 
     def begin(self, pid: int) -> None:
         """It runs."""
-        self.pid, self.is_begun = pid, True
+        self.pid = pid
         self._begun.set()
 
     def say(self, said: messages.ChildReady | Failed) -> None:
-        """It has said this; once, however often it is found again."""
-        if not self._has_said:
-            self._has_said = True
-            self._said.put_nowait(said)
+        """It has said this."""
+        self._said.put_nowait(said)
 
     def end(self, code: int) -> None:
         """It has ended."""

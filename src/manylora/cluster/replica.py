@@ -20,24 +20,30 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_cache import AdapterCache
-from manylora.cluster.credentials import Credentials, credentials_of
-from manylora.cluster.digests import adapter_digest
-from manylora.cluster.facts import facts_of
+from manylora.cluster.adapter_files import AdapterCache, FileSource, adapter_digest, pull
+from manylora.cluster.blame import StepNote, StepNotingExecutor
 from manylora.cluster.folder import step_file
-from manylora.cluster.last_step import StepNote
-from manylora.cluster.link import Hello, Link, LinkError, LinkRefused, Listener, bind, dial, why_strange
-from manylora.cluster.noting import StepNotingExecutor
-from manylora.cluster.pulling import FileSource, pull
+from manylora.cluster.link import (
+    Credentials,
+    Hello,
+    Link,
+    LinkRefused,
+    Listener,
+    bind,
+    credentials_of,
+    redial,
+    why_strange,
+)
 from manylora.cluster.recording import without_what_fails
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.wire import Deltas, Failed
 from manylora.main import build_driver
 from manylora.protocol import AdapterError, Status
-from manylora.protocol.routing import ReplicaReport
-from manylora.types import AdapterCard, AdapterId, RequestError, RequestId
+from manylora.protocol.routing import ReplicaFacts, ReplicaReport, StepPlane
+from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +56,15 @@ STATUS_S = 0.25
 SKIP_S = 1.0
 """An assignment that later ones have overtaken for so long is not waited for any more."""
 CLOSE_S = 1.5
-_REDIAL_S = 0.1
 
 _from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
 _from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
+
+_STEP_S = {"cpu": 0.01, "cuda": 0.01}
+_ROW_S = {"cpu": 5e-4, "cuda": 2e-5}
+_TOKEN_S = {"cpu": 1e-3, "cuda": 2.5e-5}
+_PAGE_BYTES_S = {"cpu": 4e9, "cuda": 2e10}
+_READ_BYTES_S = 1e9
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
@@ -173,10 +184,11 @@ class _Replica:
         self._news = asyncio.Event()
         self._seq = 0
         self._asked: asyncio.Future[Status] | None = None
-        self._last: ReplicaReport | None = None
+        self._last: Status | None = None
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
+        self._tasks = Tasks()
 
     async def serve(self, starter: children.Starter) -> int:
         """See ``run``."""
@@ -201,13 +213,11 @@ class _Replica:
         )
         await listener.start()
         self._address = listener.address
-        tasks = [loop.create_task(self._follow_router()), loop.create_task(self._report())]
+        for work in (self._follow_router(), self._report()):
+            self._tasks.spawn(work)
         starter.say(messages.ChildReady(self._driver.info))
-        died_task = loop.create_task(self._died.wait())
-        await asyncio.wait([died_task, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.result()
+        ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return 1
 
     # ------------------------------------------------------------ front ends
@@ -233,7 +243,7 @@ class _Replica:
                 case messages.ReleaseAttempt(request, attempt):
                     self._driver.withdraw(request, attempt)
                 case messages.AskStats(call):
-                    asyncio.get_running_loop().create_task(self._tell_stats(link, call))
+                    self._tasks.spawn(self._tell_stats(link, call))
         for request, found in list(self._open.items()):
             if found.link is link:
                 del self._open[request]
@@ -269,14 +279,11 @@ class _Replica:
         """Keep a link to the router, whichever it is."""
         while True:
             try:
-                link = await dial(self._launch.router, self._credentials, self._hello, _from_router)
+                link = await redial(self._launch.router, self._credentials, self._hello, _from_router)
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)
                 return
-            except LinkError:
-                await asyncio.sleep(_REDIAL_S)
-                continue
             self._seen.begin(link.epoch)
             self._is_whole = True
             link.send(
@@ -392,19 +399,41 @@ class _Replica:
             return  # a new router asked meanwhile: changes would mean nothing to it
         now = time.monotonic()
         self._seen.settle(now)
-        self._seq += 1
-        fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
-        fields |= {"seq": self._seq, "seen_upto": self._seen.upto}
-        self._last = ReplicaReport(self._launch.id, self._launch.epoch, **fields)
-        link.send(messages.Alive(now, self._last))
+        self._last = status
+        link.send(messages.Alive(now, self._report_of(status)))
 
     def _say_alive(self) -> None:
         """A step is long: counts are as they were."""
-        last = self._last
         report = None
-        if last is not None and not self._is_whole:
-            self._seq += 1
-            report = dataclasses.replace(
-                last, seq=self._seq, seen_upto=self._seen.upto, is_full=False, residency=(), evicted=()
-            )
+        if self._last is not None and not self._is_whole:
+            report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))
         self._say(messages.Alive(time.monotonic(), report))
+
+    def _report_of(self, status: Status) -> ReplicaReport:
+        self._seq += 1
+        status = dataclasses.replace(status, seq=self._seq)
+        return ReplicaReport(self._launch.id, self._launch.epoch, self._seen.upto, status)
+
+
+def facts_of(info: EngineInfo, adapter_pages: int) -> ReplicaFacts:
+    """Give a replica's sizes, and first guesses of its speed.
+
+    It has measured nothing when it comes up. Guesses by the device's kind order replicas that are alike. What
+    prompts, copies and reads really take the replica learns and reports. ``adapter_pages``: what of its pool one
+    adapter may take.
+    """
+    kind = "cuda" if info.device.startswith("cuda") else "cpu"
+    return ReplicaFacts(
+        num_pages=info.num_pages,
+        page_tokens=info.page_tokens,
+        max_model_len=info.max_model_len,
+        max_seqs=info.max_num_seqs,
+        planes=(StepPlane(_STEP_S[kind], _ROW_S[kind]),),
+        token_s=_TOKEN_S[kind],
+        page_in_s=info.page_bytes / _PAGE_BYTES_S[kind],
+        page_read_s=info.page_bytes / _READ_BYTES_S,
+        page_bytes=info.page_bytes,
+        adapter_pages=adapter_pages,
+        num_host_pages=info.num_host_pages,
+        numerics=f"{info.dtype} on {info.device}",
+    )

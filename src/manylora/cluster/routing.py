@@ -8,10 +8,11 @@ from pathlib import Path
 
 from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_log import AdapterLog
 from manylora.cluster.admin import Admin
 from manylora.cluster.operations import Operations
+from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
+from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine.wire import Failed
 from manylora.main import warn_of_shares
@@ -44,19 +45,19 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
 
         await process.start(launch)
         operations = Operations(process, launch.cluster)
-        watching = loop.create_task(operations.watch())
+        tasks.spawn(operations.watch())
         admin = Admin(process, operations, Path(launch.folder))
         await admin.start()
-        keeping = loop.create_task(admin.keep())
+        tasks.spawn(admin.keep())
         starter.watch(stop, stop)
         starter.say(messages.ChildReady())
         await stopped.wait()
-        for task in (watching, keeping):
-            task.cancel()
+        tasks.cancel()
         process.close()
         children.leave(0)  # links end by it
         return 0
 
+    tasks = Tasks()
     return asyncio.run(serve())
 
 

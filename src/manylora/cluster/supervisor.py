@@ -20,16 +20,13 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
-from manylora.cluster.credentials import credentials_of
-from manylora.cluster.digests import model_digest
+from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
-from manylora.cluster.link import Hello, Link, LinkError, bind, dial
-from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
-from manylora.cluster.node_share import NodeShare
-from manylora.cluster.place import ProcessPlace
+from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
+from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.router_options import with_profile
-from manylora.cluster.slots import ReplicaPlace, raise_if_failed
+from manylora.cluster.slots import ProcessPlace, ReplicaPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
@@ -166,7 +163,8 @@ class _Supervisor:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 failed = self._failed.result()
-                raise_if_failed(failed)
+                if failed.is_user_error:
+                    raise ConfigError(failed.message)
                 log.error("%s", failed.message)
                 return 1
             return 1 if broken.done() else 0
@@ -277,12 +275,9 @@ class _Supervisor:
     async def _follow_router(self) -> None:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
-            try:
-                link = await dial(self._launch.router, self._credentials, hello, _from_router)
-            except LinkError:
-                await asyncio.sleep(0.1)
-                continue
-            self._link = link
+            link = self._link = await redial(
+                self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
+            )
             self._tell_table()
             while (message := await link.receive()) is not None:
                 self._hear_router(message)

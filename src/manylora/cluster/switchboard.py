@@ -16,17 +16,11 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
-from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.credentials import credentials_of
-from manylora.cluster.files import serve_files
-from manylora.cluster.link import Hello, Link, Listener, adopt, why_strange
-from manylora.cluster.members import FrontendMember, Members, ReplicaMember, can_serve
-from manylora.cluster.recording import open_of_router
-from manylora.cluster.rollout import Rollout
-from manylora.cluster.status import status
+from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
+from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
+from manylora.cluster.recording import TraceLines, open_of_router
+from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.cluster.tasks import Tasks
-from manylora.cluster.timing import Decisions
-from manylora.cluster.trace_lines import TraceLines
 from manylora.config import ConfigError
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
@@ -295,7 +289,6 @@ class Switchboard:
                 case messages.Alive(sent_s, report):
                     link.send(messages.Lease(sent_s))
                     if report is not None and self._is_up(member):
-                        member.hear(report)
                         self.tell(report)
                 case messages.AdapterReady() | messages.AdapterGone():
                     self.registry.hear(member, message)

@@ -1,24 +1,79 @@
-"""Messages as frames that can follow one another on a stream: a length in four bytes, then msgpack."""
+"""Messages as frames that can follow one another on a stream: a length in four bytes, then msgpack.
+
+All that processes of a server or a cluster say to each other is framed and read here.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import struct
+import sys
 from typing import Any
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
-encoder = msgspec.msgpack.Encoder()
+_LENGTH = struct.Struct("<I")
+_MOST_AT_ONCE = 1 << 20
+EMPTY = _LENGTH.pack(0)
+"""A frame without a message."""
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameTooLong(Exception):
+    """A length is over the bound; nothing was allocated for it."""
 
 
 def frame(message: Any) -> bytes:
     """The message, a msgspec type, with its length before it."""
     try:
-        body = encoder.encode(message)
+        body = _encoder.encode(message)
     except UnicodeEncodeError:
         # A broken file's own words, or a path that is not UTF-8: half a character must not end the conversation.
-        body = encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
-    return LENGTH.pack(len(body)) + body
+        body = _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
+    return _LENGTH.pack(len(body)) + body
+
+
+def body_of(framed: bytes) -> bytes:
+    """The message in a frame, encoded."""
+    return framed[_LENGTH.size :]
+
+
+async def read_body(reader: asyncio.StreamReader, most: int = sys.maxsize) -> bytes:
+    """Read the body of the next frame. Raises FrameTooLong; IncompleteReadError or OSError where the stream has
+    ended."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > most:
+        raise FrameTooLong(f"a frame of {length} bytes, of at most {most}")
+    return await reader.readexactly(length)
+
+
+async def read_message(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any | None:
+    """Read the next message; None where the stream has ended."""
+    try:
+        return decoder.decode(await read_body(reader))
+    except (asyncio.IncompleteReadError, OSError):
+        return None
+
+
+def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Any | None:
+    """Wait for the next message; None where the other side has gone."""
+    header = _receive(sock, _LENGTH.size)
+    body = None if header is None else _receive(sock, _LENGTH.unpack(header)[0])
+    return None if body is None else decoder.decode(body)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            chunk = sock.recv(min(size - len(data), _MOST_AT_ONCE))
+        except OSError:
+            return None
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
 
 
 def _without_surrogates(value: Any) -> Any:

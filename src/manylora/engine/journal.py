@@ -15,7 +15,7 @@ import threading
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -157,9 +157,17 @@ class JournalForm(Generic[_Config, _Event]):
             try:
                 now, name, fields, *rest = json.loads(line)
                 there = rest[0] if rest and is_comparable else None
-                yield now, msgspec.convert(fields, self._events[name]), there
+                yield now, msgspec.convert(_present_form(name, fields), self._events[name]), there
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
+
+
+def _present_form(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """An event's fields as they are now. Journals of 0.1 have a ReplicaReport's and its Status' side by side."""
+    if name == "ReplicaReport" and "status" not in fields:
+        own = {key: fields.pop(key) for key in ("replica", "epoch", "seen_upto")}
+        return {**own, "status": fields}
+    return fields
 
 
 REPLICA: JournalForm[PolicyConfig, Event] = JournalForm("policy", PolicyConfig, typing.get_args(Event))

@@ -1,6 +1,6 @@
-"""What a server process and its engine process say to each other, and how it is framed.
+"""What a server process and its engine process say to each other.
 
-Length-prefixed msgpack over one socket pair: both sides learn of the other's death from the end of the
+Frames over one socket pair: both sides learn of the other's death from the end of the
 stream, at once and without polling. Does not know what messages are for.
 """
 
@@ -13,8 +13,8 @@ import msgspec
 
 from manylora.config import EngineSettings
 from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
-from manylora.engine.frames import LENGTH
 from manylora.engine.frames import frame as frame  # of this module, too
+from manylora.engine.frames import read_message, receive_message
 from manylora.engine.watchdog import Pulse
 from manylora.types import AdapterCard, AdapterId, EngineInfo
 
@@ -116,34 +116,11 @@ _to_server = msgspec.msgpack.Decoder(ToServer)
 
 async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
     """The engine's next message; None when it has gone."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        message: ToServer = _to_server.decode(await reader.readexactly(length))
-        return message
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+    message: ToServer | None = await read_message(reader, _to_server)
+    return message
 
 
 def read_from_server(sock: socket.socket) -> ToEngine | None:
     """The server's next message (blocking); None when it has gone."""
-    header = _receive(sock, LENGTH.size)
-    if header is None:
-        return None
-    body = _receive(sock, LENGTH.unpack(header)[0])
-    if body is None:
-        return None
-    message: ToEngine = _to_engine.decode(body)
+    message: ToEngine | None = receive_message(sock, _to_engine)
     return message
-
-
-def _receive(sock: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        try:
-            chunk = sock.recv(min(size - len(data), 1 << 20))
-        except ConnectionError:
-            return None
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)

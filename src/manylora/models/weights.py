@@ -16,7 +16,6 @@ import torch
 
 from manylora.models.fields import Fields
 from manylora.models.spec import ModelError
-from manylora.models.storedrows import StoredRows
 from manylora.tensorfile import StoredTensor, TensorFileError, fill, read_header
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

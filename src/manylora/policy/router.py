@@ -437,7 +437,7 @@ class Router:
             if report.epoch <= self._epochs.get(report.replica, -1):
                 self._commands.append(Fence(report.replica, report.epoch))
             return
-        if report.seq <= replica.seq:
+        if report.status.seq <= replica.seq:
             return
         had_gap = replica.has_gap
         for name in self._fleet.hear(replica, report):
@@ -445,7 +445,7 @@ class Router:
         if replica.has_gap and not had_gap:
             self._commands.append(AskReport(replica.id))
         self._may_serve = len(self._queue) + len(self._lone) > 0
-        if report.is_exhausted:
+        if report.status.is_exhausted:
             self._carry_out(self._policy.on_timer(self._fleet))
 
     def _lose(

@@ -308,11 +308,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """What a router is to know of this replica; the fields are those of ``routing.ReplicaReport``, which adds
-    where the replica is and which assignments it has had.
+    """What a router is to know of this replica. Counts are as they are; ``residency`` and ``evicted`` are changes.
 
-    ``seq``: from 1, one more each time. ``residency``: (adapter, tier) as it changed since the last Status, or all
-    where ``is_full``. ``evicted``: hashes of blocks that can be reused no more, since then.
+    ``seq``: from 1, one more each time. ``free_pages`` are empty, ``reclaimable_pages`` hold what no request uses.
+    ``waiting_tokens``: of prompts still to be computed. ``residency``: (adapter, tier) as it changed since the
+    last Status; all adapters that are anywhere where ``is_full``. ``evicted``: hashes of blocks that can be reused
+    no more, since then. ``page_price_s``: seconds that the loss of a reclaimable page costs, by the replica's own
+    values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``, ``page_read_s``: as
+    learnt here; 0 means as in the replica's facts.
     """
 
     seq: int

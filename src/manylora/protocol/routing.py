@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, get_args
 
-from manylora.protocol.commands import SetTimer
+from manylora.protocol.commands import SetTimer, Status
 from manylora.protocol.events import Timer
 from manylora.types import AdapterId, RequestError, RequestId
 
@@ -170,34 +170,15 @@ class Lacks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's state at one moment. Counts are as they are; ``residency`` and ``evicted`` are changes.
+    """A replica's state at one moment.
 
-    ``seq``: from 1 in each epoch, one more each time. ``seen_upto``: the number of the last Assign whose request
-    the replica had by then. ``is_full``: ``residency`` names all adapters that are anywhere, not changes alone.
-    ``free_pages`` are empty, ``reclaimable_pages`` hold what no request uses. ``waiting_tokens``: of prompts that
-    are still to be computed. ``page_price_s``: seconds that the loss of a reclaimable page costs, by the replica's
-    own values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``, ``page_read_s``:
-    as learnt there; 0 means as in its facts.
+    ``seen_upto``: the number of the last Assign whose request the replica had by then.
     """
 
     replica: ReplicaId
     epoch: int
-    seq: int
     seen_upto: int
-    running: int
-    waiting: int
-    free_pages: int
-    reclaimable_pages: int = 0
-    waiting_tokens: int = 0
-    kv_tokens: int = 0
-    is_full: bool = False
-    residency: tuple[tuple[AdapterId, int], ...] = ()
-    evicted: tuple[int, ...] = ()
-    page_price_s: float = 0.0
-    is_exhausted: bool = False
-    token_s: float = 0.0
-    page_in_s: float = 0.0
-    page_read_s: float = 0.0
+    status: Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ from manylora.memory.gates import layer_groups
 from manylora.memory.host import HostPool
 from manylora.models.load import resolve_dtype
 from manylora.models.spec import ModelConfig
-from manylora.pricing.cold import fit_cpu, gate_lines, store_read
-from manylora.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
 from manylora.pricing.cold import fit_cpu, gate_lines
 from manylora.pricing.profile import CpuPoint, GatePoint, Profile
 from manylora_lab.bench.profile_grid import Batch

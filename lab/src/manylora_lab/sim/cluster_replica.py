@@ -28,7 +28,6 @@ from manylora.protocol import (
 )
 from manylora.protocol.routing import ReplicaId, ReplicaReport
 from manylora.types import BASE, AdapterId, Request, RequestId
-from manylora_lab.sim.cluster_reports import report_of
 from manylora_lab.sim.front_end import FrontEnd, OpenRequest
 from manylora_lab.sim.loop import VirtualDevice, VirtualLoop
 
@@ -166,7 +165,7 @@ class ReplicaLoop(VirtualLoop):
         self._report_is_due = False
         if self._report_delay_s is not None:
             self.last_report_s = self.now
-            self.reported = report_of(self.place, self._seen_upto, status)
+            self.reported = ReplicaReport(self.place, 1, self._seen_upto, status)
 
     # ------------------------------------------------------------ news
 

@@ -278,14 +278,15 @@ class Fleet:
         replica.trust()
         if replica.is_open and not was_open:
             self._open(replica)
-        if report.is_full:
-            named = {adapter for adapter, tier in report.residency if tier != NOWHERE}
+        status = report.status
+        if status.is_full:
+            named = {adapter for adapter, tier in status.residency if tier != NOWHERE}
             for adapter in [each for each in replica.residency if each not in named]:
                 self._hear_tier(replica, adapter, NOWHERE)
-        for adapter, tier in report.residency:
+        for adapter, tier in status.residency:
             self._hear_tier(replica, adapter, tier)
-        if report.evicted:
-            self.prefixes.evict(report.evicted, replica)
+        if status.evicted:
+            self.prefixes.evict(status.evicted, replica)
         return seen
 
     def _hear_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from manylora.protocol.routing import ReplicaFacts, ReplicaReport, StepPlane
+from manylora.protocol import Status
+from manylora.protocol.routing import ReplicaFacts, StepPlane
 
 KindKey = tuple[str, tuple[StepPlane, ...], float, float, float]
 
@@ -26,8 +27,8 @@ class Learnt(NamedTuple):
 NOTHING = Learnt()
 
 
-def learnt_of(report: ReplicaReport) -> Learnt:
-    return Learnt(report.token_s, report.page_in_s, report.page_read_s)
+def learnt_of(status: Status) -> Learnt:
+    return Learnt(status.token_s, status.page_in_s, status.page_read_s)
 
 
 def kind_key(facts: ReplicaFacts) -> KindKey:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from manylora.policy.routing.kinds import NOTHING, Learnt, ReplicaKind, learnt_of
 from manylora.policy.routing.requests import LiveRequest, Shape
+from manylora.protocol import Status
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
 from manylora.types import BASE, AdapterId, RequestId
 
@@ -89,7 +90,7 @@ class ReplicaState:
         self.num_changes = 0
         self.unseen: dict[int, Taken] = {}
         self.gone: list[Taken] = []
-        self.report = ReplicaReport(replica, epoch, 0, 0, 0, 0, facts.num_pages)
+        self.report = Status(0, 0, 0, facts.num_pages)
         self.free_pages = self.spare_pages = facts.num_pages
         self.waiting_tokens = self.kv_tokens = 0
         self.is_exhausted = False
@@ -204,23 +205,23 @@ class ReplicaState:
 
     def hear(self, report: ReplicaReport, now: float) -> list[RequestId]:
         """Take the counts of a newer report. Returns the requests whose assignments it has seen."""
-        self.has_gap = not report.is_full and (self.has_gap or report.seq > self.seq + 1)
-        self.seq = report.seq
-        self.report = report
+        status = self.report = report.status
+        self.has_gap = not status.is_full and (self.has_gap or status.seq > self.seq + 1)
+        self.seq = status.seq
         self._note_change()
         self.reported_s = now
-        self.is_exhausted = report.is_exhausted
+        self.is_exhausted = status.is_exhausted
         seen = []
         for number in list(self.unseen):
             if number > report.seen_upto:
                 break
             seen.append(self.unseen.pop(number).request)
-        self.spare_pages = report.free_pages
-        self.free_pages = report.free_pages + report.reclaimable_pages
-        self.waiting_tokens = report.waiting_tokens
-        self.kv_tokens = report.kv_tokens
+        self.spare_pages = status.free_pages
+        self.free_pages = status.free_pages + status.reclaimable_pages
+        self.waiting_tokens = status.waiting_tokens
+        self.kv_tokens = status.kv_tokens
         # Sequences that the report counts and the router does not: the last that have left.
-        too_many = report.running + report.waiting - self.rows
+        too_many = status.running + status.waiting - self.rows
         for taken in self.unseen.values():
             self._reserve(taken)
             too_many += taken.rows
@@ -230,8 +231,8 @@ class ReplicaState:
             too_many -= self.gone[still].rows
             self._free(self.gone[still])
         del self.gone[:still]
-        self.page_price_s = report.page_price_s
-        self._learn(learnt_of(report))
+        self.page_price_s = status.page_price_s
+        self._learn(learnt_of(status))
         return seen
 
     def _learn(self, learnt: Learnt) -> None:

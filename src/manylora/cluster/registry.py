@@ -1,8 +1,9 @@
-"""The registry of adapters, carried through the cluster: every replica has what is listed, every front end knows.
+"""The registry of adapters: its log, carried through the cluster, and the files of what is listed.
 
-A version is listed when each replica that is linked serves it, in one revision with the end of the one that it
-replaces. It is gone when no request names it any more and each replica has freed it, or is gone itself. Owns the
-log.
+The log is one of revisions, in SQLite, written by the router alone; every change is a revision, and another router
+opens the same file. Every replica has what is listed, every front end knows. A version is listed when each replica
+that is linked serves it, in one revision with the end of the one that it replaces. It is gone when no request
+names it any more and each replica has freed it, or is gone itself. Does not know what files hold.
 """
 
 from __future__ import annotations
@@ -11,29 +12,44 @@ import asyncio
 import collections
 import contextlib
 import logging
+import os
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.adapter_log import AdapterLog
-from manylora.cluster.digests import adapter_digest
+from manylora.cluster.adapter_files import ADAPTER_FILES, adapter_digest
+from manylora.cluster.link import Link
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.cluster.messages import Listing
 from manylora.cluster.tasks import Tasks
+from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
-from manylora.types import AdapterId, RequestError
+from manylora.types import BASE, AdapterId, RequestError
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """How often it is looked whether a replica is to be asked again."""
 
+_FIELDS = ("revision", "id", "name", "path", "digest", "rank", "num_pages", "created_s", "state")
+_TABLE = """
+CREATE TABLE IF NOT EXISTS log (
+    revision INTEGER, id INTEGER, name TEXT, path TEXT, digest TEXT, rank INTEGER, num_pages INTEGER,
+    created_s INTEGER, state TEXT, PRIMARY KEY (revision, id)
+)
+"""
+
 
 class Rollout:
-    """Used on the router's event loop. ``tell``: the router itself is to know."""
+    """The registry, as replicas and front ends have it. Used on the router's event loop.
+
+    ``tell``: the router itself is to know.
+    """
 
     def __init__(
         self,
@@ -309,3 +325,108 @@ class Rollout:
         self._members.tell_frontends(news)
         if self._members.supervisor is not None:
             self._members.supervisor.send(news)
+
+
+class AdapterLog:
+    """The log. Used by one thread. ``current``: what is listed or leaving, by version, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where the file cannot be used."""
+        self.current: dict[AdapterId, Listing] = {}
+        self.revision = 0
+        self._last_id = BASE
+        try:
+            path.touch(0o600)  # what SQLite writes beside it has its mode
+            self._file = sqlite3.connect(path, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute(_TABLE)
+            for row in self._file.execute(f"SELECT {', '.join(_FIELDS)} FROM log ORDER BY revision, id"):
+                self._apply(Listing(*row))
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"cannot use the registry {path}: {error}") from error
+
+    def new_id(self) -> AdapterId:
+        """A version that was never there, whatever becomes of this one."""
+        self._last_id += 1
+        return self._last_id
+
+    def find(self, name: str) -> Listing | None:
+        """The version that the name stands for now."""
+        found = (each for each in self.current.values() if each.name == name and each.state == "listed")
+        return next(found, None)
+
+    def append(self, *listings: Listing) -> list[Listing]:
+        """One revision more, of all these; as they are in it. Raises AdapterError where it cannot be written: then
+        nothing has changed."""
+        revision = self.revision + 1
+        numbered = [msgspec.structs.replace(each, revision=revision) for each in listings]
+        marks = ", ".join("?" * len(_FIELDS))
+        try:
+            with self._transaction():
+                for each in numbered:
+                    self._file.execute(f"INSERT INTO log VALUES ({marks})", msgspec.structs.astuple(each))
+        except sqlite3.Error as error:
+            raise AdapterError(f"the registry cannot be written: {error}", status=503) from error
+        for each in numbered:
+            self._apply(each)
+        return numbered
+
+    def restore(self, listings: list[Listing], last_id: AdapterId) -> None:
+        """Have what another router had listed, where its file is lost; no later version is given a number of that
+        one's. Raises AdapterError."""
+        if not self.revision and listings:
+            self.append(*listings)
+        self._last_id = max(self._last_id, last_id)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._file.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._file.execute("ROLLBACK")
+            raise
+
+    def _apply(self, listing: Listing) -> None:
+        self.revision = max(self.revision, listing.revision)
+        self._last_id = max(self._last_id, listing.id)
+        if listing.state == "gone":
+            self.current.pop(listing.id, None)
+        else:
+            self.current[listing.id] = listing
+
+    def close(self) -> None:
+        """Give the file up."""
+        self._file.close()
+
+
+async def serve_files(link: Link, registry: Rollout) -> None:
+    """The router's side of a link, until it ends."""
+    while (message := await link.receive()) is not None:
+        answer: messages.ToPullerFromRouter
+        try:
+            listing = await registry.digested(message.id)
+            folder = Path(listing.path)
+            if isinstance(message, messages.AskFiles):
+                answer = messages.Files(listing.digest, await asyncio.to_thread(_sizes, folder))
+            else:
+                path = folder / ADAPTER_FILES[message.file]
+                num_bytes = min(message.num_bytes, messages.PIECE_BYTES)
+                answer = messages.FilePiece(await asyncio.to_thread(_read, path, message.offset, num_bytes))
+        except AdapterError as error:
+            answer = messages.NoFiles(RequestError(error.status, str(error)))
+        except (OSError, IndexError, ValueError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            answer = messages.NoFiles(RequestError(404, f"the adapter's files cannot be read: {reason}"))
+        link.send(answer)
+
+
+def _sizes(folder: Path) -> list[int]:
+    return [(folder / name).stat().st_size for name in ADAPTER_FILES]
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), num_bytes, offset)

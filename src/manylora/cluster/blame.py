@@ -1,13 +1,63 @@
-"""An executor that notes which requests each step is of, around the one that runs the steps."""
+"""Which requests a replica's last unanswered step was of, as a file that outlives the process.
+
+An executor around the one that runs the steps notes them before each step, and that there are none after it, in
+memory that it shares with the file; whatever ends the process, the system keeps what was written. Read once it is
+dead: those are the requests that it may have died of.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from manylora.cluster.last_step import StepNote
 from manylora.protocol import DeviceCommand, DeviceEvent, EndSequence, Executor, RunStep, StepResult
 from manylora.types import RequestId, SequenceId
+
+_LENGTH = struct.Struct("<Q")
+SIZE = 256 * 1024
+"""Room for the ids of one step; of more, as many as there is room for are noted."""
+
+
+class StepNote:
+    """The replica's side. Written by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, SIZE)
+            self._memory = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+
+    def begin(self, requests: Iterable[str]) -> None:
+        """A step of these begins."""
+        text = "\n".join(requests).encode("utf-8", "replace")[: SIZE - _LENGTH.size]
+        memory = self._memory
+        memory[: _LENGTH.size] = _LENGTH.pack(0)  # what is half written counts as nothing
+        memory[_LENGTH.size : _LENGTH.size + len(text)] = text
+        memory[: _LENGTH.size] = _LENGTH.pack(len(text))
+
+    def end(self) -> None:
+        """It has ended, and nothing is in flight."""
+        self._memory[: _LENGTH.size] = _LENGTH.pack(0)
+
+
+def read_step(path: Path) -> list[str] | None:
+    """The requests of the last step that did not end; None where that cannot be known."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(data[: _LENGTH.size])
+    text = data[_LENGTH.size : _LENGTH.size + length].decode("utf-8", "replace")
+    return text.split("\n") if text else []
 
 
 class StepNotingExecutor:
