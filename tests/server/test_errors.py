@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 
 from manylora.engine.client import Delta, EngineBusy, GenerationRequest
 from manylora.flags import FLAGS
-from manylora.server.schemas import BODIES, ChatBody, CompletionBody
+from manylora.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    LoadAdapterBody,
+    LoraBody,
+    UnloadAdapterBody,
+)
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import RequestError
 from tests.server.conftest import BASE, client_of, make_app
@@ -232,7 +238,7 @@ def test_hints_and_defaults_are_taken(tokenizer: Tokenizer, path: str) -> None:
 
 def test_the_page_on_http_names_every_field_and_limit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    for kind in BODIES:
+    for kind in (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody, LoraBody):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in page, field
     for flag in FLAGS:

@@ -11,8 +11,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
+from starlette.applications import Starlette
 
 from manylora.server import generation, packed_logprobs
 from manylora.server.errors import unavailable
@@ -33,7 +33,7 @@ Messages = list[dict[str, Any]]
 
 
 async def ask(
-    app: FastAPI,
+    app: Starlette,
     path: str,
     body: dict[str, Any],
     sent: Callable[[dict[str, Any]], None] | None = None,

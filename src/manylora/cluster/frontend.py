@@ -14,7 +14,7 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.credentials import credentials_of
-from manylora.cluster.exposition import ClusterPage, cluster_route
+from manylora.cluster.exposition import ClusterPage, cluster_operation
 from manylora.cluster.link import Hello
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.engine.scopes import CacheScopes
@@ -87,9 +87,9 @@ async def serve_clients(
     await client.wait_ready()
     settings = server_settings(engine, http, connection_limits(http, client.info), sock)
     page = ClusterPage(client, engine.model.name, client.info)
-    routes = cluster_route(client, http.api_keys)
+    more = [cluster_operation(client, http.api_keys)]
     app = create_app(
-        client, texts, settings, metrics=page.metrics, page=page.render, routes=routes, scopes=scopes
+        client, texts, settings, metrics=page.metrics, page=page.render, more=more, scopes=scopes
     )
     sock.listen()
     loop = asyncio.get_running_loop()

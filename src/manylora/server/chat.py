@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from manylora.server.bodies import run_beside
+from manylora.server.docs import EVENTS, JSON, Operation
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import ChatLogprobs, TokenNames, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
@@ -77,9 +79,8 @@ class ChatShape:
         return choice_parts(index, b'"message":' + encode(message), parts, output)
 
 
-def routes(service: Service, models: Models, trusts_templates: bool) -> APIRouter:
-    """/v1/chat/completions. ``trusts_templates``: whether requests may bring templates."""
-    router = APIRouter(tags=["generation"])
+def operations(service: Service, models: Models, trusts_templates: bool) -> list[Operation]:
+    """Give /v1/chat/completions. ``trusts_templates``: whether requests may bring templates."""
 
     def rendered(tokenizer: Tokenizer, body: ChatBody) -> str:
         if len(body.messages) > MAX_MESSAGES:
@@ -94,7 +95,6 @@ def routes(service: Service, models: Models, trusts_templates: bool) -> APIRoute
             template_kwargs=body.chat_template_kwargs,
         )
 
-    @router.post("/v1/chat/completions", summary="Continue a conversation")
     async def chat(request: Request) -> Response:
         start_s = time.perf_counter()
         body, raw = await read_body(request, ChatBody)
@@ -136,4 +136,5 @@ def routes(service: Service, models: Models, trusts_templates: bool) -> APIRoute
         names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         return GenerationResponse(service, job, ChatShape(job, names, tokenizer), StreamPlan.of(body))
 
-    return router
+    summary, answers, errors = "Continue a conversation", (JSON, EVENTS), (404, 409, 429)
+    return [Operation("POST", "/v1/chat/completions", chat, "generation", summary, ChatBody, answers, errors)]

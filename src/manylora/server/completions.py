@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from manylora.server.bodies import run_beside
+from manylora.server.docs import EVENTS, JSON, Operation
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import CompletionLogprobs, TokenNames, echoed, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
@@ -117,9 +119,8 @@ def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
     return prompts
 
 
-def routes(service: Service, models: Models) -> APIRouter:
-    """/v1/completions."""
-    router = APIRouter(tags=["generation"])
+def operations(service: Service, models: Models) -> list[Operation]:
+    """Give /v1/completions."""
 
     async def encoded(text: ModelText, body: CompletionBody, prompts: list[Any]) -> list[tuple[int, ...]]:
         if not isinstance(prompts[0], str):
@@ -132,9 +133,7 @@ def routes(service: Service, models: Models) -> APIRouter:
             info=service.client.info,
         )
 
-    def fitted(
-        text: ModelText, body: CompletionBody, prompts: list[tuple[int, ...]]
-    ) -> list[SamplingParams]:
+    def fitted(text: ModelText, body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
         params, info = completion_params(body, text.defaults), service.client.info
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(f"prompts times n may be at most {MAX_CHOICES}", "n")
@@ -150,7 +149,6 @@ def routes(service: Service, models: Models) -> APIRouter:
             return prompts
         return [tokenizer.decode(ids, body.skip_special_tokens is not False) for ids in prompts]
 
-    @router.post("/v1/completions", summary="Complete a prompt")
     async def complete(request: Request) -> Response:
         start_s = time.perf_counter()
         body, raw = await read_body(request, CompletionBody)
@@ -168,4 +166,7 @@ def routes(service: Service, models: Models) -> APIRouter:
         shape = CompletionShape(job, body, chosen.text.tokenizer, echoes(chosen.text, body, prompts))
         return GenerationResponse(service, job, shape, StreamPlan.of(body))
 
-    return router
+    summary, answers, errors = "Complete a prompt", (JSON, EVENTS), (404, 409, 429)
+    return [
+        Operation("POST", "/v1/completions", complete, "generation", summary, CompletionBody, answers, errors)
+    ]

@@ -13,7 +13,8 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.engine.client import EngineClient, GenerationRequest

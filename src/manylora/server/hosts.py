@@ -6,13 +6,16 @@ that gives its name that machine's address can read the answers as well.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
 
-from fastapi import Request
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.server.errors import ApiError, clipped
@@ -49,8 +52,19 @@ class AllowedHosts:
         await app(scope, receive, send)
 
 
-async def refuse_foreign_origin(request: Request) -> None:
-    """Raise ApiError where a page of another origin sends the request: a dependency of routes."""
-    origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2].lower() != request.headers.get("host", "").lower():
-        raise ApiError(403, f"pages of {clipped(origin)} may not manage this server")
+def same_origin(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Let the endpoint refuse requests that a page of another origin sends."""
+
+    @functools.wraps(endpoint)
+    async def checked(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if (
+            origin is not None
+            and origin.partition("://")[2].lower() != request.headers.get("host", "").lower()
+        ):
+            raise ApiError(403, f"pages of {clipped(origin)} may not manage this server")
+        return await endpoint(request)
+
+    return checked

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Receive
 
 from manylora.engine.client import EngineClient
@@ -207,7 +207,7 @@ async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     sock: socket.socket,
     client: EngineClient,
     drain_timeout_s: float,

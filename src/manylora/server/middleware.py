@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from manylora.server.access import log_request
 from manylora.server.errors import ApiError, bug, clipped
 from manylora.server.lifecycle import Disconnected, Lifecycle
+from manylora.server.settings import ServerSettings
 
 logger = logging.getLogger("manylora.server")
 
@@ -123,31 +124,26 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/* and /cluster, and on /metrics, which names every adapter, unless
-    ``metrics_open``.
+    """Asks for one of the keys where ``settings`` say so.
 
     Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
     ``state["api_key_place"]``.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics_open: bool = False) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._metrics_open = metrics_open
+        self._settings = settings
         # Digests have one length, so that comparing takes the same time whatever was sent.
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._is_guarded(scope["path"]) and not self._is_allowed(scope):
+        is_guarded = scope["type"] == "http" and self._settings.asks_key(scope["path"])
+        if is_guarded and not self._is_allowed(scope):
             error = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _is_guarded(self, path: str) -> bool:
-        if path == "/metrics" and not self._metrics_open:
-            return bool(self._digests)
-        return bool(self._digests) and (path in ("/v1", "/cluster") or path.startswith("/v1/"))
 
     def _is_allowed(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

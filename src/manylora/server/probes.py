@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineSilent, EngineStats
 from manylora.metrics.requests import Metrics
+from manylora.server.docs import TEXT, Operation
 from manylora.server.lifecycle import Lifecycle
 
 # A scrape must be answered even when the engine is too busy, or too dead, to say anything.
@@ -27,33 +28,28 @@ async def engine_page(client: EngineClient, metrics: Metrics) -> bytes:
     return await asyncio.to_thread(metrics.render, snapshot)
 
 
-def routes(
+def operations(
     lifecycle: Lifecycle, client: EngineClient, page: Callable[[], Awaitable[bytes]], version: str
-) -> APIRouter:
-    """/health, /ping, /healthz, /version and /metrics: answered to the end."""
-    router = APIRouter(tags=["probes"])
+) -> list[Operation]:
+    """Give /health, /ping, /healthz, /version and /metrics: answered to the end."""
 
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return Response(status_code=503 if lifecycle.refusal() or client.why_unready() else 200)
 
-    async def alive() -> Response:
+    async def alive(request: Request) -> Response:
         return Response()
 
-    is_ready, is_alive = "200 while requests can be served", "200 as long as the process answers"
-    for path, also, answer, summary in (
-        ("/health", "HEAD", health, is_ready),
-        ("/ping", "POST", health, is_ready),
-        ("/healthz", "HEAD", alive, is_alive),
-    ):
-        router.add_api_route(path, answer, methods=["GET"], summary=summary)
-        router.add_api_route(path, answer, methods=[also], include_in_schema=False)
-
-    @router.get("/version", summary="manylora's version")
-    async def show_version() -> JSONResponse:
+    async def show_version(request: Request) -> Response:
         return JSONResponse({"version": version})
 
-    @router.get("/metrics", summary="Prometheus metrics")
-    async def show_metrics() -> Response:
+    async def show_metrics(request: Request) -> Response:
         return Response(await page(), media_type=CONTENT_TYPE_LATEST)
 
-    return router
+    is_ready, is_alive = "200 while requests can be served", "200 as long as the process answers"
+    return [
+        Operation("GET", "/health", health, "probes", is_ready, answers=(), also="HEAD"),
+        Operation("GET", "/ping", health, "probes", is_ready, answers=(), also="POST"),
+        Operation("GET", "/healthz", alive, "probes", is_alive, answers=(), also="HEAD"),
+        Operation("GET", "/version", show_version, "probes", "manylora's version"),
+        Operation("GET", "/metrics", show_metrics, "probes", "Prometheus metrics", answers=(TEXT,)),
+    ]

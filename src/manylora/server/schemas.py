@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
+from starlette.requests import Request
 
 from manylora.server.bodies import check_contents, run_beside
 from manylora.server.errors import ApiError, clipped
@@ -151,8 +151,6 @@ class LoraBody(msgspec.Struct, kw_only=True):
     lora_name: str | None = None
     source: LoraSource | None = None
 
-
-BODIES = (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody, LoraBody)
 
 _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
