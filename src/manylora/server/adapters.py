@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -23,7 +24,7 @@ from manylora.server.errors import ApiError, clipped
 from manylora.server.hosts import same_origin
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.models import Models, note_model
-from manylora.server.schemas import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
+from manylora.server.requests import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
 from manylora.types import adapter_name_fault, why_reserved
 
@@ -188,7 +189,12 @@ def operations(
         return _dynamo_answer(name, "unloaded")
 
     def operation(
-        method: str, path: str, endpoint: Endpoint, summary: str, body: type | None = None, answer: str = JSON
+        method: str,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        body: type[msgspec.Struct] | None = None,
+        answer: str = JSON,
     ) -> Operation:
         guarded = same_origin(endpoint)
         return Operation(method, path, guarded, "adapters", summary, body, (answer,), (404, 409, 429))

@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from manylora.engine.client import EngineClient
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
-from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
+from manylora.server import adapters, chat, completions, docs, errors, models, probes, requests
 from manylora.server.docs import Operation
 from manylora.server.generation import Service
 from manylora.server.hosts import AllowedHosts
@@ -53,7 +53,7 @@ def create_app(
         *more,
     ]
     document = docs.document(operations, settings)
-    max_body_bytes = settings.max_body_bytes or bodies.max_bytes(client.info)
+    max_body_bytes = settings.max_body_bytes or requests.max_bytes(client.info)
     app = Starlette(
         routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
         # The first one is the outermost.

@@ -10,14 +10,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.server.bodies import run_beside
 from manylora.server.docs import EVENTS, JSON, Operation
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import ChatLogprobs, TokenNames, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
-from manylora.server.naming import adapter_asked
-from manylora.server.sampling import chat_params, max_chat_tokens
-from manylora.server.schemas import ChatBody, check_supported, read_body
+from manylora.server.requests import (
+    ChatBody,
+    adapter_asked,
+    chat_params,
+    check_supported,
+    max_chat_tokens,
+    read_body,
+    run_beside,
+)
 from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.chat import render_chat
 from manylora.text.deadline import within

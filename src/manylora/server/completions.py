@@ -9,14 +9,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.server.bodies import run_beside
 from manylora.server.docs import EVENTS, JSON, Operation
 from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan, answer_id
 from manylora.server.logprobs import CompletionLogprobs, TokenNames, echoed, logprob_parts, prompt_entries
 from manylora.server.models import Models, note_model
-from manylora.server.naming import adapter_asked
-from manylora.server.sampling import check_parameters, completion_params
-from manylora.server.schemas import CompletionBody, check_supported, read_body
+from manylora.server.requests import (
+    CompletionBody,
+    adapter_asked,
+    check_parameters,
+    check_supported,
+    completion_params,
+    read_body,
+    run_beside,
+)
 from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
 from manylora.text.generate import TextDelta, TextOutput
 from manylora.text.model_text import ModelText

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from manylora.server.errors import TYPES, ErrorBody
+from manylora.server.requests import as_read
 from manylora.server.settings import ServerSettings
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
@@ -39,7 +40,7 @@ class Operation:
     endpoint: Endpoint
     tag: str
     summary: str
-    body: type | None = None
+    body: type[msgspec.Struct] | None = None
     answers: tuple[str, ...] = (JSON,)
     errors: tuple[int, ...] = ()
     also: str | None = None
@@ -90,7 +91,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 def document(operations: Sequence[Operation], settings: ServerSettings) -> dict[str, Any]:
     """Give the OpenAPI document."""
-    kinds = [ErrorBody, *(each.body for each in operations if each.body is not None)]
+    kinds = [ErrorBody, *(as_read(each.body) for each in operations if each.body is not None)]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
     for each in operations:

@@ -24,7 +24,7 @@ from manylora.server.errors import ApiError, as_api_error
 from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.server.models import Chosen
 from manylora.server.packed_logprobs import PackedLogprobs, check_packed
-from manylora.server.schemas import SamplingFields
+from manylora.server.requests import SamplingFields
 from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode, error_events, merged
 from manylora.text.generate import (
     GenerationFailed,
