@@ -230,10 +230,7 @@ class AsyncLLM:
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
         stream = generate_text(self._connected(), job.tokenizer, asked)
-        recorder = self._metrics.request(
-            asked.adapter, len(asked.prompt), asked.params.n, start_s, asked.priority
-        )
-        return RecordedStream(stream, recorder)
+        return RecordedStream(stream, self._metrics.request(asked, start_s))
 
     def _room(self) -> asyncio.Semaphore:
         """What all calls of one event loop take room of for each prompt that they submit."""

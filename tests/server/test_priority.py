@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.engine.client import ClientShare, EngineStats
+from manylora.engine.client import ClientShare, EngineStats, GenerationRequest
 from manylora.metrics.requests import Metrics
 from manylora.text.generate import TextDelta
 from manylora.text.tokenizer import Tokenizer
+from manylora.types import SamplingParams
 from tests.server.conftest import BASE, client_of, make_app
 from tests.server.fakes import FakeEngine
 
@@ -78,7 +79,9 @@ def test_waits_are_counted_by_priority() -> None:
     info = dataclasses.replace(FakeEngine().info, has_priorities=True)
     metrics = Metrics("base", info)
     for priority in (0, 3, 11, 12, -(10**6)):
-        recorder = metrics.request(None, 4, 1, 0.0, priority)
+        recorder = metrics.request(
+            GenerationRequest("r", (1, 2, 3, 4), SamplingParams(), priority=priority), 0.0
+        )
         recorder.observe(TextDelta(0, "x", (5,), queue_s=2.0))
     figures = metrics.figures(EngineStats(clients=(ClientShare("german", 12, 6.5),)))
     counts = {

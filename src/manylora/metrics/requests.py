@@ -12,7 +12,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
-from manylora.engine.client import EngineStats
+from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.metrics.engine import EngineCollector
 from manylora.metrics.histogram import TokenHistogram
 from manylora.text.generate import TextDelta
@@ -109,14 +109,13 @@ class Metrics:
         text += " The base model counts under its own id."
         return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
 
-    def request(
-        self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float, priority: int = 0
-    ) -> RequestRecorder:
+    def request(self, asked: GenerationRequest, start_s: float) -> RequestRecorder:
         """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
-        name = adapter or self._base
+        name = asked.adapter or self._base
         self._adapter_requests.labels(name).inc()
-        self._adapter_prompt.labels(name).inc(num_prompt_tokens)
-        return RequestRecorder(self, name, self._adapter_generated.labels(name), n, start_s, priority)
+        self._adapter_prompt.labels(name).inc(len(asked.prompt))
+        generated = self._adapter_generated.labels(name)
+        return RequestRecorder(self, name, generated, asked.params.n, start_s, asked.priority)
 
     def count_first_token(self, adapter: str, delta: TextDelta, seconds: float, priority: int = 0) -> None:
         """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""

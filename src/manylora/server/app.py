@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from manylora.engine.client import EngineClient
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
-from manylora.server import adapters, chat, completions, docs, errors, models, probes, requests
+from manylora.server import adapters, docs, errors, models, probes, requests, routes
 from manylora.server.docs import Operation
 from manylora.server.generation import Service
 from manylora.server.hosts import AllowedHosts
@@ -45,8 +45,7 @@ def create_app(
     service = Service(client, lifecycle, metrics, scopes or CacheScopes())
     show = page or functools.partial(probes.engine_page, client, metrics)
     operations = [
-        *completions.operations(service, served),
-        *chat.operations(service, served, settings.trusts_templates),
+        *routes.operations(service, served, settings.trusts_templates),
         *models.operations(served),
         *adapters.operations(client, settings, served, lifecycle, metrics),
         *probes.operations(lifecycle, client, show, settings.version),

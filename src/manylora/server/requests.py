@@ -1,4 +1,4 @@
-"""Request bodies: how they are read, which fields they have, which of these are refused, and the parameters asked for.
+"""Request bodies: how they are read, which fields they have, which are refused, and the parameters asked for.
 
 Types are strict (a string is no number), null means the default, unknown fields are ignored. What names an adapter
 in a form that cannot be honoured is refused: a request never gets another model's answer because a field was not
