@@ -21,7 +21,7 @@ from manylora.protocol import AdapterError
 from manylora.protocol.routing import ReplicaId
 from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, unavailable
-from manylora.server.hosts import same_origin
+from manylora.server.middleware import same_origin
 from manylora.types import EngineInfo
 
 _STATUS_S = 2.0

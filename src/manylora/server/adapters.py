@@ -21,8 +21,8 @@ from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
 from manylora.server.docs import JSON, TEXT, Endpoint, Operation
 from manylora.server.errors import ApiError, clipped
-from manylora.server.hosts import same_origin
 from manylora.server.lifecycle import Lifecycle
+from manylora.server.middleware import same_origin
 from manylora.server.models import Models, note_model
 from manylora.server.requests import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings

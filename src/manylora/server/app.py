@@ -1,25 +1,32 @@
-"""Puts the server together: routes, middleware, error bodies, life cycle."""
+"""Puts the server together: routes, those of probes among them, middleware, error bodies, life cycle."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from manylora.engine.client import EngineClient
+from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineSilent, EngineStats
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
-from manylora.server import adapters, docs, errors, models, probes, requests, routes
-from manylora.server.docs import Operation
+from manylora.server import adapters, docs, errors, models, requests, routes
+from manylora.server.docs import TEXT, Operation
 from manylora.server.generation import Service
-from manylora.server.hosts import AllowedHosts
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import PROBES, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
+from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
 from manylora.text.texts import Texts
+
+# A scrape must be answered even when the engine is too busy, or too dead, to say anything.
+_STATS_TIMEOUT_S = 2.0
 
 
 def create_app(
@@ -43,12 +50,12 @@ def create_app(
 
     served = models.Models(client, texts, settings)
     service = Service(client, lifecycle, metrics, scopes or CacheScopes())
-    show = page or functools.partial(probes.engine_page, client, metrics)
+    show = page or functools.partial(_engine_page, client, metrics)
     operations = [
         *routes.operations(service, served, settings.trusts_templates),
         *models.operations(served),
         *adapters.operations(client, settings, served, lifecycle, metrics),
-        *probes.operations(lifecycle, client, show, settings.version),
+        *_probes(lifecycle, client, show, settings.version),
         *more,
     ]
     document = docs.document(operations, settings)
@@ -75,3 +82,39 @@ def create_app(
         limits, probes=probes_under, upload_bytes=max(limits.upload_bytes, 2 * max_body_bytes)
     )
     return app
+
+
+async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
+    """The page to scrape of one engine."""
+    snapshot: EngineStats | None = None
+    with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
+        snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
+    # With thousands of adapters the page takes milliseconds to write.
+    return await asyncio.to_thread(metrics.render, snapshot)
+
+
+def _probes(
+    lifecycle: Lifecycle, client: EngineClient, page: Callable[[], Awaitable[bytes]], version: str
+) -> list[Operation]:
+    """Give /health, /ping, /healthz, /version and /metrics: answered to the end."""
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=503 if lifecycle.refusal() or client.why_unready() else 200)
+
+    async def alive(request: Request) -> Response:
+        return Response()
+
+    async def show_version(request: Request) -> Response:
+        return JSONResponse({"version": version})
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(await page(), media_type=CONTENT_TYPE_LATEST)
+
+    is_ready, is_alive = "200 while requests can be served", "200 as long as the process answers"
+    return [
+        Operation("GET", "/health", health, "probes", is_ready, answers=(), also="HEAD"),
+        Operation("GET", "/ping", health, "probes", is_ready, answers=(), also="POST"),
+        Operation("GET", "/healthz", alive, "probes", is_alive, answers=(), also="HEAD"),
+        Operation("GET", "/version", show_version, "probes", "manylora's version"),
+        Operation("GET", "/metrics", show_metrics, "probes", "Prometheus metrics", answers=(TEXT,)),
+    ]

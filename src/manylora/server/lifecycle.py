@@ -23,9 +23,8 @@ from starlette.applications import Starlette
 from starlette.types import Receive
 
 from manylora.engine.client import EngineClient
-from manylora.server.connection import Connection
+from manylora.server.connection import Connection, Uploads
 from manylora.server.errors import ApiError, unavailable
-from manylora.server.uploads import Uploads
 
 logger = logging.getLogger("manylora.server")
 
