@@ -27,8 +27,7 @@ from manylora.engine.scopes import CacheScopes
 from manylora.exits import close_at_exit, wait_at_exit
 from manylora.feeding import run_all
 from manylora.flags import build_settings
-from manylora.metrics.requests import Metrics
-from manylora.metrics.stream import RecordedStream
+from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.engine.client import ClientShare, EngineStats, GenerationRequest
+from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.metrics.requests import Metrics
+from manylora.reports import ClientUse
 from manylora.text.generate import TextDelta
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import SamplingParams
@@ -83,7 +84,8 @@ def test_waits_are_counted_by_priority() -> None:
             GenerationRequest("r", (1, 2, 3, 4), SamplingParams(), priority=priority), 0.0
         )
         recorder.observe(TextDelta(0, "x", (5,), queue_s=2.0))
-    figures = metrics.figures(EngineStats(clients=(ClientShare("german", 12, 6.5),)))
+    gauges = dataclasses.replace(EngineStats().gauges, clients=(ClientUse(1, 12, 6.5, "german"),))
+    figures = metrics.figures(EngineStats(gauges))
     counts = {
         name.split('"')[1]: value
         for name, value in figures.items()

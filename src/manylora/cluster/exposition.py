@@ -72,15 +72,15 @@ def _of_all(replicas: Sequence[EngineStats], info: EngineInfo, status: dict[str,
     """The cluster as one server, for routers that read one series of a server."""
     # Later than each replica's: llm-d goes by the latest.
     yield lora_requests(
-        (load for stats in replicas for load in stats.adapters), len(replicas) * info.max_num_seqs
+        (load for stats in replicas for load in stats.gauges.adapters), len(replicas) * info.max_num_seqs
     )
-    waiting = sum(stats.num_waiting for stats in replicas)
-    pages = sum(stats.pages_total for stats in replicas)
+    waiting = sum(stats.gauges.num_waiting for stats in replicas)
+    pages = sum(stats.gauges.pages_total for stats in replicas)
     for name, text, value in (
         (
             "running",
             "Requests in running batches, of all replicas.",
-            sum(each.num_running for each in replicas),
+            sum(each.gauges.num_running for each in replicas),
         ),
         (
             "waiting",

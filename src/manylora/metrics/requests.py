@@ -6,16 +6,22 @@ engine in process, has a registry of its own.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
+import math
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.metrics.engine import EngineCollector
-from manylora.metrics.histogram import TokenHistogram
-from manylora.text.generate import TextDelta
+from manylora.text.generate import TextDelta, TextStream
 from manylora.types import EngineInfo
 
 _FIRST_TOKEN_S = (
@@ -227,3 +233,60 @@ class RequestRecorder:
         if self._num_open > 0:
             self._metrics.count_finished("abort", self._num_open)
             self._num_open = 0
+
+
+class RecordedStream:
+    """A request's deltas, each recorded as it is read. Closing it ends the record."""
+
+    def __init__(self, stream: TextStream, recorder: RequestRecorder) -> None:
+        self._stream = stream
+        self._recorder = recorder
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        delta = await self._stream.__anext__()
+        self._recorder.observe(delta)
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        self._recorder.close()
+        await self._stream.aclose()
+
+
+class TokenHistogram(Collector):
+    """One series, whose observations may count for several, as one delta of many tokens does.
+
+    prometheus_client's Histogram takes one observation at a time, which would cost every token.
+    """
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        """``buckets``: upper bounds, rising."""
+        self._name = name
+        self._text = text
+        self._labels = dict(labels)
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        self._created_s = time.time()
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times. Thread-safe."""
+        place = bisect.bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += times
+            self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        with self._lock:
+            counts, total = self._counts[:], self._sum
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = map(floatToGoString, self._bounds)
+        buckets = list(zip(bounds, map(float, itertools.accumulate(counts))))
+        family.add_metric(list(self._labels.values()), buckets, total)
+        family.add_sample(f"{self._name}_created", self._labels, self._created_s)
+        yield family

@@ -181,9 +181,12 @@ class EngineTarget:
         self._wake(list(self._open))
 
     async def counters(self) -> dict[str, float]:
-        """All numeric fields of EngineStats, whichever it has."""
+        """All numeric fields of the records of EngineStats, whichever they have."""
         stats = await asyncio.wrap_future(self.driver.stats())
-        return numbers_of(dataclasses.asdict(stats))
+        found: dict[str, float] = {}
+        for record in stats.records:
+            found |= numbers_of(dataclasses.asdict(record))
+        return found
 
     async def lost(self) -> str | None:
         """See Target."""
