@@ -484,7 +484,8 @@ async def _let_go(llm: AsyncLLM) -> None:
 def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
     if delta.error is not None:
         raise GenerationFailed(delta.error)
+    timing = delta.timing
     return StreamOutput(
         job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
-        delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s,
+        timing.num_cached_tokens, timing.queue_s, timing.adapter_s, timing.kv_s,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from manylora.engine.client import (
     EngineStats,
     GenerationRequest,
     Meters,
+    Timing,
 )
 from manylora.protocol import AdapterError, ExecutorState
 from manylora.reports import AdapterUse, Counters, Snapshot
@@ -239,7 +240,7 @@ class FakeStream:
         delta = Delta(self.request.id, sample, tuple(tokens), self._logprobs(tokens), reason, is_stop)
         if self.is_first:
             self.is_first = False
-            delta = delta._replace(num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
+            delta = delta._replace(timing=Timing(0.0, 2, 1.0, 2.0, 4.0))
             delta = delta._replace(prompt_logprobs=self._prompt_logprobs())
         return delta
 

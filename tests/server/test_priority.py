@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.engine.client import EngineStats, GenerationRequest
+from manylora.engine.client import EngineStats, GenerationRequest, Timing
 from manylora.metrics.requests import Metrics
 from manylora.reports import ClientUse
 from manylora.text.generate import TextDelta
@@ -83,7 +83,7 @@ def test_waits_are_counted_by_priority() -> None:
         recorder = metrics.request(
             GenerationRequest("r", (1, 2, 3, 4), SamplingParams(), priority=priority), 0.0
         )
-        recorder.observe(TextDelta(0, "x", (5,), queue_s=2.0))
+        recorder.observe(TextDelta(0, "x", (5,), timing=Timing(queue_s=2.0)))
     gauges = dataclasses.replace(EngineStats().gauges, clients=(ClientUse(1, 12, 6.5, "german"),))
     figures = metrics.figures(EngineStats(gauges))
     counts = {

@@ -194,7 +194,7 @@ class ClusterClient:
             out = found.take(delta)
             if found.recomputes and delta.tokens:
                 found.recomputes = False
-                again = len(found.asked.prompt) + delta.start - delta.num_cached_tokens
+                again = len(found.asked.prompt) + delta.start - delta.timing.num_cached_tokens
                 self.recomputed_tokens += max(again, 0)
             if out is not None:
                 self._mailboxes.dispatch([out])

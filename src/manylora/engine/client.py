@@ -60,6 +60,24 @@ RELEASED = "released"
 """The finish reason of samples that another engine is to go on with."""
 
 
+class Timing(NamedTuple):
+    """What a request's news waited for.
+
+    ``spread_s``: how long before these tokens were sent the first of them was ready, where they were held back.
+    The rest comes with a request's first news only: ``num_cached_tokens`` of its prompt were reused; it waited for
+    admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
+    """
+
+    spread_s: float = 0.0
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
+
+
+NO_TIMING = Timing()
+
+
 class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
@@ -67,12 +85,9 @@ class Delta(NamedTuple):
     after ``withdraw``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
     sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
-    such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
-    were ready; ``spread_s``: how long before that the first of them was, where they were held back;
-    ``serial``, ``attempt``: the request's; ``start``: how many tokens the sample had before these. What comes with
-    a request's first Delta only: ``num_cached_tokens``, and how long it waited for admission (``queue_s``), then
-    for its adapter (``adapter_s``), then for its cached KV (``kv_s``). ``prompt_logprobs``: of all the prompt's
-    tokens but the first, with or before the first token of any sample.
+    such a token counts in usage but not in the text. ``serial``, ``attempt``: the request's; ``start``: how many
+    tokens the sample had before these. ``prompt_logprobs``: of all the prompt's tokens but the first, with or
+    before the first token of any sample.
     """
 
     request: RequestId
@@ -82,12 +97,7 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_token: bool = False
     error: RequestError | None = None
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
-    at_s: float = 0.0
-    spread_s: float = 0.0
+    timing: Timing = NO_TIMING
     serial: int = 0
     attempt: int = 0
     start: int = 0

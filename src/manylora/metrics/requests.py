@@ -127,10 +127,11 @@ class Metrics:
         """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
         self.first_token_s.observe(seconds)
         self._adapter_first_token_s.labels(adapter).observe(seconds)
-        self.queue_s.observe(delta.queue_s)
+        timing = delta.timing
+        self.queue_s.observe(timing.queue_s)
         if self._has_priorities:
-            self._wait_s.labels(_priority_label(priority)).observe(delta.queue_s)
-        waited = (delta.queue_s, delta.adapter_s, delta.kv_s)
+            self._wait_s.labels(_priority_label(priority)).observe(timing.queue_s)
+        waited = (timing.queue_s, timing.adapter_s, timing.kv_s)
         # Two processes' clocks: never less than nothing.
         parts_s = (*waited, max(seconds - sum(waited), 0.0))
         for part, part_s, histogram in zip(PARTS, parts_s, self._part_s, strict=True):
@@ -200,7 +201,7 @@ class RequestRecorder:
         sample, num_new = delta.sample, len(delta.token_ids)
         if num_new:
             now_s = time.perf_counter()
-            first_s = now_s - delta.spread_s
+            first_s = now_s - delta.timing.spread_s
             self._generated.inc(num_new)
             if not self._has_token:
                 self._has_token = True

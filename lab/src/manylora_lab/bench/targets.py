@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeGuard
 
 from manylora.config import ConfigError, EngineSettings
-from manylora.engine.client import Delta, GenerationRequest
+from manylora.engine.client import Delta, GenerationRequest, Timing
 from manylora.engine.driver import Driver
 from manylora.types import RequestId, SamplingParams
 
-PARTS = tuple(name for name in Delta._fields if name.endswith("_s") and name != "at_s")
+PARTS = tuple(name for name in Timing._fields if name.endswith("_s"))
 """The parts of the time to the first token that a request's first Delta tells."""
 
 
@@ -154,8 +154,8 @@ class EngineTarget:
         for delta in deltas:
             answer, _ = self._open[delta.request]
             if answer.cached_tokens is None:
-                answer.cached_tokens = delta.num_cached_tokens
-                answer.parts = {name: getattr(delta, name) for name in PARTS}
+                answer.cached_tokens = delta.timing.num_cached_tokens
+                answer.parts = {name: getattr(delta.timing, name) for name in PARTS}
             if delta.tokens:
                 answer.delivered(now)
                 answer.tokens.extend(delta.tokens)
