@@ -20,7 +20,7 @@ from manylora.extensions import find_commands
 from manylora.flags import FLAGS
 from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app
-from manylora.server.errors import _TYPES
+from manylora.server.errors import TYPES
 from manylora.server.settings import ServerSettings
 from manylora.text.model_text import ModelText
 from manylora.text.texts import Texts
@@ -51,9 +51,9 @@ def surface() -> dict[str, Any]:
         "aliases": {alias.option: repr(alias.of) for alias in ALIASES},
         "commands": _commands(_parser(find_commands())),
         "routes": {
-            path: {method: {} for method in methods} for path, methods in app.openapi()["paths"].items()
+            path: {method: {} for method in methods} for path, methods in app.state.document["paths"].items()
         },
-        "statuses": {str(status): kind for status, kind in _TYPES.items()},
+        "statuses": {str(status): kind for status, kind in TYPES.items()},
         "metrics": {re.sub(r"\{.*", "", name): {} for name in Metrics("base", INFO).figures(EngineStats())},
         "make": {
             name: {} for name in re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

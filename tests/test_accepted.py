@@ -15,8 +15,7 @@ from manylora.flags import FLAGS, build_settings, read_config_file
 from manylora.models.config import read_model_config
 from manylora.models.spec import ModelError
 from manylora.server.errors import ApiError
-from manylora.server.sampling import chat_params, completion_params
-from manylora.server.schemas import ChatBody, CompletionBody, _decode
+from manylora.server.requests import ChatBody, CompletionBody, _decode, chat_params, completion_params
 from manylora.types import InvalidRequest, SamplingParams
 
 NAN, INF = float("nan"), float("inf")

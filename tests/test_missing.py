@@ -50,7 +50,7 @@ def test_a_mistake_in_an_import_of_our_own_stays_one(monkeypatch: pytest.MonkeyP
     [
         (ModuleNotFoundError("no", name="opentelemetry.trace"), "not installed: pip install opentelemetry-api"),
         (ModuleNotFoundError("no", name="yaml"), "yaml is not installed: pip install pyyaml"),
-        (ImportError("cannot import x", name="fastapi"), r"\(cannot import x\): pip install --upgrade fastapi"),
+        (ImportError("cannot import x", name="jinja2"), r"\(cannot import x\): pip install --upgrade jinja2"),
         (ImportError("needs\npython-multipart"), "^needs python-multipart$"),
     ],
 )  # fmt: skip

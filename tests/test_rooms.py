@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "assist": BOTTOM | {"processes"},
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
     "text": {"types", "engine.client"},
-    "metrics": {"types", "engine.client", "text.generate"},
+    "metrics": {"types", "reports", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
     "pricing": BOTTOM,
     "solving": {"config", "processes", "protocol", "types"},

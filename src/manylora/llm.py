@@ -27,8 +27,7 @@ from manylora.engine.scopes import CacheScopes
 from manylora.exits import close_at_exit, wait_at_exit
 from manylora.feeding import run_all
 from manylora.flags import build_settings
-from manylora.metrics.requests import Metrics
-from manylora.metrics.stream import RecordedStream
+from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text
@@ -230,10 +229,7 @@ class AsyncLLM:
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
         stream = generate_text(self._connected(), job.tokenizer, asked)
-        recorder = self._metrics.request(
-            asked.adapter, len(asked.prompt), asked.params.n, start_s, asked.priority
-        )
-        return RecordedStream(stream, recorder)
+        return RecordedStream(stream, self._metrics.request(asked, start_s))
 
     def _room(self) -> asyncio.Semaphore:
         """What all calls of one event loop take room of for each prompt that they submit."""
@@ -488,7 +484,8 @@ async def _let_go(llm: AsyncLLM) -> None:
 def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
     if delta.error is not None:
         raise GenerationFailed(delta.error)
+    timing = delta.timing
     return StreamOutput(
         job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
-        delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s,
+        timing.num_cached_tokens, timing.queue_s, timing.adapter_s, timing.kv_s,
     )  # fmt: skip

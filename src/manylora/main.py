@@ -320,7 +320,7 @@ def server_settings(
     engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
     """What a server's own side goes by. ``sock``: what it listens on."""
-    from manylora.server.hosts import allowed_hosts
+    from manylora.server.middleware import allowed_hosts
     from manylora.server.settings import ServerSettings
 
     return ServerSettings(

@@ -17,7 +17,12 @@ something may differ from the last snapshot of this kind, or from what it was wh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """One adapter at this moment; requests count once per sequence."""
+    """One adapter at this moment (true residency, not activity); requests count once per sequence.
+
+    ``state`` on the device: absent, loading, resident or saving; ``host_state``: none, filling or held.
+    ``num_pages``: what it takes when resident; ``history_pages``: idle KV pages on the device, computed under it.
+    The engine adds ``name`` and ``rank``.
+    """
 
     adapter: AdapterId
     state: str
@@ -26,25 +31,30 @@ class AdapterUse:
     waiting: int
     host_state: str = "none"
     history_pages: int = 0
+    name: str = ""
+    rank: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientUse:
     """What one client was served, in weighted tokens, and its counter: service over its share, and what it was
-    lifted by. ``client``: an adapter, or the place of an API key."""
+    lifted by. ``client``: an adapter, or the place of an API key. The engine adds ``name``: the adapter's, the
+    base's, or the key's place."""
 
     client: int
     service: int
     counter: float
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreditUse:
     """What an adapter may still be paid or has to pay under ``--merge dlora``: seconds for which one request is
-    held back."""
+    held back. The engine adds ``name``: the adapter's, or the base's."""
 
     adapter: AdapterId
     credit_s: float
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

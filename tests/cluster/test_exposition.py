@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from manylora.cluster.client import ReplicaStats
 from manylora.cluster.exposition import _Replicas
-from manylora.engine.client import AdapterLoad, EngineStats
+from manylora.engine.client import EngineStats
 from manylora.metrics.requests import Metrics
+from manylora.reports import AdapterUse, Counters
 from manylora.types import EngineInfo
 
 INFO = EngineInfo("demo", 512, 1024, (0,), 100, 16, 4096, "cpu", "float32", 8, 256)
@@ -25,8 +27,20 @@ STATUS: dict[str, Any] = {
 }
 
 
-def load(name: str, running: int, waiting: int) -> AdapterLoad:
-    return AdapterLoad(name, "resident", 3, 8, running, waiting)
+def use(name: str, running: int, waiting: int) -> AdapterUse:
+    return AdapterUse(1, "resident", 3, running, waiting, name=name, rank=8)
+
+
+def stats(num_running: int, num_waiting: int, pages_running: int, *uses: AdapterUse) -> EngineStats:
+    gauges = dataclasses.replace(
+        EngineStats().gauges,
+        num_running=num_running,
+        num_waiting=num_waiting,
+        pages_total=100,
+        pages_running=pages_running,
+        adapters=uses,
+    )
+    return EngineStats(gauges)
 
 
 def families(replicas: list[ReplicaStats], status: dict[str, Any]) -> dict[str, list[Any]]:
@@ -41,8 +55,8 @@ def families(replicas: list[ReplicaStats], status: dict[str, Any]) -> dict[str, 
 
 def test_a_cluster_is_one_server_to_llm_d() -> None:
     """Its scorer reads the series of adapters whose value is the largest, and the first one of any other name."""
-    left = EngineStats(2, 1, 100, pages_running=20, adapters=(load("a", 1, 0), load("b", 0, 1)))
-    right = EngineStats(3, 0, 100, pages_running=10, adapters=(load("a", 2, 0), load("c", 1, 1)))
+    left = stats(2, 1, 20, use("a", 1, 0), use("b", 0, 1))
+    right = stats(3, 0, 10, use("a", 2, 0), use("c", 1, 1))
     found = families([ReplicaStats(0, left), ReplicaStats(1, right), ReplicaStats(2, None)], STATUS)
     series = found["vllm:lora_requests_info"]
     latest = max(series, key=lambda sample: sample.value)
@@ -62,7 +76,8 @@ def test_a_cluster_is_one_server_to_llm_d() -> None:
 
 def test_what_cold_starts_there_may_be_is_each_replicas_own() -> None:
     """One that has no cores for CPU workers waits, and says so; the front end's own facts are not asked."""
-    serving = EngineStats(cold_starts={"cpu/host": 3}, cold_start_kinds=("wait/host", "cpu/host"))
+    counters = Counters(cold_starts={"cpu/host": 3})
+    serving = EngineStats(counters=counters, cold_start_kinds=("wait/host", "cpu/host"))
     waiting = EngineStats(cold_start_kinds=("wait/host",))
     found = families([ReplicaStats(0, serving), ReplicaStats(1, waiting)], STATUS)
     counts = {

@@ -21,7 +21,7 @@ from manylora.cluster.registry import AdapterLog
 from manylora.cluster.taken_request import TakenRequest
 from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings, SchedulerSettings
 from manylora.config.cold_start import ColdStartConfig
-from manylora.engine.client import RELEASED, Delta, GenerationRequest
+from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
 from manylora.policy.routing.hashing import prefix_hashes
 from manylora.protocol.routing import Assign
@@ -219,7 +219,7 @@ def test_only_the_present_attempts_next_tokens_are_taken() -> None:
     assert taken.as_asked().attempts == 0
     sent = taken.assign(Assign("id", 1, 0, 1), epoch=1)
     assert (sent.attempt, sent.version, sent.resume) == (1, 5, ())
-    first = Delta("id", 0, (7, 8), attempt=1, start=0, num_cached_tokens=2)
+    first = Delta("id", 0, (7, 8), attempt=1, start=0, timing=Timing(num_cached_tokens=2))
     assert taken.ledger.may_take(first)
     assert taken.take(first) == first
     assert not taken.ledger.may_take(first)  # it came already
@@ -237,9 +237,9 @@ def test_only_the_present_attempts_next_tokens_are_taken() -> None:
     assert again.params.seed == sent.params.seed
     assert taken.as_held().asked.failures == 1
     assert taken.recomputes
-    out = taken.take(Delta("id", 0, (9,), attempt=2, start=2, num_cached_tokens=3))
+    out = taken.take(Delta("id", 0, (9,), attempt=2, start=2, timing=Timing(num_cached_tokens=3)))
     assert out is not None
-    assert out.num_cached_tokens == 0  # said already
+    assert out.timing.num_cached_tokens == 0  # said already
 
 
 def test_the_router_is_told_what_replies_have_added_to_the_cache() -> None:

@@ -201,7 +201,7 @@ def test_a_prompts_logprobs_come_whole_with_the_first_delta(kind: str, stream: b
                 asked: Any = {"n": 2, "stream": stream, "max_tokens": max_tokens, "prompt_logprobs": 3}
                 tokens, reasons, deltas = await drain(engine.generate(request(f"r{number}", prompt, **asked)))
                 first, *others = deltas
-                assert first.num_cached_tokens == 0
+                assert first.timing.num_cached_tokens == 0
                 assert first.prompt_logprobs is not None
                 entries = list(first.prompt_logprobs.entries(prompt[1:]))
                 assert len(first.prompt_logprobs) == len(entries) == length - 1
@@ -215,7 +215,7 @@ def test_a_prompts_logprobs_come_whole_with_the_first_delta(kind: str, stream: b
                     assert tokens[sample] == undisturbed(0, prompt, params, (), sample)
             # Its pages are in the cache all the same.
             _, _, deltas = await drain(engine.generate(request("last", tuple(1 + i % 5 for i in range(42)))))
-            assert (deltas[0].num_cached_tokens, deltas[0].prompt_logprobs) == (40, None)
+            assert (deltas[0].timing.num_cached_tokens, deltas[0].prompt_logprobs) == (40, None)
 
     asyncio.run(scenario())
 

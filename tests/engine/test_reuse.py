@@ -93,7 +93,7 @@ def test_loading_and_unloading_one_name_from_two_threads(impatient: None) -> Non
         undisturbed(BASE, (1, 2, 3), SamplingParams(max_tokens=8), (), 0)
     )
     assert executor.known == {}
-    assert started.driver.adapter_loads() == ()
+    assert started.driver.adapter_uses() == ()
     started.driver.close()
 
 

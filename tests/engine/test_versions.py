@@ -57,7 +57,7 @@ def test_a_version_that_a_router_wants_kept_comes_without_a_request(driver: Driv
 
     def tiers() -> dict[str, str]:
         driver.stats().result(timeout=60)
-        return {load.name: load.state for load in driver.adapter_loads()}
+        return {load.name: load.state for load in driver.adapter_uses()}
 
     deadline = time.monotonic() + 60
     while tiers()["a"] != "resident" and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from manylora.server.app import create_app
 from manylora.server.lifecycle import serve
@@ -35,13 +35,13 @@ def tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(made.layout_5(Path(folder)))
 
 
-def make_app(engine: FakeEngine, text: Texts | Tokenizer | None, **settings: Any) -> FastAPI:
+def make_app(engine: FakeEngine, text: Texts | Tokenizer | None, **settings: Any) -> Starlette:
     texts = text if isinstance(text, Texts) else Texts(ModelText(text))
     return create_app(engine, texts, ServerSettings(BASE, "/models/base", version="1.2.3", **settings))
 
 
 @contextlib.asynccontextmanager
-async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the app; exceptions of the app show as 500, as they would outside."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=JSON) as client:
@@ -57,7 +57,7 @@ class RunningServer:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         engine: FakeEngine,
         drain_timeout_s: float = 60.0,
         send_bytes: int | None = None,

@@ -10,13 +10,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from manylora.engine.client import (
-    AdapterLoad,
     Delta,
     EngineDead,
     EngineStats,
     GenerationRequest,
+    Meters,
+    Timing,
 )
-from manylora.protocol import AdapterError
+from manylora.protocol import AdapterError, ExecutorState
+from manylora.reports import AdapterUse, Counters, Snapshot
 from manylora.types import AdapterCard, EngineInfo, PromptLogprobs, RequestError, TokenLogprobs
 
 VOCAB_SIZE = 420
@@ -108,23 +110,27 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats:
         self._check_alive()
-        loads = tuple(
-            AdapterLoad(
-                card.name, card.state, card.num_pages, card.rank, self._num_running(card.name), 0, "held", 5
+        uses = tuple(
+            AdapterUse(
+                card.id, card.state, card.num_pages, self._num_running(card.name), 0, "held", 5, card.name,
+                card.rank,
             )
             for card in self.cards.values()
         )
-        return EngineStats(
+        gauges = Snapshot(
             num_running=len(self.running), num_waiting=2, pages_total=100, pages_free=50, pages_running=20,
-            pages_history=21, pages_adapters=9, adapters=loads, prefix_queries_tokens=11, preemptions=4,
-            prompt_tokens=123, generated_tokens=45, adapter_reads=6, pages_loading=3, pages_saving=1,
-            invalid_pages=7, host_pages_total=60, host_pages_free=30, host_pages_history=18,
-            host_pages_adapters=12, host_pages_pinned=44,
-            kv_hit_tokens_device=32, kv_hit_tokens_host=16, adapter_hits_device=8,
-            adapter_hits_host=5, adapter_misses=2, pages_swapped_in=10, pages_swapped_out=20, swap_in_s=0.5,
-            swap_out_s=0.25, swaps_failed=1, history_drops=9, host_evictions=13, prefetches=14,
-            invalid_share_sum=1.5, invalid_share_samples=6,
+            pages_history=21, pages_adapters=9, pages_loading=3, pages_saving=1, invalid_pages=7,
+            host_pages_total=60, host_pages_free=30, host_pages_history=18, host_pages_adapters=12,
+            adapters=uses,
         )  # fmt: skip
+        counters = Counters(
+            prefix_queries_tokens=11, preemptions=4, adapter_reads=6, kv_hit_tokens_device=32,
+            kv_hit_tokens_host=16, adapter_hits_device=8, adapter_hits_host=5, adapter_misses=2,
+            pages_swapped_in=10, pages_swapped_out=20, swap_in_s=0.5, swap_out_s=0.25, swaps_failed=1,
+            history_drops=9, host_evictions=13, prefetches=14, invalid_share_sum=1.5, invalid_share_samples=6,
+        )  # fmt: skip
+        state = ExecutorState(44, 0.0, 15, 16, 2**33)
+        return EngineStats(gauges, counters, Meters(prompt_tokens=123, generated_tokens=45), state)
 
     def why_unready(self) -> str | None:
         return self.trouble
@@ -234,7 +240,7 @@ class FakeStream:
         delta = Delta(self.request.id, sample, tuple(tokens), self._logprobs(tokens), reason, is_stop)
         if self.is_first:
             self.is_first = False
-            delta = delta._replace(num_cached_tokens=2, queue_s=1.0, adapter_s=2.0, kv_s=4.0)
+            delta = delta._replace(timing=Timing(0.0, 2, 1.0, 2.0, 4.0))
             delta = delta._replace(prompt_logprobs=self._prompt_logprobs())
         return delta
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from manylora.server import adapters
 from manylora.server.app import create_app
-from manylora.server.errors import ApiError
+from manylora.server.errors import TYPES, ApiError
 from manylora.server.settings import ServerSettings
 from manylora.text.model_text import ModelText
 from manylora.text.texts import Texts
@@ -378,6 +378,30 @@ def test_probes_and_docs(engine: FakeEngine, tokenizer: Tokenizer) -> None:
         assert "repetition_penalty" in document["components"]["schemas"][name]["properties"]
 
     run(engine, tokenizer, scenario)
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_the_document_says_which_errors_there_are_and_what_needs_a_key(
+    engine: FakeEngine, tokenizer: Tokenizer, keys: tuple[str, ...]
+) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        document = (await client.get("/openapi.json")).json()
+        responses = document["components"]["responses"]
+        assert {int(status) for status in responses} == set(TYPES)
+        guarded = set()
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                assert operation["responses"].keys() - {"200"} <= responses.keys()
+                assert ("401" in operation["responses"]) == ("security" in operation)
+                if "security" in operation:
+                    guarded.add(path)
+        answered = {path for path in document["paths"] if (await client.get(path)).status_code == 401}
+        assert guarded == answered
+        assert bool(guarded) == bool(keys)
+        error = document["components"]["schemas"]["ErrorDetail"]["properties"]
+        assert error.keys() == (await client.get("/nothing")).json()["error"].keys()
+
+    run(engine, tokenizer, scenario, api_keys=keys)
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])

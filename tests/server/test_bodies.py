@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from manylora.server import bodies
+from manylora.server import requests
 from manylora.types import InvalidRequest
 from tests.server.conftest import BASE, make_app
 from tests.server.fakes import FakeEngine
@@ -39,11 +39,11 @@ def count(value: Any) -> tuple[int, int, int]:
 
 
 def is_refused(raw: bytes, limits: tuple[int, int, int], patch: pytest.MonkeyPatch) -> bool:
-    patch.setattr(bodies, "_SMALL_BYTES", 0)
+    patch.setattr(requests, "_SMALL_BYTES", 0)
     for name, limit in zip(("MAX_STRINGS", "MAX_CONTAINERS", "MAX_VALUES"), limits, strict=True):
-        patch.setattr(bodies, name, limit)
+        patch.setattr(requests, name, limit)
     try:
-        bodies.check_contents(raw)
+        requests.check_contents(raw)
     except InvalidRequest:
         return True
     return False
@@ -68,9 +68,9 @@ def test_the_default_limit_holds_the_longest_prompts() -> None:
     bias = {str(token): -99.99999999999999 for token in range(info.vocab_size)}
     for prompt in ([info.vocab_size - 1] * info.max_model_len, "\ud83d" * 8 * info.max_model_len):
         body = {"model": "base", "prompt": prompt, "logit_bias": bias}
-        assert len(json.dumps(body)) < bodies.max_bytes(info) - bodies._MIN_BYTES + 10_000
-    bodies.check_contents(json.dumps({"logit_bias": dict.fromkeys(map(str, range(300_000)), 1.5)}).encode())
-    bodies.check_contents(json.dumps({"prompt": [[5] * 1000] * 4096}).encode())
+        assert len(json.dumps(body)) < requests.max_bytes(info) - requests._MIN_BYTES + 10_000
+    requests.check_contents(json.dumps({"logit_bias": dict.fromkeys(map(str, range(300_000)), 1.5)}).encode())
+    requests.check_contents(json.dumps({"prompt": [[5] * 1000] * 4096}).encode())
 
 
 OK = {"model": BASE, "prompt": [5], "max_tokens": 2}

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from manylora.engine.client import Delta, EngineBusy, GenerationRequest
 from manylora.flags import FLAGS
-from manylora.server.schemas import BODIES, ChatBody, CompletionBody
+from manylora.server.requests import (
+    ChatBody,
+    CompletionBody,
+    LoadAdapterBody,
+    LoraBody,
+    UnloadAdapterBody,
+    as_read,
+)
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import RequestError
 from tests.server.conftest import BASE, client_of, make_app
@@ -232,8 +239,8 @@ def test_hints_and_defaults_are_taken(tokenizer: Tokenizer, path: str) -> None:
 
 def test_the_page_on_http_names_every_field_and_limit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    for kind in BODIES:
-        for field in kind.__struct_fields__:
+    for kind in (CompletionBody, ChatBody, LoadAdapterBody, UnloadAdapterBody, LoraBody):
+        for field in as_read(kind).__struct_fields__:
             assert f"`{field}`" in page, field
     for flag in FLAGS:
         if flag.is_http and flag.name not in ("host", "port", "drain_timeout"):
@@ -406,7 +413,7 @@ LIKELY = {
 
 
 def bodies(kind: type[msgspec.Struct], required: list[str]) -> st.SearchStrategy[dict[str, Any]]:
-    fields = {name: LIKELY.get(name, st.nothing()) | ANYTHING for name in kind.__struct_fields__}
+    fields = {name: LIKELY.get(name, st.nothing()) | ANYTHING for name in as_read(kind).__struct_fields__}
     mandatory = {name: LIKELY[name] | LIKELY[name] | fields[name] for name in required}
     optional = {name: value for name, value in fields.items() if name not in mandatory}
     few = st.lists(st.sampled_from(sorted(optional)), max_size=4, unique=True)

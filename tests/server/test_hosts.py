@@ -10,7 +10,7 @@ import pytest
 
 from manylora.config import HttpSettings
 from manylora.listening import bind
-from manylora.server.hosts import allowed_hosts
+from manylora.server.middleware import allowed_hosts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, client_of, make_app
 from tests.server.fakes import FakeEngine

@@ -9,10 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.engine.client import ClientShare, EngineStats
+from manylora.engine.client import EngineStats, GenerationRequest, Timing
 from manylora.metrics.requests import Metrics
+from manylora.reports import ClientUse
 from manylora.text.generate import TextDelta
 from manylora.text.tokenizer import Tokenizer
+from manylora.types import SamplingParams
 from tests.server.conftest import BASE, client_of, make_app
 from tests.server.fakes import FakeEngine
 
@@ -78,9 +80,12 @@ def test_waits_are_counted_by_priority() -> None:
     info = dataclasses.replace(FakeEngine().info, has_priorities=True)
     metrics = Metrics("base", info)
     for priority in (0, 3, 11, 12, -(10**6)):
-        recorder = metrics.request(None, 4, 1, 0.0, priority)
-        recorder.observe(TextDelta(0, "x", (5,), queue_s=2.0))
-    figures = metrics.figures(EngineStats(clients=(ClientShare("german", 12, 6.5),)))
+        recorder = metrics.request(
+            GenerationRequest("r", (1, 2, 3, 4), SamplingParams(), priority=priority), 0.0
+        )
+        recorder.observe(TextDelta(0, "x", (5,), timing=Timing(queue_s=2.0)))
+    gauges = dataclasses.replace(EngineStats().gauges, clients=(ClientUse(1, 12, 6.5, "german"),))
+    figures = metrics.figures(EngineStats(gauges))
     counts = {
         name.split('"')[1]: value
         for name, value in figures.items()

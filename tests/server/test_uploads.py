@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from manylora.server.connection import Uploads
 from manylora.server.errors import ApiError
-from manylora.server.uploads import Uploads
 
 
 class Upload:
@@ -15,7 +17,7 @@ class Upload:
 
 
 def test_the_slowest_goes_when_there_are_too_many_bytes() -> None:
-    uploads = Uploads(1000)
+    uploads: Any = Uploads(1000)
     slow, fast, new = Upload(), Upload(), Upload()
     uploads.add(slow, 500, now_s=0.0)
     uploads.add(fast, 400, now_s=90.0)
@@ -31,7 +33,7 @@ def test_the_slowest_goes_when_there_are_too_many_bytes() -> None:
 
 
 def test_whole_bodies_leave_their_room() -> None:
-    uploads = Uploads(1000)
+    uploads: Any = Uploads(1000)
     others = [Upload() for _ in range(100)]
     for number, each in enumerate(others):
         uploads.add(each, 600, now_s=float(number))

@@ -11,12 +11,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from fastapi import FastAPI
 from hypothesis import given, settings
+from starlette.applications import Starlette
 
-from manylora.server import generation, packed_logprobs
+from manylora.server import generation, logprobs
 from manylora.server.errors import unavailable
-from manylora.server.packed_logprobs import PackedLogprobs
+from manylora.server.logprobs import PackedLogprobs
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import TokenLogprobs
 from tests.server.conftest import BASE, client_of, make_app
@@ -33,7 +33,7 @@ Messages = list[dict[str, Any]]
 
 
 async def ask(
-    app: FastAPI,
+    app: Starlette,
     path: str,
     body: dict[str, Any],
     sent: Callable[[dict[str, Any]], None] | None = None,
@@ -172,7 +172,7 @@ def test_more_log_probabilities_than_are_kept_are_refused_before_anything_runs(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where max_tokens is left open, by what the context leaves. A stream keeps none."""
-    monkeypatch.setattr(packed_logprobs, "MAX_PACKED", 2 * 3 * 4 * 10)
+    monkeypatch.setattr(logprobs, "MAX_PACKED", 2 * 3 * 4 * 10)
     engine = FakeEngine()
 
     async def scenario() -> None:

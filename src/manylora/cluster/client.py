@@ -277,7 +277,7 @@ class ClusterClient:
             out = found.take(delta)
             if found.recomputes and delta.tokens:
                 found.recomputes = False
-                again = len(found.asked.prompt) + delta.start - delta.num_cached_tokens
+                again = len(found.asked.prompt) + delta.start - delta.timing.num_cached_tokens
                 self.recomputed_tokens += max(again, 0)
             if out is not None:
                 self._mailboxes.dispatch([out])
@@ -510,24 +510,17 @@ class ClusterClient:
         for (replica, _), answer in zip(links, answers, strict=True):
             stats = None
             if answer is not None and answer.stats is not None:
-                stats = dataclasses.replace(answer.stats, adapters=answer.adapters)
+                stats = answer.stats.with_adapters(answer.adapters)
             found.append(ReplicaStats(replica, stats))
         return found
 
     async def stats(self) -> EngineStats:
         """The replicas' together, where a number is one that can be added up."""
-        total = EngineStats()
+        records = EngineStats().records
         for each in await self.replica_stats():
             if each.stats is not None:
-                total = dataclasses.replace(
-                    total,
-                    **{
-                        field.name: getattr(total, field.name) + getattr(each.stats, field.name)
-                        for field in dataclasses.fields(EngineStats)
-                        if isinstance(getattr(total, field.name), int | float)
-                    },
-                )
-        return total
+                records = tuple(map(_added, records, each.stats.records))
+        return EngineStats(*records)
 
     def why_unready(self) -> str | None:
         router = self._router
@@ -548,3 +541,13 @@ class ClusterClient:
         if self._router is not None:
             self._router.close()
         self._mailboxes.die("the front end was closed")
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Add up the numbers of two records of one kind."""
+    sums = {
+        field.name: getattr(one, field.name) + getattr(other, field.name)
+        for field in dataclasses.fields(one)
+        if isinstance(getattr(one, field.name), int | float)
+    }
+    return dataclasses.replace(one, **sums)

@@ -7,10 +7,10 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from manylora.cluster.client import ClusterClient, ReplicaStats
 from manylora.cluster.members import STATES
@@ -19,8 +19,9 @@ from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import ReplicaId
+from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, unavailable
-from manylora.server.hosts import refuse_foreign_origin
+from manylora.server.middleware import same_origin
 from manylora.types import EngineInfo
 
 _STATUS_S = 2.0
@@ -71,15 +72,15 @@ def _of_all(replicas: Sequence[EngineStats], info: EngineInfo, status: dict[str,
     """The cluster as one server, for routers that read one series of a server."""
     # Later than each replica's: llm-d goes by the latest.
     yield lora_requests(
-        (load for stats in replicas for load in stats.adapters), len(replicas) * info.max_num_seqs
+        (load for stats in replicas for load in stats.gauges.adapters), len(replicas) * info.max_num_seqs
     )
-    waiting = sum(stats.num_waiting for stats in replicas)
-    pages = sum(stats.pages_total for stats in replicas)
+    waiting = sum(stats.gauges.num_waiting for stats in replicas)
+    pages = sum(stats.gauges.pages_total for stats in replicas)
     for name, text, value in (
         (
             "running",
             "Requests in running batches, of all replicas.",
-            sum(each.num_running for each in replicas),
+            sum(each.gauges.num_running for each in replicas),
         ),
         (
             "waiting",
@@ -153,12 +154,10 @@ class ClusterPage:
             return {}
 
 
-def cluster_route(client: ClusterClient, api_keys: Sequence[str]) -> APIRouter:
-    """/cluster: with a key where keys are set (the server asks for it), else on the loopback only."""
-    router = APIRouter(tags=["cluster"], dependencies=[Depends(refuse_foreign_origin)])
+def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operation:
+    """Give /cluster: with a key where keys are set (the server asks for it), else on the loopback only."""
 
-    @router.get("/cluster", summary="The cluster's processes, their state and their load")
-    async def show(request: Request) -> JSONResponse:
+    async def show(request: Request) -> Response:
         if not api_keys and not _is_loopback(request):
             raise ApiError(403, "without API keys /cluster is for clients on this machine")
         try:
@@ -166,7 +165,8 @@ def cluster_route(client: ClusterClient, api_keys: Sequence[str]) -> APIRouter:
         except (EngineSilent, TimeoutError) as error:
             raise unavailable("the cluster has no router at the moment") from error
 
-    return router
+    summary = "The cluster's processes, their state and their load"
+    return Operation("GET", "/cluster", same_origin(show), "cluster", summary)
 
 
 def _is_loopback(request: Request) -> bool:

@@ -29,6 +29,9 @@ from manylora.cluster.client import ClusterClient
 from manylora.cluster.exposition import ClusterPage, cluster_route
 from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
+from manylora.cluster.credentials import credentials_of
+from manylora.cluster.exposition import ClusterPage, cluster_operation
+from manylora.cluster.link import Hello
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes
@@ -118,9 +121,9 @@ async def serve_clients(
     await client.wait_ready()
     settings = server_settings(engine, http, connection_limits(http, client.info), sock)
     page = ClusterPage(client, engine.model.name, client.info)
-    routes = cluster_route(client, http.api_keys)
+    more = [cluster_operation(client, http.api_keys)]
     app = create_app(
-        client, texts, settings, metrics=page.metrics, page=page.render, routes=routes, scopes=scopes
+        client, texts, settings, metrics=page.metrics, page=page.render, more=more, scopes=scopes
     )
     sock.listen()
     loop = asyncio.get_running_loop()

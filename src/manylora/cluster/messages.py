@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from manylora.config import EngineSettings
-from manylora.engine.client import AdapterLoad, EngineStats, GenerationRequest
+from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
 from manylora.protocol.routing import (
     Accepted,
@@ -26,6 +26,7 @@ from manylora.protocol.routing import (
     Withdraw,
     Withdrawn,
 )
+from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
@@ -326,7 +327,7 @@ class Stats(msgspec.Struct, tag=True):
 
     call: int
     stats: EngineStats | None
-    adapters: tuple[AdapterLoad, ...] = ()
+    adapters: tuple[AdapterUse, ...] = ()
 
 
 ToFrontendFromReplica = Deltas | Stats

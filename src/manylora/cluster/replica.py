@@ -252,7 +252,7 @@ class _Replica:
     async def _tell_stats(self, link: Link, call: int) -> None:
         try:
             stats = await asyncio.wrap_future(self._driver.stats())
-            link.send(messages.Stats(call, stats, self._driver.adapter_loads()))
+            link.send(messages.Stats(call, stats, self._driver.adapter_uses()))
         except EngineDead:
             link.send(messages.Stats(call, None))
 

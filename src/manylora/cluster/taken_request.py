@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from manylora.engine.client import RELEASED, Delta, GenerationRequest
+from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
 from manylora.policy.routing.hashing import reply_hashes
 from manylora.policy.routing.lone import CLEARED_TOKENS
@@ -99,7 +99,7 @@ class TakenRequest:
         if out is None:
             return None
         if self._has_spoken:  # what a first delta brings was said already
-            return out._replace(num_cached_tokens=0, queue_s=0.0, adapter_s=0.0, kv_s=0.0)
+            return out._replace(timing=Timing(out.timing.spread_s))
         self._has_spoken = True
         return out
 

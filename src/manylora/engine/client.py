@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from manylora.protocol import ExecutorState
+from manylora.reports import AdapterUse, Counters, Snapshot
 from manylora.types import (
     AdapterCard,
     AdapterId,
     EngineInfo,
     PromptLogprobs,
-    RankTraffic,
     RequestError,
     RequestId,
     SamplingParams,
@@ -59,6 +60,24 @@ RELEASED = "released"
 """The finish reason of samples that another engine is to go on with."""
 
 
+class Timing(NamedTuple):
+    """What a request's news waited for.
+
+    ``spread_s``: how long before these tokens were sent the first of them was ready, where they were held back.
+    The rest comes with a request's first news only: ``num_cached_tokens`` of its prompt were reused; it waited for
+    admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
+    """
+
+    spread_s: float = 0.0
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
+
+
+NO_TIMING = Timing()
+
+
 class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
@@ -66,12 +85,9 @@ class Delta(NamedTuple):
     after ``withdraw``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
     sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
-    such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
-    were ready; ``spread_s``: how long before that the first of them was, where they were held back;
-    ``serial``, ``attempt``: the request's; ``start``: how many tokens the sample had before these. What comes with
-    a request's first Delta only: ``num_cached_tokens``, and how long it waited for admission (``queue_s``), then
-    for its adapter (``adapter_s``), then for its cached KV (``kv_s``). ``prompt_logprobs``: of all the prompt's
-    tokens but the first, with or before the first token of any sample.
+    such a token counts in usage but not in the text. ``serial``, ``attempt``: the request's; ``start``: how many
+    tokens the sample had before these. ``prompt_logprobs``: of all the prompt's tokens but the first, with or
+    before the first token of any sample.
     """
 
     request: RequestId
@@ -81,141 +97,61 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_token: bool = False
     error: RequestError | None = None
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
-    at_s: float = 0.0
-    spread_s: float = 0.0
+    timing: Timing = NO_TIMING
     serial: int = 0
     attempt: int = 0
     start: int = 0
     prompt_logprobs: PromptLogprobs | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdapterLoad:
-    """One adapter at this moment (true residency, not activity).
+@dataclasses.dataclass(slots=True)
+class Meters:
+    """Counts since the start that the engine keeps, not the replica."""
 
-    ``state`` on the device: absent, loading, resident or saving; ``host_state``: none, filling or held.
-    ``num_pages``: what it takes when resident; ``history_pages``: idle KV pages on the device, computed under it.
-    """
-
-    name: str
-    state: str
-    num_pages: int
-    rank: int
-    running: int
-    waiting: int
-    host_state: str = "none"
-    history_pages: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientShare:
-    """What a client of ``--fairness vtc`` was served: ``name`` is an adapter's, the base's, or a key's place.
-
-    ``service``: weighted tokens. ``counter``: service over the client's share, and what it was lifted by.
-    """
-
-    name: str
-    service: int
-    counter: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdapterCredit:
-    """What an adapter (``name``; the base's where it is that) may be paid or has to pay under ``--merge dlora``:
-    seconds for which one request is held back."""
-
-    name: str
-    credit_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot: gauges of this moment and counters since the engine started.
-
-    Pages of the device by use add up to ``pages_total``; of them ``pages_loading`` and ``pages_saving`` are
-    being copied. ``invalid_pages``: KV on the device whose adapter is not there. ``host_pages_pinned`` rises
-    for a while after the start; until then copies are slower, and steps beside them. ``merged_adapter``: the
-    name of the adapter whose weights are merged into the base's; ``pristine_bytes``: what a copy of the base's own
-    takes. ``switches_merged`` and ``switches_base`` took effect; ``paused_s`` sums over sequences.
-    ``cold_starts``: requests whose adapter was not on the device when they were admitted, by mode and source with
-    a slash between, such as "wait/host"; ``cold_start_kinds``: all that there may come to be. ``traffic``: of each
-    rank, where the engine has several.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    pages_total: int = 0
-    pages_free: int = 0
-    pages_running: int = 0
-    pages_history: int = 0
-    pages_adapters: int = 0
-    pages_loading: int = 0
-    pages_saving: int = 0
-    invalid_pages: int = 0
-    host_pages_total: int = 0
-    host_pages_free: int = 0
-    host_pages_history: int = 0
-    host_pages_adapters: int = 0
-    host_pages_pinned: int = 0
-    base_running: int = 0
-    base_waiting: int = 0
-    adapters: tuple[AdapterLoad, ...] = ()
-    clients: tuple[ClientShare, ...] = ()
-    merged_adapter: str | None = None
-    merge_alpha: float | None = None
-    merge_beta: float | None = None
-    credits: tuple[AdapterCredit, ...] = ()
-    pristine_bytes: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    kv_hit_tokens_device: int = 0
-    kv_hit_tokens_host: int = 0
-    adapter_hits_device: int = 0
-    adapter_hits_host: int = 0
-    adapter_misses: int = 0
-    preemptions: int = 0
-    adapter_reads: int = 0
-    adapter_read_failures: int = 0
     adapter_read_s: float = 0.0
-    adapter_evictions: int = 0
-    history_evictions: int = 0
-    history_drops: int = 0
-    host_evictions: int = 0
-    prefetches: int = 0
-    pages_swapped_in: int = 0
-    pages_swapped_out: int = 0
-    swap_in_s: float = 0.0
-    swap_out_s: float = 0.0
-    swaps_failed: int = 0
-    adapter_limit_overtaken: int = 0
-    invalid_share_sum: float = 0.0
-    invalid_share_samples: int = 0
-    steps_merged: int = 0
-    steps_mixed: int = 0
-    switches_merged: int = 0
-    switches_base: int = 0
-    switches_failed: int = 0
-    merge_switch_s: float = 0.0
-    paused_s: float = 0.0
-    longest_pause_s: float = 0.0
-    cold_starts: dict[str, int] = dataclasses.field(default_factory=dict)
-    cold_start_kinds: tuple[str, ...] = ()
-    cold_start_stall_s: float = 0.0
-    cold_start_hidden_s: float = 0.0
-    cold_start_expected_s: float = 0.0
-    cold_answer_s: float = 0.0
-    cold_answer_expected_s: float = 0.0
-    cpu_lora_s: float = 0.0
-    spoilt_rows: int = 0
+    adapter_read_failures: int = 0
     steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    traffic: tuple[RankTraffic, ...] = ()
+
+
+_NOTHING = Snapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, adapters=())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: the gauges of this moment, what was counted since the start, and how the executor is.
+
+    ``gauges.adapters`` are all that are served, by name, without the base. ``merged_adapter``: the name of the
+    adapter whose weights are merged into the base's. ``pristine_bytes``, ``cold_start_kinds``: see EngineInfo.
+
+    A figure of one of the four records is an attribute of the whole as well: ``stats.preemptions``.
+    """
+
+    gauges: Snapshot = _NOTHING
+    counters: Counters = dataclasses.field(default_factory=Counters)
+    meters: Meters = dataclasses.field(default_factory=Meters)
+    executor: ExecutorState = dataclasses.field(default_factory=ExecutorState)
+    merged_adapter: str | None = None
+    pristine_bytes: int = 0
+    cold_start_kinds: tuple[str, ...] = ()
+
+    @property
+    def records(self) -> tuple[Snapshot, Counters, Meters, ExecutorState]:
+        """The four records, no two of which have a field of one name."""
+        return self.gauges, self.counters, self.meters, self.executor
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            for record in self.records:
+                if hasattr(record, name):
+                    return getattr(record, name)
+        raise AttributeError(f"EngineStats has no figure {name!r}")
+
+    def with_adapters(self, adapters: tuple[AdapterUse, ...]) -> EngineStats:
+        """Give the same with these adapters."""
+        return dataclasses.replace(self, gauges=dataclasses.replace(self.gauges, adapters=adapters))
 
 
 class EngineDead(Exception):

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 
 from manylora.config import PolicyConfig
-from manylora.engine.client import AdapterLoad, Delta, EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.journal import JournalWriter
 from manylora.engine.loop import Loop
 from manylora.engine.ports import EnginePorts
 from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
 from manylora.protocol import Abort, Executor, Keep, LetGo, Status
+from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
 
@@ -101,7 +102,7 @@ class Driver(Loop):
         return self._ports.catalog.cards()
 
     def stats(self) -> concurrent.futures.Future[EngineStats]:
-        """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_loads`` has them."""
+        """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_uses`` has them."""
         future = self._ports.ask_stats()
         self._abandon_if_ended()
         return future
@@ -113,9 +114,9 @@ class Driver(Loop):
         self._abandon_if_ended()
         return future
 
-    def adapter_loads(self) -> tuple[AdapterLoad, ...]:
+    def adapter_uses(self) -> tuple[AdapterUse, ...]:
         """Every served adapter at the moment of the newest snapshot. O(adapters), none of it on the loop."""
-        return self._ports.loads.all()
+        return self._ports.adapter_uses()
 
     def _abandon_if_ended(self) -> None:
         """What was just put into the inbox waits for an answer, and the loop may have ended a moment ago."""

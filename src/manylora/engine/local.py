@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
@@ -64,7 +63,7 @@ class LocalEngine:
 
     async def stats(self) -> EngineStats:
         stats = await asyncio.wrap_future(self._driver.stats())
-        return dataclasses.replace(stats, adapters=self._driver.adapter_loads())
+        return stats.with_adapters(self._driver.adapter_uses())
 
     def why_unready(self) -> str | None:
         return None if self._mailboxes.dead is None else str(self._mailboxes.dead)

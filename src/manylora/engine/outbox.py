@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from manylora.engine.client import RELEASED, Delta, GenerationRequest
+from manylora.engine.client import NO_TIMING, RELEASED, Delta, GenerationRequest, Timing
 from manylora.protocol import Admitted, Emit, Finish, PromptScored, Ready, Reject, Released
 from manylora.types import PromptLogprobs, Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
@@ -30,11 +30,7 @@ class _Open:
     stream: bool
     serial: int
     arrived_s: float
-    queue_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
-    num_cached_tokens: int = 0
-    told: bool = False
+    timing: Timing | None = NO_TIMING  # until it is sent
     told_prompt: bool = False
     attempt: int = 0
     ended: set[int] = dataclasses.field(default_factory=set)
@@ -90,8 +86,9 @@ class Outbox:
     def admitted(self, command: Admitted, now: float) -> None:
         """Takes in Admitted."""
         entry = self._live[command.request]
-        entry.queue_s = self._clock() - entry.arrived_s
-        entry.num_cached_tokens = command.num_cached
+        if entry.timing is not None:
+            queue_s = self._clock() - entry.arrived_s
+            entry.timing = entry.timing._replace(num_cached_tokens=command.num_cached, queue_s=queue_s)
 
     def prompt_scored(self, command: PromptScored, now: float) -> None:
         """Takes in PromptScored."""
@@ -102,7 +99,8 @@ class Outbox:
     def ready(self, command: Ready, now: float) -> None:
         """Takes in Ready."""
         entry = self._live[command.request]
-        entry.adapter_s, entry.kv_s = command.adapter_s, command.kv_s
+        if entry.timing is not None:
+            entry.timing = entry.timing._replace(adapter_s=command.adapter_s, kv_s=command.kv_s)
 
     def finish(self, command: Finish, now: float) -> None:
         """Takes in Finish."""
@@ -154,14 +152,16 @@ class Outbox:
         """Everything that is ready, each token once."""
         if not self._ready:
             return []
-        at_s = self._clock()
-        deltas = [self._delta(entry, sample, at_s) for entry, sample in self._ready]
+        now_s = self._clock()
+        deltas = [self._delta(entry, sample, now_s) for entry, sample in self._ready]
         self._ready.clear()
         return deltas
 
-    def _delta(self, entry: _Open, index: int, at_s: float) -> Delta:
+    def _delta(self, entry: _Open, index: int, now_s: float) -> Delta:
         sample = entry.samples.pop(index)
-        is_first, entry.told = not entry.told, True
+        timing = Timing(now_s - sample.began_s if sample.began_s else 0.0)
+        if entry.timing is not None:
+            timing, entry.timing = entry.timing._replace(spread_s=timing.spread_s), None
         return Delta(
             request=entry.request.id,
             sample=index,
@@ -172,12 +172,7 @@ class Outbox:
             and bool(sample.tokens)
             and sample.tokens[-1] in entry.request.stop_ids,
             error=sample.error,
-            num_cached_tokens=entry.num_cached_tokens if is_first else 0,
-            queue_s=entry.queue_s if is_first else 0.0,
-            adapter_s=entry.adapter_s if is_first else 0.0,
-            kv_s=entry.kv_s if is_first else 0.0,
-            at_s=at_s,
-            spread_s=at_s - sample.began_s if sample.began_s else 0.0,
+            timing=timing,
             serial=entry.serial,
             attempt=entry.attempt,
             start=sample.start,

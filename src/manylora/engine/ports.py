@@ -14,18 +14,11 @@ import logging
 import queue
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from manylora.config import PolicyConfig
 from manylora.engine.catalog import Catalog
-from manylora.engine.client import (
-    AdapterCredit,
-    ClientShare,
-    Delta,
-    EngineDead,
-    EngineStats,
-    GenerationRequest,
-)
-from manylora.engine.loads import AdapterLoads
+from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest, Meters
 from manylora.engine.loop import Routes
 from manylora.engine.outbox import Outbox
 from manylora.engine.trace import TraceWriter
@@ -58,7 +51,7 @@ from manylora.protocol import (
     SwapPages,
     handlers,
 )
-from manylora.reports import ClientUse, CreditUse
+from manylora.reports import AdapterUse, ClientUse, CreditUse
 from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
 
 log = logging.getLogger(__name__)
@@ -66,10 +59,6 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
 count."""
-
-_STATS = {field.name for field in dataclasses.fields(EngineStats)} - {
-    "adapters", "clients", "credits",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -82,18 +71,6 @@ class StatusAsked:
 
 StatsAsked = concurrent.futures.Future[EngineStats]
 """An item of the inbox: a snapshot is wanted."""
-
-
-@dataclasses.dataclass
-class Meters:
-    """Counts since the start that the replica does not keep."""
-
-    adapter_read_s: float = 0.0
-    adapter_read_failures: int = 0
-    steps: int = 0
-    step_s: float = 0.0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class EnginePorts:
@@ -118,7 +95,7 @@ class EnginePorts:
         # A request needs a page beside its adapter's.
         limit = min(adapter_pages_limit(config), config.num_pages - 1)
         self.catalog = Catalog(executor, inbox.put, config.num_pages, limit)
-        self.loads = AdapterLoads(self.catalog)
+        self._uses: dict[AdapterId, AdapterUse] = {}
         self._outbox = Outbox(clock)
         self._meters = Meters()
         self._state = ExecutorState()
@@ -191,9 +168,9 @@ class EnginePorts:
                 yield StatusDue(item.is_full)
                 return
             case AdapterAdded():
-                self.loads.add(item.adapter, item.num_pages)
+                self._note_uses([AdapterUse(item.adapter, "absent", item.num_pages, 0, 0)])
             case AdapterRemoved():
-                self.loads.drop(item.adapter)
+                self._uses.pop(item.adapter, None)
             case AdapterRead():
                 self._meters.adapter_read_s += item.read_s
                 self._meters.adapter_read_failures += not item.ok
@@ -343,18 +320,24 @@ class EnginePorts:
             self._trace.write(command, self.catalog.label(command.adapter), now - self._start_s)
 
     def report(self, command: Report, now: float) -> None:
-        """Carries out Report: gauges, counters and meters have the names that their fields have in the stats."""
-        self.loads.update(command.gauges.adapters)
-        base = command.gauges.adapters[0]
-        sources = (command.gauges, command.counters, self._meters, self._state, self._info)
-        merged = command.gauges.merged
+        """Carries out Report; what has ids there has names here, and is left out where the name was given up."""
+        gauges = command.gauges
+        self._note_uses(gauges.adapters)
+        key_of = str if self._by_key else self._name_of
+        named = dataclasses.replace(
+            gauges,
+            adapters=(),
+            clients=tuple(_named(gauges.clients, [key_of(each.client) for each in gauges.clients])),
+            credits=tuple(_named(gauges.credits, [self._name_of(each.adapter) for each in gauges.credits])),
+        )
         stats = EngineStats(
-            base_running=base.running,
-            base_waiting=base.waiting,
-            clients=tuple(self._client_shares(command.gauges.clients)),
-            merged_adapter=None if merged == BASE else self._name_of(merged),
-            credits=tuple(self._credits(command.gauges.credits)),
-            **{name: getattr(source, name) for source in sources for name in _STATS if hasattr(source, name)},
+            named,
+            command.counters,
+            dataclasses.replace(self._meters),
+            self._state,
+            None if gauges.merged == BASE else self._name_of(gauges.merged),
+            self._info.pristine_bytes,
+            self._info.cold_start_kinds,
         )
         for future in self._reporting:
             # The loop may have been given up meanwhile.
@@ -374,19 +357,21 @@ class EnginePorts:
         card = self.catalog.card(adapter)
         return None if card is None else card.name
 
-    def _credits(self, uses: Iterable[CreditUse]) -> Iterator[AdapterCredit]:
-        for use in uses:
-            name = self._name_of(use.adapter)
-            if name is not None:
-                yield AdapterCredit(name, use.credit_s)
+    # ------------------------------------------------------------ each adapter's state
 
-    def _client_shares(self, uses: Iterable[ClientUse]) -> Iterator[ClientShare]:
-        """By name; an adapter whose name was given up has none."""
+    def adapter_uses(self) -> tuple[AdapterUse, ...]:
+        """Every served adapter at the moment of the newest snapshot, in the order in which they were added.
+
+        Kept by what has changed since the snapshot before, so that with thousands of adapters one costs the loop
+        what its changes cost. Any thread may call this: it relies on the GIL, as values are copied in one piece.
+        """
+        return tuple(self._uses.values())
+
+    def _note_uses(self, uses: Iterable[AdapterUse]) -> None:
         for use in uses:
-            if self._by_key:
-                yield ClientShare(str(use.client), use.service, use.counter)
-            elif (name := self._name_of(use.client)) is not None:
-                yield ClientShare(name, use.service, use.counter)
+            card = self.catalog.card(use.adapter)
+            if card is not None:  # neither the base nor one whose name was given up
+                self._uses[use.adapter] = dataclasses.replace(use, name=card.name, rank=card.rank)
 
     # ------------------------------------------------------------ the end of a round, and of all
 
@@ -417,3 +402,12 @@ class EnginePorts:
         if self._trace is not None:
             self._trace.close()
         self._executor.close(frees=frees)
+
+
+_Named = TypeVar("_Named", ClientUse, CreditUse)
+
+
+def _named(uses: Iterable[_Named], names: Iterable[str | None]) -> Iterator[_Named]:
+    for use, name in zip(uses, names):
+        if name is not None:
+            yield dataclasses.replace(use, name=name)

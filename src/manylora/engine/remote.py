@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import socket
 from collections.abc import AsyncIterator
@@ -12,7 +11,6 @@ from manylora.config import ConfigError, EngineSettings
 from manylora.engine import wire
 from manylora.engine.client import (
     SILENT_S,
-    AdapterLoad,
     Delta,
     EngineBusy,
     EngineDead,
@@ -24,6 +22,7 @@ from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.processes import LEAST_EFFORT, effort
 from manylora.protocol import AdapterError
+from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -57,7 +56,7 @@ class RemoteEngine:
         self._pulse: Pulse | None = None  # that has come and has not been looked at
         self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._loads: dict[int, list[AdapterLoad]] = {}  # that came before the answers to their calls
+        self._loads: dict[int, list[AdapterUse]] = {}  # that came before the answers to their calls
         self._call_ids = itertools.count()
         self._stats: asyncio.Task[wire.Answer] | None = None
         self._closing = False
@@ -95,7 +94,7 @@ class RemoteEngine:
                 case wire.Answer(id=call):
                     if message.stats is not None:
                         loads = tuple(self._loads.pop(call, ()))
-                        message.stats = dataclasses.replace(message.stats, adapters=loads)
+                        message.stats = message.stats.with_adapters(loads)
                     future = self._calls.pop(call, None)
                     if future is not None and not future.done():
                         future.set_result(message)

@@ -213,7 +213,7 @@ def _stats_answer(
     if error is not None:
         yield _failure(call, error)
         return
-    loads = driver.adapter_loads()
+    loads = driver.adapter_uses()
     for first in range(0, len(loads), LOADS_A_MESSAGE):
         yield wire.Loads(call, loads[first : first + LOADS_A_MESSAGE])
     yield wire.Answer(call, stats=done.result())

@@ -12,10 +12,11 @@ import socket
 import msgspec
 
 from manylora.config import EngineSettings
-from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRequest
+from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.frames import frame as frame  # of this module, too
 from manylora.engine.frames import read_message, receive_message
 from manylora.engine.watchdog import Pulse
+from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo
 
 
@@ -89,7 +90,7 @@ class Loads(msgspec.Struct, tag=True):
     """Some of the adapters that the Answer to this Call leaves out; it comes after them all."""
 
     id: int
-    loads: tuple[AdapterLoad, ...]
+    loads: tuple[AdapterUse, ...]
 
 
 class Answer(msgspec.Struct, tag=True):

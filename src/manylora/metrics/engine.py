@@ -1,143 +1,41 @@
-"""The engine's own figures as Prometheus metrics, from the last snapshot of its stats."""
+"""The engine's own figures as Prometheus metrics, from the last snapshot of its stats: a table of families.
+
+A front end of several engines has an ``EngineCollector`` of each.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from manylora.engine.client import AdapterLoad, EngineStats
+from manylora.engine.client import EngineStats
+from manylora.reports import AdapterUse
 from manylora.types import EngineInfo
 
-_TIERS = ("device", "host")
-_DIRECTIONS = ("in", "out")
 
-_COUNTERS = (
-    ("vllm:prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the prefix cache."),
-    ("vllm:prefix_cache_hits", "prefix_hits_tokens", "Prompt tokens found in the prefix cache."),
-    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens processed."),
-    ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
-    ("vllm:num_preemptions", "preemptions", "Requests preempted to make room."),
-    ("manylora:adapter_reads", "adapter_reads", "Adapters read into the pool."),
-    ("manylora:adapter_read_failures", "adapter_read_failures", "Adapter reads that failed."),
-    ("manylora:adapter_read_seconds", "adapter_read_s", "Time spent reading adapters."),
-    ("manylora:adapter_evictions", "adapter_evictions", "Adapters that left the pool."),
-    ("manylora:history_page_evictions", "history_evictions", "Pages of cached KV that left the pool."),
-    ("manylora:history_page_drops", "history_drops", "Pages of cached KV whose last copy was dropped."),
-    ("manylora:host_evictions", "host_evictions", "Adapters and pages of KV that left the host's pool."),
-    ("manylora:adapter_misses", "adapter_misses", "Admissions whose adapter was in neither tier."),
-    ("manylora:prefetches", "prefetches", "Adapters and pages of KV fetched for requests in the queue."),
-    ("manylora:swap_failures", "swaps_failed", "Copies between the tiers that failed."),
-    (
-        "manylora:adapter_limit_overtaken",
-        "adapter_limit_overtaken",
-        "Admissions before the first in line, for --adapter-batch-limit.",
-    ),
-    (
-        "manylora:cold_start_stall_seconds",
-        "cold_start_stall_s",
-        "Time that steps stood still for copies and for the CPU, under every --cold-start but wait.",
-    ),
-    (
-        "manylora:cold_start_hidden_seconds",
-        "cold_start_hidden_s",
-        "Time of copies that steps awaited during which they went on.",
-    ),
-    (
-        "manylora:cold_start_expected_stall_seconds",
-        "cold_start_expected_s",
-        "Time that steps were expected to stand still for cold requests.",
-    ),
-    (
-        "manylora:cold_start_answer_seconds",
-        "cold_answer_s",
-        "Time from the decision how cold requests begin to the end of their first steps.",
-    ),
-    (
-        "manylora:cold_start_expected_answer_seconds",
-        "cold_answer_expected_s",
-        "What this time was expected to be.",
-    ),
-    (
-        "manylora:cpu_lora_seconds",
-        "cpu_lora_s",
-        "Time that CPU workers computed for cold requests, the busiest one of each step.",
-    ),
-    ("manylora:spoilt_rows", "spoilt_rows", "Rows computed again since a copy failed or was late."),
-    ("manylora:step_seconds", "step_s", "Time spent in steps."),
-    ("manylora:merge_switch_failures", "switches_failed", "Changes of what is merged that failed."),
-    ("manylora:merge_switch_seconds", "merge_switch_s", "Time that changes of what is merged took."),
-    ("manylora:paused_seconds", "paused_s", "Time that sequences held pages and could not run, for merging."),
-)
+class _View(NamedTuple):
+    """The newest snapshot, and what else samples need."""
+
+    stats: EngineStats
+    base: str
+    info: EngineInfo
+    is_up: bool
 
 
-class EngineCollector(Collector):
-    """Yields metrics of the newest snapshot; before the first one, of an engine that has done nothing."""
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""The values of labels, and the figure."""
 
-    def __init__(self, base: str, info: EngineInfo) -> None:
-        self._base = base
-        self._info = info
-        self._stats = EngineStats(
-            pages_total=info.num_pages, pages_free=info.num_pages, cold_start_kinds=info.cold_start_kinds
-        )
-        self._is_up = True
-
-    def update(self, stats: EngineStats | None) -> None:
-        """Take a new snapshot; None where the engine does not answer."""
-        self._is_up = stats is not None
-        if stats is not None:
-            self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
-        # Taken once: a scrape on another thread must not see two snapshots.
-        stats = self._stats
-        for name, field, text in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._base], getattr(stats, field))
-            yield counter
-        yield from self._load(stats)
-        yield lora_requests(stats.adapters, self._info.max_num_seqs)
-        yield from _residency(stats, self._base)
-        yield from _pages(stats)
-        yield from _invalid(stats)
-        yield from _hits(stats)
-        yield from _swaps(stats, self._info.page_bytes)
-        yield from _adapters(stats)
-        yield from _clients(stats)
-        yield from _merging(stats, self._base)
-        yield _cold_starts(stats)
-        if self._info.ranks:
-            yield from _ranks(stats, self._info)
-
-    def _load(self, stats: EngineStats) -> Iterator[Metric]:
-        gauges = (
-            ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.num_waiting),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share (0 to 1) of the pool held by running requests and their adapters. History and idle "
-                "adapters give way, so they count as free.",
-                busy_pages(stats) / max(stats.pages_total, 1),
-            ),
-            ("manylora:engine_up", "1 while the engine answers.", float(self._is_up)),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._base], value)
-            yield gauge
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Shape of the pools.",
-            labels=["block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_policy"],
-        )  # fmt: skip
-        shape = (self._info.page_tokens, self._info.num_pages, self._info.num_host_pages)
-        info.add_metric([*map(str, shape), self._info.cache_policy], 1)
-        yield info
+_Row = tuple[str, str | Callable[[_View], Samples], str]
+"""A family's name with its labels, a figure of EngineStats by its path or what gives all figures, and its help."""
 
 
-def lora_requests(loads: Iterable[AdapterLoad], most: int) -> Metric:
+def lora_requests(uses: Iterable[AdapterUse], most: int) -> Metric:
     """The gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to report, so
     ``max_lora`` is how many adapters can run at once: ``most``."""
     gauge = GaugeMetricFamily(
@@ -145,237 +43,295 @@ def lora_requests(loads: Iterable[AdapterLoad], most: int) -> Metric:
         "Adapters of running and waiting requests; the value is the Unix time.",
         labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
     )
-    loads = list(loads)
-    waiting = ",".join(dict.fromkeys(load.name for load in loads if load.waiting))
-    running = ",".join(dict.fromkeys(load.name for load in loads if load.running))
+    uses = list(uses)
+    waiting = ",".join(dict.fromkeys(use.name for use in uses if use.waiting))
+    running = ",".join(dict.fromkeys(use.name for use in uses if use.running))
     gauge.add_metric([str(most), waiting, running], time.time())
     return gauge
 
 
 def busy_pages(stats: EngineStats) -> int:
     """Pages that running requests and their adapters hold: the others give way."""
-    adapters = (load.num_pages for load in stats.adapters if load.running and load.state == "resident")
-    return stats.pages_running + sum(adapters)
+    gauges = stats.gauges
+    adapters = (use.num_pages for use in gauges.adapters if use.running and use.state == "resident")
+    return gauges.pages_running + sum(adapters)
 
 
-def _cold_starts(stats: EngineStats) -> Metric:
-    starts = CounterMetricFamily(
-        "manylora:cold_starts",
-        "Requests whose adapter was not on the device when admitted, by how they began and where it was.",
-        labels=["mode", "source"],
-    )
-    for kind, count in sorted((dict.fromkeys(stats.cold_start_kinds, 0) | stats.cold_starts).items()):
-        starts.add_metric(kind.split("/"), count)
-    return starts
+def _each(path: str, *values: str) -> Callable[[_View], Samples]:
+    """Give the figures whose paths have one of the values in the braces' place, which is their label."""
+    getters = [((value,), operator.attrgetter(path.format(value))) for value in values]
+    return lambda view: [(labels, get(view.stats)) for labels, get in getters]
 
 
-def _ranks(stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
-    weights = GaugeMetricFamily(
-        "manylora:rank_weight_bytes", "Bytes of the base's weights on each rank.", labels=["rank"]
-    )
-    pools = GaugeMetricFamily(
-        "manylora:rank_pool_bytes", "Bytes of each rank's parts of the pools.", labels=["rank", "tier"]
-    )
-    adapters = GaugeMetricFamily(
-        "manylora:rank_adapter_bytes", "Bytes of adapters' pages on each rank.", labels=["rank", "tier"]
-    )
-    for rank, held in enumerate(info.ranks):
-        weights.add_metric([str(rank)], held.weight_bytes)
-        for tier, total, used in (
-            ("device", info.num_pages, stats.pages_adapters),
-            ("host", info.num_host_pages, stats.host_pages_adapters),
-        ):
-            pools.add_metric([str(rank), tier], total * held.page_bytes)
-            adapters.add_metric([str(rank), tier], used * held.page_bytes)
-    yield from (weights, pools, adapters)
-    count = CounterMetricFamily(
-        "manylora:collectives",
-        "Exchanges between ranks: sums of the base's, of what adapters' A give, logits and tokens, switches.",
-        labels=["rank", "kind"],
-    )
-    size = CounterMetricFamily(
-        "manylora:collective_bytes", "Bytes that each rank put into them.", labels=["rank", "kind"]
-    )
-    for rank, traffic in enumerate(stats.traffic):
-        said = traffic._asdict()
-        for kind in ("base", "lora", "sampling", "merging"):
-            count.add_metric([str(rank), kind], said[kind])
-            size.add_metric([str(rank), kind], said[f"{kind}_bytes"])
-    yield from (count, size)
+def _per_adapter(field: str) -> Callable[[_View], Samples]:
+    """Give a figure of each adapter."""
+    get = operator.attrgetter(field)
+    return lambda view: [((use.name,), get(use)) for use in view.stats.gauges.adapters]
 
 
-def _residency(stats: EngineStats, base: str) -> Iterator[Metric]:
-    """True residency, as the metric standard to come has it: ``gpu`` is the tier that steps read from, ``cpu``
-    the host's. An adapter may be in both."""
-    resident = [load for load in stats.adapters if load.state == "resident"]
-    held = [load for load in stats.adapters if load.host_state == "held"]
-    loaded = GaugeMetricFamily(
-        "vllm:lora_adapter_loaded",
-        "1 for each adapter whose weights are in the device (gpu) or host (cpu) pool, in use or idle.",
-        labels=["adapter_name", "level", "pinned", "rank"],
-    )
-    for level, loads in (("gpu", resident), ("cpu", held)):
-        for load in loads:
-            loaded.add_metric([load.name, level, "false", str(load.rank)], 1)
-    yield loaded
-    for level, pool, loads in (("gpu", "device", resident), ("cpu", "host", held)):
-        count = GaugeMetricFamily(
-            f"vllm:num_{level}_loaded_lora_adapters", f"Adapters in the {pool} pool.", labels=["model_name"]
+def _states(field: str) -> Callable[[_View], Samples]:
+    """Give 1 for the state of each adapter."""
+    get = operator.attrgetter(field)
+    return lambda view: [((use.name, get(use)), 1) for use in view.stats.gauges.adapters]
+
+
+def _on(use: AdapterUse) -> Iterator[str]:
+    """The tiers that an adapter is in, as the metric standard to come has it: ``gpu`` is the tier that steps read
+    from, ``cpu`` the host's. It may be in both."""
+    if use.state == "resident":
+        yield "gpu"
+    if use.host_state == "held":
+        yield "cpu"
+
+
+def _loaded(view: _View) -> Samples:
+    uses = view.stats.gauges.adapters
+    for level in ("gpu", "cpu"):
+        yield from (((use.name, level, "false", str(use.rank)), 1) for use in uses if level in _on(use))
+
+
+def _num_loaded(level: str) -> Callable[[_View], Samples]:
+    return lambda view: [((view.base,), sum(level in _on(use) for use in view.stats.gauges.adapters))]
+
+
+def _pages(view: _View) -> Samples:
+    for tier, prefix, uses in (
+        ("device", "", ("free", "running", "history", "adapters")),
+        ("host", "host_", ("free", "history", "adapters")),
+    ):
+        yield from (((tier, use), getattr(view.stats.gauges, f"{prefix}pages_{use}")) for use in uses)
+
+
+def _steps(view: _View) -> Samples:
+    counters = view.stats.counters
+    merged, mixed = counters.steps_merged, counters.steps_mixed
+    unmerged = view.stats.meters.steps - merged - mixed
+    for mode, count in (("unmerged", unmerged), ("merged", merged), ("mixed", mixed)):
+        yield (view.base, mode), count
+
+
+def _cold_starts(view: _View) -> Samples:
+    known = dict.fromkeys(view.stats.cold_start_kinds, 0) | view.stats.counters.cold_starts
+    return [(tuple(kind.split("/")), count) for kind, count in sorted(known.items())]
+
+
+def _threshold(field: str) -> Callable[[_View], Samples]:
+    def samples(view: _View) -> Samples:
+        value = getattr(view.stats.gauges, field)
+        return [] if value is None else [((), value)]
+
+    return samples
+
+
+def _shape(view: _View) -> Samples:
+    info = view.info
+    yield (str(info.page_tokens), str(info.num_pages), str(info.num_host_pages), info.cache_policy), 1
+
+
+def _rank_weights(view: _View) -> Samples:
+    return [((str(rank),), held.weight_bytes) for rank, held in enumerate(view.info.ranks)]
+
+
+def _rank_pages(device: str, host: str) -> Callable[[_View], Samples]:
+    """Give each rank's bytes of so many pages, which are figures of the view by their paths."""
+    counts = ("device", operator.attrgetter(device)), ("host", operator.attrgetter(host))
+    return lambda view: [
+        ((str(rank), tier), count(view) * held.page_bytes)
+        for rank, held in enumerate(view.info.ranks)
+        for tier, count in counts
+    ]
+
+
+def _exchanges(suffix: str) -> Callable[[_View], Samples]:
+    return lambda view: [
+        ((str(rank), kind), getattr(traffic, kind + suffix))
+        for rank, traffic in enumerate(view.stats.executor.traffic if view.info.ranks else ())
+        for kind in ("base", "lora", "sampling", "merging")
+    ]
+
+
+_swapped_pages = _each("counters.pages_swapped_{}", "in", "out")
+
+
+def _mean_invalid_share(view: _View) -> Samples:
+    counters = view.stats.counters
+    return [((), counters.invalid_share_sum / max(counters.invalid_share_samples, 1))]
+
+
+_COUNTERS: tuple[_Row, ...] = (
+    ("vllm:prefix_cache_queries{model_name}", "counters.prefix_queries_tokens",
+     "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits{model_name}", "counters.prefix_hits_tokens",
+     "Prompt tokens found in the prefix cache."),
+    ("vllm:prompt_tokens{model_name}", "meters.prompt_tokens", "Prompt tokens processed."),
+    ("vllm:generation_tokens{model_name}", "meters.generated_tokens", "Tokens generated."),
+    ("vllm:num_preemptions{model_name}", "counters.preemptions", "Requests preempted to make room."),
+    ("manylora:adapter_reads{model_name}", "counters.adapter_reads", "Adapters read into the pool."),
+    ("manylora:adapter_read_failures{model_name}", "meters.adapter_read_failures",
+     "Adapter reads that failed."),
+    ("manylora:adapter_read_seconds{model_name}", "meters.adapter_read_s", "Time spent reading adapters."),
+    ("manylora:adapter_evictions{model_name}", "counters.adapter_evictions", "Adapters that left the pool."),
+    ("manylora:history_page_evictions{model_name}", "counters.history_evictions",
+     "Pages of cached KV that left the pool."),
+    ("manylora:history_page_drops{model_name}", "counters.history_drops",
+     "Pages of cached KV whose last copy was dropped."),
+    ("manylora:host_evictions{model_name}", "counters.host_evictions",
+     "Adapters and pages of KV that left the host's pool."),
+    ("manylora:adapter_misses{model_name}", "counters.adapter_misses",
+     "Admissions whose adapter was in neither tier."),
+    ("manylora:prefetches{model_name}", "counters.prefetches",
+     "Adapters and pages of KV fetched for requests in the queue."),
+    ("manylora:swap_failures{model_name}", "counters.swaps_failed", "Copies between the tiers that failed."),
+    ("manylora:adapter_limit_overtaken{model_name}", "counters.adapter_limit_overtaken",
+     "Admissions before the first in line, for --adapter-batch-limit."),
+    ("manylora:cold_start_stall_seconds{model_name}", "counters.cold_start_stall_s",
+     "Time that steps stood still for copies and for the CPU, under every --cold-start but wait."),
+    ("manylora:cold_start_hidden_seconds{model_name}", "counters.cold_start_hidden_s",
+     "Time of copies that steps awaited during which they went on."),
+    ("manylora:cold_start_expected_stall_seconds{model_name}", "counters.cold_start_expected_s",
+     "Time that steps were expected to stand still for cold requests."),
+    ("manylora:cold_start_answer_seconds{model_name}", "counters.cold_answer_s",
+     "Time from the decision how cold requests begin to the end of their first steps."),
+    ("manylora:cold_start_expected_answer_seconds{model_name}", "counters.cold_answer_expected_s",
+     "What this time was expected to be."),
+    ("manylora:cpu_lora_seconds{model_name}", "counters.cpu_lora_s",
+     "Time that CPU workers computed for cold requests, the busiest one of each step."),
+    ("manylora:spoilt_rows{model_name}", "counters.spoilt_rows",
+     "Rows computed again since a copy failed or was late."),
+    ("manylora:step_seconds{model_name}", "meters.step_s", "Time spent in steps."),
+    ("manylora:merge_switch_failures{model_name}", "counters.switches_failed",
+     "Changes of what is merged that failed."),
+    ("manylora:merge_switch_seconds{model_name}", "counters.merge_switch_s",
+     "Time that changes of what is merged took."),
+    ("manylora:paused_seconds{model_name}", "counters.paused_s",
+     "Time that sequences held pages and could not run, for merging."),
+    ("manylora:kv_hit_tokens{tier}", _each("counters.kv_hit_tokens_{}", "device", "host"),
+     "Prompt tokens found in the prefix cache, by where it was."),
+    ("manylora:adapter_hits{tier}", _each("counters.adapter_hits_{}", "device", "host"),
+     "Admissions whose adapter had been read, by where it was."),
+    ("manylora:swap_bytes{direction}",
+     lambda view: [(to, pages * view.info.page_bytes) for to, pages in _swapped_pages(view)],
+     "Copied to the device (in) and to the host (out)."),
+    ("manylora:swap_seconds{direction}", _each("counters.swap_{}_s", "in", "out"),
+     "Time that these copies took."),
+    ("manylora:fair_service_tokens{client}",
+     lambda view: [((client.name,), client.service) for client in view.stats.gauges.clients],
+     "Weighted tokens that a client was served."),
+    ("manylora:steps{model_name,mode}", _steps,
+     "Steps run: without a merged adapter (unmerged), of the merged one alone (merged), with others (mixed)."),
+    ("manylora:merge_switches{to}", _each("counters.switches_{}", "merged", "base"),
+     "Changes of what is merged, by what it is then."),
+    ("manylora:cold_starts{mode,source}", _cold_starts,
+     "Requests whose adapter was not on the device when admitted, by how they began and where it was."),
+    ("manylora:collectives{rank,kind}", _exchanges(""),
+     "Exchanges between ranks: sums of the base's, of what adapters' A give, logits and tokens, switches."),
+    ("manylora:collective_bytes{rank,kind}", _exchanges("_bytes"), "Bytes that each rank put into them."),
+)  # fmt: skip
+_GAUGES: tuple[_Row, ...] = (
+    ("vllm:num_requests_running{model_name}", "gauges.num_running", "Requests in the running batch."),
+    ("vllm:num_requests_waiting{model_name}", "gauges.num_waiting", "Requests waiting for admission."),
+    ("vllm:kv_cache_usage_perc{model_name}",
+     lambda view: [((view.base,), busy_pages(view.stats) / max(view.stats.gauges.pages_total, 1))],
+     "Share (0 to 1) of the pool held by running requests and their adapters. History and idle adapters "
+     "give way, so they count as free."),
+    ("manylora:engine_up{model_name}", lambda view: [((view.base,), view.is_up)],
+     "1 while the engine answers."),
+    ("vllm:cache_config_info{block_size,num_gpu_blocks,num_cpu_blocks,cache_policy}", _shape,
+     "Shape of the pools."),
+    ("vllm:lora_adapter_loaded{adapter_name,level,pinned,rank}", _loaded,
+     "1 for each adapter whose weights are in the device (gpu) or host (cpu) pool, in use or idle."),
+    ("vllm:num_gpu_loaded_lora_adapters{model_name}", _num_loaded("gpu"), "Adapters in the device pool."),
+    ("vllm:num_cpu_loaded_lora_adapters{model_name}", _num_loaded("cpu"), "Adapters in the host pool."),
+    ("manylora:pages{tier,use}", _pages, "Pages of the device and host pools by use."),
+    ("manylora:host_pages_pinned", "executor.host_pages_pinned",
+     "Pages of the host pool whose copies are as fast as they can be: all, some time after the start."),
+    ("manylora:pages_moving{direction}",
+     lambda view: [(("in",), view.stats.gauges.pages_loading), (("out",), view.stats.gauges.pages_saving)],
+     "Pages of the device that are being filled (in) or copied to the host before they leave (out)."),
+    ("manylora:invalid_history_share",
+     lambda view: [((), view.stats.gauges.invalid_pages / max(view.stats.gauges.pages_history, 1))],
+     "Share (0 to 1) of the device's cached KV whose adapter is not on the device."),
+    ("manylora:invalid_history_share_mean",
+     _mean_invalid_share,
+     "The same, as the mean of all samples since the start."),
+    ("manylora:adapter_state{adapter_name,state}", _states("state"),
+     "1 for the state that each served adapter is in on the device: absent, loading, resident or saving."),
+    ("manylora:adapter_host_state{adapter_name,state}", _states("host_state"),
+     "1 for the state of each served adapter on the host: none, filling or held."),
+    ("manylora:adapter_pages{adapter_name}", _per_adapter("num_pages"),
+     "Pages that an adapter takes when resident."),
+    ("manylora:adapter_history_pages{adapter_name}", _per_adapter("history_pages"),
+     "Pages of idle KV on the device, by its adapter."),
+    ("manylora:adapter_running_requests{adapter_name}", _per_adapter("running"),
+     "Running requests by adapter."),
+    ("manylora:adapter_waiting_requests{adapter_name}", _per_adapter("waiting"),
+     "Waiting requests by adapter."),
+    ("manylora:fair_counter{client}",
+     lambda view: [((client.name,), client.counter) for client in view.stats.gauges.clients],
+     "A client's virtual token counter: what it was served over its share, and what it was lifted by."),
+    ("manylora:merged_adapter{adapter_name}",
+     lambda view: [] if view.stats.merged_adapter is None else [((view.stats.merged_adapter,), 1)],
+     "1 for the adapter whose weights are merged into the base's."),
+    ("manylora:pristine_bytes", "pristine_bytes", "What the copy of the base's own weights takes."),
+    ("manylora:longest_pause_seconds", "counters.longest_pause_s",
+     "The longest time that a sequence held pages and could not run, for merging."),
+    ("manylora:merge_alpha", _threshold("merge_alpha"),
+     "dLoRA's threshold: An adapter with more than this share of a batch's requests is merged."),
+    ("manylora:merge_beta", _threshold("merge_beta"), "dLoRA's threshold: One with less is unmerged."),
+    ("manylora:credit{adapter_name}",
+     lambda view: [((credit.name,), credit.credit_s) for credit in view.stats.gauges.credits],
+     "dLoRA's credits: seconds of one request held back that an adapter can pay."),
+    ("manylora:rank_weight_bytes{rank}", _rank_weights, "Bytes of the base's weights on each rank."),
+    ("manylora:rank_pool_bytes{rank,tier}", _rank_pages("info.num_pages", "info.num_host_pages"),
+     "Bytes of each rank's parts of the pools."),
+    ("manylora:rank_adapter_bytes{rank,tier}",
+     _rank_pages("stats.gauges.pages_adapters", "stats.gauges.host_pages_adapters"),
+     "Bytes of adapters' pages on each rank."),
+)  # fmt: skip
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_TABLES: tuple[tuple[_Kind, tuple[_Row, ...]], ...]
+_TABLES = (CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)
+_OPTIONAL = {
+    "manylora:merge_alpha", "manylora:merge_beta", "manylora:rank_weight_bytes", "manylora:rank_pool_bytes",
+    "manylora:rank_adapter_bytes", "manylora:collectives", "manylora:collective_bytes",
+}  # fmt: skip
+"""Families that are left out where they have no samples."""
+
+
+class EngineCollector(Collector):
+    """Yields metrics of the newest snapshot; before the first one, of an engine that has done nothing."""
+
+    def __init__(self, base: str, info: EngineInfo) -> None:
+        gauges = dataclasses.replace(
+            EngineStats().gauges, pages_total=info.num_pages, pages_free=info.num_pages
         )
-        count.add_metric([base], len(loads))
-        yield count
+        stats = EngineStats(gauges, cold_start_kinds=info.cold_start_kinds)
+        self._view = _View(stats, base, info, True)
+
+    def update(self, stats: EngineStats | None) -> None:
+        """Take a new snapshot; None where the engine does not answer."""
+        known = self._view.stats if stats is None else stats
+        self._view = self._view._replace(stats=known, is_up=stats is not None)
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        view = self._view  # taken once: a scrape on another thread must not see two snapshots
+        for kind, rows in _TABLES:
+            for row in rows:
+                family = _family(kind, row, view)
+                if family.samples or family.name not in _OPTIONAL:
+                    yield family
+        yield lora_requests(view.stats.gauges.adapters, view.info.max_num_seqs)
 
 
-def _pages(stats: EngineStats) -> Iterator[Metric]:
-    pages = GaugeMetricFamily(
-        "manylora:pages", "Pages of the device and host pools by use.", labels=["tier", "use"]
-    )
-    for use in ("free", "running", "history", "adapters"):
-        pages.add_metric(["device", use], getattr(stats, f"pages_{use}"))
-    for use in ("free", "history", "adapters"):
-        pages.add_metric(["host", use], getattr(stats, f"host_pages_{use}"))
-    yield pages
-    yield GaugeMetricFamily(
-        "manylora:host_pages_pinned",
-        "Pages of the host pool whose copies are as fast as they can be: all, some time after the start.",
-        value=stats.host_pages_pinned,
-    )
-    moving = GaugeMetricFamily(
-        "manylora:pages_moving",
-        "Pages of the device that are being filled (in) or copied to the host before they leave (out).",
-        labels=["direction"],
-    )
-    for direction, count in zip(_DIRECTIONS, (stats.pages_loading, stats.pages_saving)):
-        moving.add_metric([direction], count)
-    yield moving
-
-
-def _invalid(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "manylora:invalid_history_share",
-        "Share (0 to 1) of the device's cached KV whose adapter is not on the device.",
-        value=stats.invalid_pages / max(stats.pages_history, 1),
-    )
-    yield GaugeMetricFamily(
-        "manylora:invalid_history_share_mean",
-        "The same, as the mean of all samples since the start.",
-        value=stats.invalid_share_sum / max(stats.invalid_share_samples, 1),
-    )
-
-
-def _hits(stats: EngineStats) -> Iterator[Metric]:
-    for name, field, text in (
-        (
-            "manylora:kv_hit_tokens",
-            "kv_hit_tokens",
-            "Prompt tokens found in the prefix cache, by where it was.",
-        ),
-        ("manylora:adapter_hits", "adapter_hits", "Admissions whose adapter had been read, by where it was."),
-    ):
-        hits = CounterMetricFamily(name, text, labels=["tier"])
-        for tier in _TIERS:
-            hits.add_metric([tier], getattr(stats, f"{field}_{tier}"))
-        yield hits
-
-
-def _swaps(stats: EngineStats, page_bytes: int) -> Iterator[Metric]:
-    num_bytes = CounterMetricFamily(
-        "manylora:swap_bytes", "Copied to the device (in) and to the host (out).", labels=["direction"]
-    )
-    seconds = CounterMetricFamily(
-        "manylora:swap_seconds", "Time that these copies took.", labels=["direction"]
-    )
-    for direction in _DIRECTIONS:
-        num_bytes.add_metric([direction], getattr(stats, f"pages_swapped_{direction}") * page_bytes)
-        seconds.add_metric([direction], getattr(stats, f"swap_{direction}_s"))
-    yield from (num_bytes, seconds)
-
-
-def _adapters(stats: EngineStats) -> Iterator[Metric]:
-    def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"manylora:adapter_{name}", text, labels=["adapter_name", *labels])
-
-    state = gauge(
-        "state",
-        "1 for the state that each served adapter is in on the device: absent, loading, resident or saving.",
-        "state",
-    )
-    host_state = gauge(
-        "host_state", "1 for the state of each served adapter on the host: none, filling or held.", "state"
-    )
-    pages = gauge("pages", "Pages that an adapter takes when resident.")
-    history = gauge("history_pages", "Pages of idle KV on the device, by its adapter.")
-    running = gauge("running_requests", "Running requests by adapter.")
-    waiting = gauge("waiting_requests", "Waiting requests by adapter.")
-    for load in stats.adapters:
-        state.add_metric([load.name, load.state], 1)
-        host_state.add_metric([load.name, load.host_state], 1)
-        pages.add_metric([load.name], load.num_pages)
-        history.add_metric([load.name], load.history_pages)
-        running.add_metric([load.name], load.running)
-        waiting.add_metric([load.name], load.waiting)
-    yield from (state, host_state, pages, history, running, waiting)
-
-
-def _clients(stats: EngineStats) -> Iterator[Metric]:
-    service = CounterMetricFamily(
-        "manylora:fair_service_tokens", "Weighted tokens that a client was served.", labels=["client"]
-    )
-    counters = GaugeMetricFamily(
-        "manylora:fair_counter",
-        "A client's virtual token counter: what it was served over its share, and what it was lifted by.",
-        labels=["client"],
-    )
-    for client in stats.clients:
-        service.add_metric([client.name], client.service)
-        counters.add_metric([client.name], client.counter)
-    yield from (service, counters)
-
-
-def _merging(stats: EngineStats, base: str) -> Iterator[Metric]:
-    steps = CounterMetricFamily(
-        "manylora:steps",
-        "Steps run: without a merged adapter (unmerged), of the merged one alone (merged), with others (mixed).",
-        labels=["model_name", "mode"],
-    )
-    num_unmerged = stats.steps - stats.steps_merged - stats.steps_mixed
-    modes = (("unmerged", num_unmerged), ("merged", stats.steps_merged), ("mixed", stats.steps_mixed))
-    for mode, count in modes:
-        steps.add_metric([base, mode], count)
-    switches = CounterMetricFamily(
-        "manylora:merge_switches", "Changes of what is merged, by what it is then.", labels=["to"]
-    )
-    switches.add_metric(["merged"], stats.switches_merged)
-    switches.add_metric(["base"], stats.switches_base)
-    merged = GaugeMetricFamily(
-        "manylora:merged_adapter",
-        "1 for the adapter whose weights are merged into the base's.",
-        labels=["adapter_name"],
-    )
-    if stats.merged_adapter is not None:
-        merged.add_metric([stats.merged_adapter], 1)
-    yield from (steps, switches, merged)
-    yield GaugeMetricFamily(
-        "manylora:pristine_bytes",
-        "What the copy of the base's own weights takes.",
-        value=stats.pristine_bytes,
-    )
-    yield GaugeMetricFamily(
-        "manylora:longest_pause_seconds",
-        "The longest time that a sequence held pages and could not run, for merging.",
-        value=stats.longest_pause_s,
-    )
-    for name, value, text in (
-        ("alpha", stats.merge_alpha, "An adapter with more than this share of a batch's requests is merged."),
-        ("beta", stats.merge_beta, "One with less is unmerged."),
-    ):
-        if value is not None:
-            yield GaugeMetricFamily(f"manylora:merge_{name}", f"dLoRA's threshold: {text}", value=value)
-    credits = GaugeMetricFamily(
-        "manylora:credit",
-        "dLoRA's credits: seconds of one request held back that an adapter can pay.",
-        labels=["adapter_name"],
-    )
-    for credit in stats.credits:
-        credits.add_metric([credit.name], credit.credit_s)
-    yield credits
+def _family(kind: _Kind, row: _Row, view: _View) -> Metric:
+    spec, figures, text = row
+    name, _, labels = spec.rstrip("}").partition("{")
+    family = kind(name, text, labels=labels.split(",") if labels else ())
+    if isinstance(figures, str):
+        figure = operator.attrgetter(figures)(view.stats)
+        family.add_metric([view.base] if labels else [], figure)
+    else:
+        for values, figure in figures(view):
+            family.add_metric(values, figure)
+    return family

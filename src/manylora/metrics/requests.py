@@ -6,16 +6,22 @@ engine in process, has a registry of its own.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
+import math
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from manylora.engine.client import EngineStats
+from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.metrics.engine import EngineCollector
-from manylora.metrics.histogram import TokenHistogram
-from manylora.text.generate import TextDelta
+from manylora.text.generate import TextDelta, TextStream
 from manylora.types import EngineInfo
 
 _FIRST_TOKEN_S = (
@@ -109,23 +115,23 @@ class Metrics:
         text += " The base model counts under its own id."
         return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
 
-    def request(
-        self, adapter: str | None, num_prompt_tokens: int, n: int, start_s: float, priority: int = 0
-    ) -> RequestRecorder:
+    def request(self, asked: GenerationRequest, start_s: float) -> RequestRecorder:
         """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
-        name = adapter or self._base
+        name = asked.adapter or self._base
         self._adapter_requests.labels(name).inc()
-        self._adapter_prompt.labels(name).inc(num_prompt_tokens)
-        return RequestRecorder(self, name, self._adapter_generated.labels(name), n, start_s, priority)
+        self._adapter_prompt.labels(name).inc(len(asked.prompt))
+        generated = self._adapter_generated.labels(name)
+        return RequestRecorder(self, name, generated, asked.params.n, start_s, asked.priority)
 
     def count_first_token(self, adapter: str, delta: TextDelta, seconds: float, priority: int = 0) -> None:
         """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
         self.first_token_s.observe(seconds)
         self._adapter_first_token_s.labels(adapter).observe(seconds)
-        self.queue_s.observe(delta.queue_s)
+        timing = delta.timing
+        self.queue_s.observe(timing.queue_s)
         if self._has_priorities:
-            self._wait_s.labels(_priority_label(priority)).observe(delta.queue_s)
-        waited = (delta.queue_s, delta.adapter_s, delta.kv_s)
+            self._wait_s.labels(_priority_label(priority)).observe(timing.queue_s)
+        waited = (timing.queue_s, timing.adapter_s, timing.kv_s)
         # Two processes' clocks: never less than nothing.
         parts_s = (*waited, max(seconds - sum(waited), 0.0))
         for part, part_s, histogram in zip(PARTS, parts_s, self._part_s, strict=True):
@@ -195,7 +201,7 @@ class RequestRecorder:
         sample, num_new = delta.sample, len(delta.token_ids)
         if num_new:
             now_s = time.perf_counter()
-            first_s = now_s - delta.spread_s
+            first_s = now_s - delta.timing.spread_s
             self._generated.inc(num_new)
             if not self._has_token:
                 self._has_token = True
@@ -228,3 +234,60 @@ class RequestRecorder:
         if self._num_open > 0:
             self._metrics.count_finished("abort", self._num_open)
             self._num_open = 0
+
+
+class RecordedStream:
+    """A request's deltas, each recorded as it is read. Closing it ends the record."""
+
+    def __init__(self, stream: TextStream, recorder: RequestRecorder) -> None:
+        self._stream = stream
+        self._recorder = recorder
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        delta = await self._stream.__anext__()
+        self._recorder.observe(delta)
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        self._recorder.close()
+        await self._stream.aclose()
+
+
+class TokenHistogram(Collector):
+    """One series, whose observations may count for several, as one delta of many tokens does.
+
+    prometheus_client's Histogram takes one observation at a time, which would cost every token.
+    """
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        """``buckets``: upper bounds, rising."""
+        self._name = name
+        self._text = text
+        self._labels = dict(labels)
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        self._created_s = time.time()
+        self._lock = threading.Lock()
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times. Thread-safe."""
+        place = bisect.bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += times
+            self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        """See prometheus_client."""
+        with self._lock:
+            counts, total = self._counts[:], self._sum
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = map(floatToGoString, self._bounds)
+        buckets = list(zip(bounds, map(float, itertools.accumulate(counts))))
+        family.add_metric(list(self._labels.values()), buckets, total)
+        family.add_sample(f"{self._name}_created", self._labels, self._created_s)
+        yield family

@@ -13,16 +13,18 @@ import weakref
 from pathlib import Path
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
+from manylora.server.docs import JSON, TEXT, Endpoint, Operation
 from manylora.server.errors import ApiError, clipped
-from manylora.server.hosts import refuse_foreign_origin
 from manylora.server.lifecycle import Lifecycle
+from manylora.server.middleware import same_origin
 from manylora.server.models import Models, note_model
-from manylora.server.schemas import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
+from manylora.server.requests import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
 from manylora.server.settings import ServerSettings
 from manylora.types import adapter_name_fault, why_reserved
 
@@ -76,7 +78,9 @@ def _check_entries(folder: Path, path: str, root: Path) -> None:
         for number, entry in enumerate(entries):
             if number == _MOST_ENTRIES:
                 raise ApiError(
-                    400, f"'{clipped(path)}' holds over {_MOST_ENTRIES} files: no adapter's", param="lora_path"
+                    400,
+                    f"'{clipped(path)}' holds over {_MOST_ENTRIES} files: no adapter's",
+                    param="lora_path",
                 )
             if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
                 raise ApiError(403, f"'{clipped(path)}' holds a link to a file outside the permitted folder")
@@ -86,15 +90,14 @@ def _invalid(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, kind="InvalidUserInput")
 
 
-def routes(
+def operations(
     client: EngineClient,
     settings: ServerSettings,
     models: Models,
     lifecycle: Lifecycle,
     metrics: Metrics,
-) -> APIRouter:
-    """/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
-    router = APIRouter(tags=["adapters"], dependencies=[Depends(refuse_foreign_origin)])
+) -> list[Operation]:
+    """Give /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
     lookers = concurrent.futures.ThreadPoolExecutor(_LOOKERS, thread_name_prefix="manylora-adapter-folder")
     callers: weakref.WeakValueDictionary[object, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
@@ -109,7 +112,9 @@ def routes(
         try:
             return await asyncio.wait_for(look, _LOOK_S)
         except TimeoutError as error:
-            reason = f"'{clipped(path)}' could not be looked at within {_LOOK_S:.0f} s: its disk does not answer"
+            reason = (
+                f"'{clipped(path)}' could not be looked at within {_LOOK_S:.0f} s: its disk does not answer"
+            )
             raise ApiError(503, reason, param="lora_path") from error
 
     async def add(request: Request, name: str, path: str, in_place: bool) -> None:
@@ -143,8 +148,7 @@ def routes(
             await client.remove_adapter(name)
         metrics.forget(name)
 
-    @router.post("/v1/load_lora_adapter", summary="Serve an adapter from the permitted folder")
-    async def load(request: Request) -> PlainTextResponse:
+    async def load(request: Request) -> Response:
         if settings.adapter_dir is None:
             permitted_folder("", None)
         body, _ = await read_body(request, LoadAdapterBody)
@@ -155,8 +159,7 @@ def routes(
         await add(request, name, body.lora_path, bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", summary="Stop serving an adapter; answers once it is gone")
-    async def unload(request: Request) -> PlainTextResponse:
+    async def unload(request: Request) -> Response:
         body, _ = await read_body(request, UnloadAdapterBody)
         name = body.lora_name
         if not name:
@@ -164,13 +167,11 @@ def routes(
         await remove(request, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    @router.get("/v1/loras", summary="The adapters that are served, as Dynamo lists them")
-    async def list_loras() -> JSONResponse:
+    async def list_loras(request: Request) -> Response:
         ids = {card.name: _dynamo_id(card.name) for card in await client.adapters()}
         return JSONResponse({"status": "success", "loras": ids, "count": len(ids)})
 
-    @router.post("/v1/loras", summary="Serve an adapter from the permitted folder, as Dynamo is asked to")
-    async def load_lora(request: Request) -> JSONResponse:
+    async def load_lora(request: Request) -> Response:
         if settings.adapter_dir is None:
             permitted_folder("", None)
         body, _ = await read_body(request, LoraBody)
@@ -182,12 +183,32 @@ def routes(
         await add(request, name, _path_of(uri), False)
         return _dynamo_answer(name, "loaded")
 
-    @router.delete("/v1/loras/{name:path}", summary="Stop serving an adapter; answers once it is gone")
-    async def unload_lora(request: Request, name: str) -> JSONResponse:
+    async def unload_lora(request: Request) -> Response:
+        name = request.path_params["name"]
         await remove(request, name)
         return _dynamo_answer(name, "unloaded")
 
-    return router
+    def operation(
+        method: str,
+        path: str,
+        endpoint: Endpoint,
+        summary: str,
+        body: type[msgspec.Struct] | None = None,
+        answer: str = JSON,
+    ) -> Operation:
+        guarded = same_origin(endpoint)
+        return Operation(method, path, guarded, "adapters", summary, body, (answer,), (404, 409, 429))
+
+    ends = "Stop serving an adapter; answers once it is gone"
+    begins = "Serve an adapter from the permitted folder"
+    listed = "The adapters that are served, as Dynamo lists them"
+    return [
+        operation("POST", "/v1/load_lora_adapter", load, begins, LoadAdapterBody, TEXT),
+        operation("POST", "/v1/unload_lora_adapter", unload, ends, UnloadAdapterBody, TEXT),
+        operation("GET", "/v1/loras", list_loras, listed),
+        operation("POST", "/v1/loras", load_lora, f"{begins}, as Dynamo is asked to", LoraBody),
+        operation("DELETE", "/v1/loras/{name:path}", unload_lora, ends),
+    ]
 
 
 def _path_of(uri: str) -> str:

@@ -1,23 +1,32 @@
-"""Puts the server together: routes, middleware, error bodies, life cycle."""
+"""Puts the server together: routes, those of probes among them, middleware, error bodies, life cycle."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from manylora.engine.client import EngineClient
+from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineSilent, EngineStats
 from manylora.engine.scopes import CacheScopes
 from manylora.metrics.requests import Metrics
-from manylora.server import adapters, bodies, chat, completions, docs, errors, models, probes
+from manylora.server import adapters, docs, errors, models, requests, routes
+from manylora.server.docs import TEXT, Operation
 from manylora.server.generation import Service
-from manylora.server.hosts import AllowedHosts
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import PROBES, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
+from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
 from manylora.server.settings import ServerSettings
 from manylora.text.texts import Texts
+
+# A scrape must be answered even when the engine is too busy, or too dead, to say anything.
+_STATS_TIMEOUT_S = 2.0
 
 
 def create_app(
@@ -27,51 +36,85 @@ def create_app(
     *,
     metrics: Metrics | None = None,
     page: Callable[[], Awaitable[bytes]] | None = None,
-    routes: APIRouter | None = None,
+    more: Sequence[Operation] = (),
     scopes: CacheScopes | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work.
 
-    ``metrics``, ``page``: what is counted and what /metrics shows, where that is not one engine's; ``routes``:
-    others beside those of a server; ``scopes``: those of all servers of one cluster.
+    ``metrics``, ``page``: what is counted and what /metrics shows, where that is not one engine's; ``more``:
+    operations beside those of a server; ``scopes``: those of all servers of one cluster.
     """
     lifecycle = Lifecycle()
     if metrics is None:
         metrics = Metrics(settings.served_model_name, client.info)
 
-    app = FastAPI(
-        title="manylora",
-        version=settings.version,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
+    served = models.Models(client, texts, settings)
+    service = Service(client, lifecycle, metrics, scopes or CacheScopes())
+    show = page or functools.partial(_engine_page, client, metrics)
+    operations = [
+        *routes.operations(service, served, settings.trusts_templates),
+        *models.operations(served),
+        *adapters.operations(client, settings, served, lifecycle, metrics),
+        *_probes(lifecycle, client, show, settings.version),
+        *more,
+    ]
+    document = docs.document(operations, settings)
+    max_body_bytes = settings.max_body_bytes or requests.max_bytes(client.info)
+    app = Starlette(
+        routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
+        # The first one is the outermost.
+        middleware=[
+            Middleware(RootPath, root=settings.root_path),
+            Middleware(RequestLog),
+            Middleware(AllowedHosts, patterns=settings.allowed_hosts),
+            Middleware(Gate, lifecycle=lifecycle),
+            Middleware(ApiKeys, settings=settings),
+            Middleware(BodyLimit, max_bytes=max_body_bytes),
+        ],
+        exception_handlers=dict.fromkeys(errors.EXPECTED, errors.answer),
     )
+    app.router.redirect_slashes = False
     app.state.lifecycle = lifecycle
-    max_body_bytes = settings.max_body_bytes or bodies.max_bytes(client.info)
+    app.state.document = document
     limits = settings.connections
     probes_under = PROBES | {settings.root_path + path for path in PROBES}
     app.state.connection_limits = dataclasses.replace(
         limits, probes=probes_under, upload_bytes=max(limits.upload_bytes, 2 * max_body_bytes)
     )
-    errors.install(app)
-
-    served = models.Models(client, texts, settings)
-    service = Service(client, lifecycle, metrics, scopes or CacheScopes())
-    app.include_router(completions.routes(service, served))
-    app.include_router(chat.routes(service, served, settings.trusts_templates))
-    app.include_router(models.routes(served))
-    app.include_router(adapters.routes(client, settings, served, lifecycle, metrics))
-    show = page or functools.partial(probes.engine_page, client, metrics)
-    app.include_router(probes.routes(lifecycle, client, show, settings.version))
-    if routes is not None:
-        app.include_router(routes)
-    docs.install(app, settings.root_path)
-
-    # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_middleware(ApiKeys, api_keys=settings.api_keys, metrics_open=settings.metrics_open)
-    app.add_middleware(Gate, lifecycle=lifecycle)
-    app.add_middleware(AllowedHosts, patterns=settings.allowed_hosts)
-    app.add_middleware(RequestLog)
-    app.add_middleware(RootPath, root=settings.root_path)
     return app
+
+
+async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
+    """The page to scrape of one engine."""
+    snapshot: EngineStats | None = None
+    with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
+        snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
+    # With thousands of adapters the page takes milliseconds to write.
+    return await asyncio.to_thread(metrics.render, snapshot)
+
+
+def _probes(
+    lifecycle: Lifecycle, client: EngineClient, page: Callable[[], Awaitable[bytes]], version: str
+) -> list[Operation]:
+    """Give /health, /ping, /healthz, /version and /metrics: answered to the end."""
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=503 if lifecycle.refusal() or client.why_unready() else 200)
+
+    async def alive(request: Request) -> Response:
+        return Response()
+
+    async def show_version(request: Request) -> Response:
+        return JSONResponse({"version": version})
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(await page(), media_type=CONTENT_TYPE_LATEST)
+
+    is_ready, is_alive = "200 while requests can be served", "200 as long as the process answers"
+    return [
+        Operation("GET", "/health", health, "probes", is_ready, answers=(), also="HEAD"),
+        Operation("GET", "/ping", health, "probes", is_ready, answers=(), also="POST"),
+        Operation("GET", "/healthz", alive, "probes", is_alive, answers=(), also="HEAD"),
+        Operation("GET", "/version", show_version, "probes", "manylora's version"),
+        Operation("GET", "/metrics", show_metrics, "probes", "Prometheus metrics", answers=(TEXT,)),
+    ]

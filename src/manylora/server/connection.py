@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import fcntl
+import logging
 import resource
 import sys
 import termios
@@ -23,9 +24,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from manylora.server.access import log_request
 from manylora.server.errors import ApiError, try_later
-from manylora.server.uploads import Uploads
+
+access = logging.getLogger("manylora.server.access")
 
 MAX_AHEAD = 16
 """Requests that a client may send before the answer to an earlier one has ended."""
@@ -81,6 +82,15 @@ class _Part(enum.Enum):
     NOTHING = enum.auto()
     HEAD = enum.auto()
     BODY = enum.auto()
+
+
+def log_request(
+    request_id: str, model: str | None, status: int, duration_s: float, method: str, path: str
+) -> None:
+    """Write the line. A request that could not be read has no method and no path: "-"."""
+    access.info(
+        "id=%s model=%r status=%d duration=%.3fs %s %r", request_id, model, status, duration_s, method, path
+    )
 
 
 def _no_room() -> ApiError:
@@ -183,7 +193,9 @@ class Connection(HttpToolsProtocol):
     def _head_again(self) -> bytes:
         """The head of a request that asks for another protocol, which is not spoken here, without its asking: the
         parser reads no body after that."""
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines = [
+            b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        ]
         lines += [name + b":" + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -387,3 +399,38 @@ class Connection(HttpToolsProtocol):
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         log_request(request_id, None, error.status, self.loop.time() - self._start_s, "-", "-")
+
+
+@dataclasses.dataclass(slots=True)
+class _Upload:
+    start_s: float
+    num_bytes: int = 0
+
+
+class Uploads:
+    """Bodies that are not whole yet. A whole one is its request's."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._open: dict[Connection, _Upload] = {}
+
+    def add(self, uploader: Connection, num_bytes: int, now_s: float) -> None:
+        """Count a piece. Past the bound the slowest bodies are refused, since fast ones are soon whole."""
+        self._open.setdefault(uploader, _Upload(now_s)).num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            slowest = min(self._open, key=lambda each: self._bytes_per_s(each, now_s))
+            self.end(slowest)
+            slowest.refuse(
+                try_later(503, f"bodies of {self._max_bytes} bytes are on their way; this one is the slowest")
+            )
+
+    def _bytes_per_s(self, uploader: Connection, now_s: float) -> float:
+        upload = self._open[uploader]
+        return upload.num_bytes / max(now_s - upload.start_s, 1e-3)
+
+    def end(self, uploader: Connection) -> None:
+        """Forget a body that is whole or is read no more. Idempotent."""
+        if (upload := self._open.pop(uploader, None)) is not None:
+            self._num_bytes -= upload.num_bytes

@@ -1,79 +1,167 @@
-"""/docs and the OpenAPI document behind it."""
+"""The operations of a server: their routes, the OpenAPI document, and /docs, which shows it."""
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import http
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
-from manylora.server.schemas import (
-    BODIES,
-    ChatBody,
-    CompletionBody,
-    LoadAdapterBody,
-    LoraBody,
-    UnloadAdapterBody,
-)
+from manylora.server.errors import TYPES, ErrorBody
+from manylora.server.requests import as_read
+from manylora.server.settings import ServerSettings
 
-_BODY_OF = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/load_lora_adapter": LoadAdapterBody,
-    "/v1/unload_lora_adapter": UnloadAdapterBody,
-    "/v1/loras": LoraBody,
-}
+JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
+
+TITLE = "manylora"
+_ANY = (400, 403, 408, 413, 431, 500, 503)
+"""The errors that a connection and the middleware give, whatever the route."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def _openapi(app: FastAPI, root: str) -> dict[str, Any]:
-    """FastAPI's document with the request bodies, which are read by hand and so unknown to it."""
-    if app.openapi_schema is None:
-        servers = [{"url": root}] if root else None
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=servers)
-        _, components = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
-        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        for path, body in _BODY_OF.items():
-            schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-            document["paths"][path]["post"]["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": schema}},
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    ``body``: the type of the request's body. ``answers``: the media types of an answer. ``errors``: statuses
+    beside those of every route. ``also``: a second method, which the document leaves out.
+    """
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    tag: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    answers: tuple[str, ...] = (JSON,)
+    errors: tuple[int, ...] = ()
+    also: str | None = None
+
+    def route(self) -> Route:
+        """Give the route, which takes HEAD only where that is ``also``."""
+        route = Route(self.path, self.endpoint)
+        route.methods = {self.method} if self.also is None else {self.method, self.also}
+        return route
+
+    def described(self, has_key: bool) -> dict[str, Any]:
+        """Give OpenAPI's operation. ``has_key``: the server asks for a key."""
+        route = self.route()
+        statuses = {*_ANY, *self.errors, *[401] * has_key, *[415] * (self.body is not None)}
+        found: dict[str, Any] = {
+            "tags": [self.tag],
+            "summary": self.summary,
+            "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{self.method.lower()}"),
+            "responses": {
+                "200": {"description": "Successful Response", "content": _content(self.answers, {})}
             }
-        app.openapi_schema = document
-    return app.openapi_schema
+            | {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)},
+        }
+        if has_key:
+            found["security"] = [{"key": []}]
+        if route.param_convertors:
+            found["parameters"] = [
+                {
+                    "name": name,
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "title": name.title()},
+                }
+                for name in route.param_convertors
+            ]
+        if self.body is not None:
+            found["requestBody"] = {"required": True, "content": _content((JSON,), _schema(self.body))}
+        return found
 
 
-def _plain_list(document: dict[str, Any]) -> str:
-    """The routes as plain HTML."""
+def _content(media_types: tuple[str, ...], schema: dict[str, Any]) -> dict[str, Any]:
+    return {media_type: {"schema": schema} for media_type in media_types}
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def document(operations: Sequence[Operation], settings: ServerSettings) -> dict[str, Any]:
+    """Give the OpenAPI document."""
+    kinds = [ErrorBody, *(as_read(each.body) for each in operations if each.body is not None)]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for each in operations:
+        described = each.described(settings.asks_key(each.path))
+        paths.setdefault(each.route().path_format, {})[each.method.lower()] = described
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": settings.version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": {
+                str(status): {
+                    "description": f"{http.HTTPStatus(status).phrase} ({kind})",
+                    "content": _content((JSON,), _schema(ErrorBody)),
+                }
+                for status, kind in TYPES.items()
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+    return found | {"servers": [{"url": settings.root_path}]} if settings.root_path else found
+
+
+def routes(document: dict[str, Any], root: str) -> list[Route]:
+    """Serve the document at /openapi.json and a page of it at /docs. ``root``: where a proxy serves them."""
+    page = _page(document, root)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(document)
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    at_docs = Route("/docs", docs)
+    at_docs.methods = {"GET"}
+    return [Route("/openapi.json", openapi), at_docs]
+
+
+def _page(document: dict[str, Any], root: str) -> str:
+    """Write Swagger's page, which a browser takes from the network; the plain list shows without one."""
     rows = [
         f"<li><code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}</li>"
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     ]
-    return f"<ul>{''.join(rows)}</ul>"
+    address = html.escape(f"{root}/openapi.json")
+    quoted = msgspec.json.encode(f"{root}/openapi.json").decode().replace("<", r"\u003c")
+    return f"""<!DOCTYPE html>
+<html>
+<head>
+<meta name="viewport" content="width=device-width, initial-scale=1.0">
+<link type="text/css" rel="stylesheet" href="{_SWAGGER}/swagger-ui.css">
+<title>{TITLE}</title>
+</head>
+<body>
+<div id="swagger-ui"><h1>{TITLE}</h1><ul>{"".join(rows)}</ul>
+<p>Fields: <a href="{address}">openapi.json</a></p></div>
+<script src="{_SWAGGER}/swagger-ui-bundle.js"></script>
+<script>
+SwaggerUIBundle({{
+  url: {quoted},
+  dom_id: "#swagger-ui", layout: "BaseLayout", deepLinking: true, showExtensions: true,
+  showCommonExtensions: true,
+  presets: [SwaggerUIBundle.presets.apis, SwaggerUIBundle.SwaggerUIStandalonePreset],
+}})
+</script>
+</body>
+</html>
+"""
 
 
-def routes(app: FastAPI, root: str) -> APIRouter:
-    """/docs: Swagger's page, which a browser takes from the network; the plain list shows without one."""
-    router = APIRouter(include_in_schema=False)
-
-    @router.get("/docs")
-    async def docs() -> HTMLResponse:
-        page = get_swagger_ui_html(openapi_url=f"{root}/openapi.json", title=app.title)
-        fallback = (
-            f'<div id="swagger-ui"><h1>{html.escape(app.title)}</h1>{_plain_list(app.openapi())}'
-            f'<p>Fields: <a href="{html.escape(root)}/openapi.json">openapi.json</a></p>'
-        )
-        text = bytes(page.body).decode().replace('<div id="swagger-ui">', fallback)
-        return HTMLResponse(text)
-
-    return router
-
-
-def install(app: FastAPI, root: str) -> None:
-    """Serve the document at /openapi.json and the page at /docs. ``root``: where a proxy serves them."""
-    app.openapi = lambda: _openapi(app, root)  # type: ignore[method-assign]
-    app.include_router(routes(app, root))
+_SWAGGER = "https://cdn.jsdelivr.net/npm/swagger-ui-dist@5"

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from manylora.engine.client import EngineBusy, EngineDead, EngineSilent
 from manylora.protocol import AdapterError
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest, RequestError
 
-_TYPES = {
+TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
@@ -26,10 +26,26 @@ _TYPES = {
     415: "UnsupportedMediaTypeError",
     429: "rate_limit_error",
     431: "RequestHeaderFieldsTooLargeError",
+    500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 # A message may quote what a client sent; a body of megabytes must not come back, or go to the log.
 _MAX_MESSAGE_CHARS = 2000
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong. ``param``: the field at fault; ``code``: the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -48,7 +64,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.kind = kind or _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+        self.kind = kind or TYPES.get(status, TYPES[500 if status >= 500 else 400])
         self.headers = headers
 
     def body(self) -> bytes:
@@ -56,8 +72,7 @@ class ApiError(Exception):
         message = self.message
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + " ..."
-        error = {"message": message, "type": self.kind, "param": self.param, "code": self.status}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(ErrorBody(ErrorDetail(message, self.kind, self.param, self.status)))
 
     def response(self) -> Response:
         """The error as an HTTP response."""
@@ -96,8 +111,6 @@ def as_api_error(error: Exception) -> ApiError | None:
             return unavailable(f"{error}; whether what was asked for is done is not known")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
-        case RequestValidationError():
-            return ApiError(400, str(error))
     return None
 
 
@@ -120,7 +133,8 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
     return None
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def answer(request: Request, error: Exception) -> Response:
+    """Give the error body of an exception of ``EXPECTED``."""
     known = _no_such_route(request, error) if isinstance(error, HTTPException) else None
     known = known or as_api_error(error)
     if known is None:
@@ -128,15 +142,10 @@ async def _answer(request: Request, error: Exception) -> Response:
     return known.response()
 
 
-def install(app: FastAPI) -> None:
-    """Let every expected exception of an endpoint become an error body."""
-    expected: tuple[type[Exception], ...] = (
-        ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, EngineSilent,
-        HTTPException,
-        RequestValidationError,
-    )  # fmt: skip
-    for kind in expected:
-        app.add_exception_handler(kind, _answer)
+EXPECTED: tuple[type[Exception], ...] = (
+    ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, EngineSilent, HTTPException,
+)  # fmt: skip
+"""The exceptions of an endpoint that become an error body."""
 
 
 def bug(request_id: str) -> ApiError:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from fastapi import Request, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.engine.scopes import CacheScopes
-from manylora.metrics.requests import Metrics, RequestRecorder
+from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, as_api_error
 from manylora.server.lifecycle import Disconnected, Lifecycle
+from manylora.server.logprobs import PackedLogprobs, check_packed
 from manylora.server.models import Chosen
-from manylora.server.packed_logprobs import PackedLogprobs, check_packed
-from manylora.server.schemas import SamplingFields
+from manylora.server.requests import SamplingFields
 from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode, error_events, merged
 from manylora.text.generate import (
     GenerationFailed,
@@ -33,7 +32,6 @@ from manylora.text.generate import (
     add_delta,
     generate_text,
 )
-from manylora.text.prompts import check_priority
 from manylora.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
@@ -51,18 +49,6 @@ class Service:
     metrics: Metrics
     scopes: CacheScopes
 
-    def priority(self, body: SamplingFields) -> int:
-        """Raises InvalidRequest."""
-        return check_priority(body.priority, self.client.info)
-
-    def client_of(self, request: Request) -> int:
-        """The place of its API key; 0 where there are no keys."""
-        return getattr(request.state, "api_key_place", 0)
-
-    def cache_scope(self, request: Request, salt: str | None) -> str:
-        """Among which requests KV is shared: those of one API key (where keys are set) and one ``cache_salt``."""
-        return self.scopes.scope(getattr(request.state, "api_key", None), salt)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
@@ -70,17 +56,18 @@ class Job:
 
     id: str
     chosen: Chosen
-    prompts: Sequence[tuple[int, ...]]
-    params: Sequence[SamplingParams]
+    requests: Sequence[GenerationRequest]
     start_s: float
-    cache_scope: str
-    priority: int = 0
-    client: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        """Those of every prompt, but for what was fitted to its length."""
+        return self.requests[0].params
 
     @property
     def n(self) -> int:
         """Samples of each prompt."""
-        return self.params[0].n
+        return self.params.n
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +121,7 @@ class GenerationResponse(Response):
         self._job = job
         self._shape = shape
         self._plan = plan
-        self._usage = Usage(sum(len(prompt) for prompt in job.prompts))
+        self._usage = Usage(sum(len(request.prompt) for request in job.requests))
         self._has_begun = False
         self._unsent: list[bytes] = []
         self._num_unsent_bytes = 0
@@ -164,13 +151,13 @@ class GenerationResponse(Response):
 
     async def _deltas(self) -> Deltas:
         """Submit all prompts; every choice's deltas with its index, recorded, failures raised."""
-        job, recorders = self._job, []
-        check_packed(job.prompts, job.params, self._service.client.info.max_model_len, self._plan.is_on)
+        job, service, recorders = self._job, self._service, []
+        check_packed(job.requests, service.client.info.max_model_len, self._plan.is_on)
         streams: list[TextStream] = []
         try:
-            for number, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True), 1):
-                streams.append(self._submit(prompt, params, more=number < len(job.prompts)))
-                recorders.append(self._recorder(prompt, params))
+            for request in job.requests:
+                streams.append(generate_text(service.client, job.chosen.text.tokenizer, request))
+                recorders.append(service.metrics.request(request, job.start_s))
             if len(streams) > 1:
                 await asyncio.sleep(0)  # beginning to listen to thousands of them takes as long again
             async with contextlib.aclosing(merged(streams)) as deltas:
@@ -188,29 +175,6 @@ class GenerationResponse(Response):
             # Idempotent, and needed where a later prompt could not be submitted.
             for stream in streams:
                 await stream.aclose()
-
-    def _submit(self, prompt: tuple[int, ...], params: SamplingParams, more: bool) -> TextStream:
-        job = self._job
-        # Clients choose ids that repeat, and a cluster has several front ends.
-        request_id = f"{job.id}-{secrets.token_hex(8)}"
-        request = GenerationRequest(
-            request_id,
-            prompt,
-            params,
-            job.chosen.adapter,
-            cache_scope=job.cache_scope,
-            more=more,
-            priority=job.priority,
-            client=job.client,
-            eos_ids=job.chosen.text.eos_ids,
-        )
-        return generate_text(self._service.client, job.chosen.text.tokenizer, request)
-
-    def _recorder(self, prompt: tuple[int, ...], params: SamplingParams) -> RequestRecorder:
-        adapter = self._job.chosen.adapter
-        return self._service.metrics.request(
-            adapter, len(prompt), params.n, self._job.start_s, self._job.priority
-        )
 
     async def _begin(self, send: Send) -> None:
         if not self._has_begun:
@@ -250,7 +214,7 @@ class GenerationResponse(Response):
     async def _whole(self, deltas: Deltas, send: Send) -> bytes:
         """Send the whole answer, once all of it is there, but its last piece, which it returns."""
         job, piece = self._job, bytearray()
-        outputs = [(TextOutput(index), PackedLogprobs()) for index in range(len(job.prompts) * job.n)]
+        outputs = [(TextOutput(index), PackedLogprobs()) for index in range(len(job.requests) * job.n)]
         async for index, delta in deltas:
             output, logprobs = outputs[index]
             logprobs.add(delta.logprobs)
@@ -271,8 +235,3 @@ class GenerationResponse(Response):
                 yield b","
             yield from self._shape.choice(index, output, logprobs)
         yield b'],"usage":%b}' % self._usage.encode()
-
-
-def answer_id(prefix: str, request: Request) -> str:
-    """The answer's id, from the request's."""
-    return f"{prefix}-{request.state.request_id}"

@@ -19,13 +19,12 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Receive
 
 from manylora.engine.client import EngineClient
-from manylora.server.connection import Connection
+from manylora.server.connection import Connection, Uploads
 from manylora.server.errors import ApiError, unavailable
-from manylora.server.uploads import Uploads
 
 logger = logging.getLogger("manylora.server")
 
@@ -207,7 +206,7 @@ async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     sock: socket.socket,
     client: EngineClient,
     drain_timeout_s: float,

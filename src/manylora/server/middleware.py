@@ -1,30 +1,38 @@
-"""What happens to every request, whatever its route: id and log line, refusal, API key, body size.
+"""What happens to every request, whatever its route: id and log line, host, refusal, API key, body size.
 
 Pure ASGI, so that streams pass through untouched and context variables survive.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
+import socket
 import time
 import uuid
+from collections.abc import Awaitable, Callable
+from fnmatch import fnmatchcase
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manylora.server.access import log_request
+from manylora.server.connection import log_request
 from manylora.server.errors import ApiError, bug, clipped
 from manylora.server.lifecycle import Disconnected, Lifecycle
+from manylora.server.settings import ServerSettings
 
 logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
 """These answer while the server drains, its engine is dead or its connections are all taken."""
+_PORT = re.compile(r":\d*$")
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -123,31 +131,26 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys on /v1/* and /cluster, and on /metrics, which names every adapter, unless
-    ``metrics_open``.
+    """Asks for one of the keys where ``settings`` say so.
 
     Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
     ``state["api_key_place"]``.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics_open: bool = False) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._metrics_open = metrics_open
+        self._settings = settings
         # Digests have one length, so that comparing takes the same time whatever was sent.
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._is_guarded(scope["path"]) and not self._is_allowed(scope):
+        is_guarded = scope["type"] == "http" and self._settings.asks_key(scope["path"])
+        if is_guarded and not self._is_allowed(scope):
             error = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _is_guarded(self, path: str) -> bool:
-        if path == "/metrics" and not self._metrics_open:
-            return bool(self._digests)
-        return bool(self._digests) and (path in ("/v1", "/cluster") or path.startswith("/v1/"))
 
     def _is_allowed(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -204,3 +207,54 @@ class BodyLimit:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body is over the limit of {self._max_bytes} bytes")
+
+
+# A page of any site can have its visitor's browser send requests to servers of the visitor's own machine. A site
+# that gives its name that machine's address can read the answers as well.
+
+
+def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tuple[str, ...]:
+    """The patterns of names that clients may use: by default those of the loopback, where ``sock`` listens on that
+    alone, and the name ``bound`` that it was given."""
+    if not given:
+        is_ip = sock.family in (socket.AF_INET, socket.AF_INET6)
+        is_local = is_ip and ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        given = ("localhost", "127.0.0.1", "::1", bound) if is_local else ("*",)
+    return tuple(name.strip(" []").lower() for names in given for name in names.split(","))
+
+
+class AllowedHosts:
+    """Refuses requests to a host of another name. One without a name comes from no browser."""
+
+    def __init__(self, app: ASGIApp, patterns: tuple[str, ...]) -> None:
+        self._app = app
+        self._patterns = patterns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        app = self._app
+        if scope["type"] == "http":
+            for host in Headers(scope=scope).getlist("host"):
+                name = _PORT.sub("", host).strip("[]").lower()
+                if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
+                    error = f"this server is not to be called {clipped(name)!r}; see --allowed-hosts"
+                    app = ApiError(403, error).response()
+        await app(scope, receive, send)
+
+
+def same_origin(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Let the endpoint refuse requests that a page of another origin sends."""
+
+    @functools.wraps(endpoint)
+    async def checked(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if (
+            origin is not None
+            and origin.partition("://")[2].lower() != request.headers.get("host", "").lower()
+        ):
+            raise ApiError(403, f"pages of {clipped(origin)} may not manage this server")
+        return await endpoint(request)
+
+    return checked

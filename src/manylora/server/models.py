@@ -6,10 +6,11 @@ import dataclasses
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
+from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, clipped
 from manylora.server.settings import ServerSettings
 from manylora.text.model_text import ModelText
@@ -80,7 +81,9 @@ class Models:
 
     def _card_of(self, name: str) -> AdapterCard | None:
         # What others may replace is looked up where that is cheap.
-        return self._client.card(name) if isinstance(self._client, ReplacesAdapters) else self._known.get(name)
+        return (
+            self._client.card(name) if isinstance(self._client, ReplacesAdapters) else self._known.get(name)
+        )
 
     def learn(self, card: AdapterCard) -> None:
         """The adapter has been loaded: a name that was split until now may be matched whole."""
@@ -156,17 +159,19 @@ def note_model(request: Request, name: str) -> None:
     request.state.model = clipped(name)
 
 
-def routes(models: Models) -> APIRouter:
-    """/v1/models."""
-    router = APIRouter(tags=["models"])
+def operations(models: Models) -> list[Operation]:
+    """Give those of /v1/models."""
 
-    @router.get("/v1/models", summary="The base model and every adapter served now")
-    async def list_models() -> JSONResponse:
+    async def list_models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await models.cards()})
 
-    @router.get("/v1/models/{name:path}", summary="One model")
-    async def show_model(request: Request, name: str) -> JSONResponse:
+    async def show_model(request: Request) -> Response:
+        name = request.path_params["name"]
         note_model(request, name)
         return JSONResponse(await models.card(name))
 
-    return router
+    text = "The base model and every adapter served now"
+    return [
+        Operation("GET", "/v1/models", list_models, "models", text),
+        Operation("GET", "/v1/models/{name:path}", show_model, "models", "One model", errors=(404,)),
+    ]

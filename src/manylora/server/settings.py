@@ -33,6 +33,15 @@ class ServerSettings:
     root_path: str = ""
     allowed_hosts: tuple[str, ...] = ("*",)
 
+    def asks_key(self, path: str) -> bool:
+        """Whether a request to the path needs one of the keys: /v1/*, /cluster, and /metrics, which names every
+        adapter, unless ``metrics_open``."""
+        if not self.api_keys:
+            return False
+        if path == "/metrics":
+            return not self.metrics_open
+        return path in ("/v1", "/cluster") or path.startswith("/v1/")
+
     @property
     def names(self) -> tuple[str, ...]:
         """All ids of the base."""

@@ -37,7 +37,7 @@ class Usage:
     def count(self, delta: TextDelta) -> None:
         """Add a delta's tokens."""
         self.num_completion += len(delta.token_ids)
-        self.num_cached += delta.num_cached_tokens
+        self.num_cached += delta.timing.num_cached_tokens
 
     def encode(self) -> bytes:
         """The usage in OpenAI's shape."""

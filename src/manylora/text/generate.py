@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple, Protocol, cast
 
-from manylora.engine.client import Delta, EngineClient, GenerationRequest
+from manylora.engine.client import NO_TIMING, Delta, EngineClient, GenerationRequest, Timing
 from manylora.text.detokenize import Detokenizer
 from manylora.text.stops import StopChecker, StopStrings
 from manylora.text.tokenizer import Tokenizer
@@ -32,12 +32,7 @@ class TextDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: RequestError | None = None
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
-    at_s: float = 0.0
-    spread_s: float = 0.0
+    timing: Timing = NO_TIMING
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -148,8 +143,7 @@ class _Sample:
                 stop_reason = delta.tokens[-1]
         return TextDelta(
             delta.sample, text, delta.tokens, delta.logprobs, finish_reason, stop_reason, delta.error,
-            delta.num_cached_tokens, delta.queue_s, delta.adapter_s, delta.kv_s, delta.at_s,
-            delta.spread_s, delta.prompt_logprobs,
+            delta.timing, delta.prompt_logprobs,
         )  # fmt: skip
 
     def _add(self, token: int) -> str:
@@ -176,12 +170,7 @@ class _Sample:
             delta.logprobs[:num_tokens],
             "stop",
             self._checker.found if self._checker else None,
-            num_cached_tokens=delta.num_cached_tokens,
-            queue_s=delta.queue_s,
-            adapter_s=delta.adapter_s,
-            kv_s=delta.kv_s,
-            at_s=delta.at_s,
-            spread_s=delta.spread_s,
+            timing=delta.timing,
             prompt_logprobs=delta.prompt_logprobs,
         )
 

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeGuard
 
 from manylora.config import ConfigError, EngineSettings
-from manylora.engine.client import Delta, GenerationRequest
+from manylora.engine.client import Delta, GenerationRequest, Timing
 from manylora.engine.driver import Driver
 from manylora.types import RequestId, SamplingParams
 
-PARTS = tuple(name for name in Delta._fields if name.endswith("_s") and name != "at_s")
+PARTS = tuple(name for name in Timing._fields if name.endswith("_s"))
 """The parts of the time to the first token that a request's first Delta tells."""
 
 
@@ -154,8 +154,8 @@ class EngineTarget:
         for delta in deltas:
             answer, _ = self._open[delta.request]
             if answer.cached_tokens is None:
-                answer.cached_tokens = delta.num_cached_tokens
-                answer.parts = {name: getattr(delta, name) for name in PARTS}
+                answer.cached_tokens = delta.timing.num_cached_tokens
+                answer.parts = {name: getattr(delta.timing, name) for name in PARTS}
             if delta.tokens:
                 answer.delivered(now)
                 answer.tokens.extend(delta.tokens)
@@ -181,9 +181,12 @@ class EngineTarget:
         self._wake(list(self._open))
 
     async def counters(self) -> dict[str, float]:
-        """All numeric fields of EngineStats, whichever it has."""
+        """All numeric fields of the records of EngineStats, whichever they have."""
         stats = await asyncio.wrap_future(self.driver.stats())
-        return numbers_of(dataclasses.asdict(stats))
+        found: dict[str, float] = {}
+        for record in stats.records:
+            found |= numbers_of(dataclasses.asdict(record))
+        return found
 
     async def lost(self) -> str | None:
         """See Target."""
