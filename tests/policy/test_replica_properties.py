@@ -46,6 +46,7 @@ from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel, undisturbed
+from tests.policy.invariants import all_nodes, check
 from tests.policy.reports import gauges
 from tests.policy.rig import check_order
 
@@ -67,7 +68,7 @@ QUEUES: list[dict[str, Any]] = [
 def cached_blocks(tree: DependencyTree) -> set[int]:
     """Hashes of all blocks that a request could reuse, by the tokens on the paths to them."""
     found: set[int] = set()
-    for root in tree.all_nodes():
+    for root in all_nodes(tree):
         if not root.is_adapter:
             continue
         stack = [(child, b"") for child in root.children.values()]
@@ -188,6 +189,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.told_tiers: dict[int, int] = {}
         self.told_blocks: set[int] = set()
 
+    def check(self) -> None:
+        check(self.replica)
+
     def feed(self, event: Event) -> None:
         self.now += EVENT_S
         if isinstance(event, StepDone):
@@ -198,7 +202,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         for command in commands:
             self.note(command)
             self.device.obey(command)
-        self.replica.check()
+        self.check()
 
     def note(self, command: Any) -> None:
         match command:

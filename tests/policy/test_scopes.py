@@ -26,6 +26,7 @@ from manylora.protocol import (
 )
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token
+from tests.policy.invariants import check
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
@@ -110,7 +111,7 @@ class Run:
         for command in commands:
             self.timer_is_set |= isinstance(command, SetTimer)
             self.device.obey(command)
-        self.replica.check()
+        check(self.replica)
         return [_unshifted(command) for command in commands]
 
     def do(self, action: Any) -> list[Command]:

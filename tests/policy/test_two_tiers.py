@@ -18,6 +18,7 @@ from manylora.protocol import (
     SwapPages,
 )
 from manylora.types import BASE
+from tests.policy.invariants import all_nodes
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
@@ -309,7 +310,7 @@ def sent_away() -> tuple[Rig, list[Node]]:
     rig.ring()  # above the mark: some leave
     rig.settle_copies()
     swapper = rig.replica._swapper
-    sent = [node for node in rig.replica._tree.all_nodes() if node.evicted_in == swapper.interval]
+    sent = [node for node in all_nodes(rig.replica._tree) if node.evicted_in == swapper.interval]
     assert sent
     rig.feed(Abort("x"))
     rig.end_step()

@@ -29,6 +29,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, undisturbed
+from tests.policy.invariants import check
 from tests.policy.reports import gauges
 from tests.policy.rig import Rig
 
@@ -158,7 +159,7 @@ class Strangers(RuleBasedStateMachine):
         commands = self.replica.handle(event, self.now)
         for command in commands:
             self.device.obey(command)
-        self.replica.check()
+        check(self.replica)
         return commands
 
     def note(self, commands: list[Command]) -> None:

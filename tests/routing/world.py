@@ -43,6 +43,7 @@ from manylora.protocol.routing import (
     Withdraw,
     Withdrawn,
 )
+from tests.routing.invariants import check
 from tests.routing.rig import config_of
 
 PLANES = (StepPlane(0.01, 1e-3, 1e-6, 1e-4, 1e-5),)
@@ -146,7 +147,7 @@ class World:
             client.is_let_go |= client.is_withdrawing and event.attempt == client.attempt
         commands = self.router.handle(event, self.now)
         self.history.append((self.now, event, commands))
-        self.router.check()
+        check(self.router)
         for command in commands:
             self.obey(command)
 

@@ -28,6 +28,7 @@ from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.solving.highs import solve
+from tests.policy.invariants import check
 from tests.routing.rig import config_of as router_of
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 
@@ -109,7 +110,7 @@ def test_every_request_ends_once_and_has_all_its_tokens(router: str) -> None:
     assert not any(loop.held for loop in cluster.loops)
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)
-        loop.machine.check()
+        check(loop.machine)
 
 
 def test_what_the_replicas_say_is_what_the_simulated_device_counts() -> None:
@@ -274,7 +275,7 @@ def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
         assert outcome.handed_s < outcome.first_s < outcome.end_s
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)
-        loop.machine.check()
+        check(loop.machine)
         assert not loop.held
     found = summarize_cluster(cluster)
     assert events["LetGo"] == events["Withdraw"]

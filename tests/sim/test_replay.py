@@ -16,6 +16,7 @@ from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConf
 from manylora.pricing.costs import IDLE_S, DeviceCosts
 from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
 from manylora.types import BASE, SamplingParams
+from tests.policy.invariants import check
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 1000
@@ -67,7 +68,7 @@ def run(policy: str = "manylora", **kwargs: Any) -> Replay:
 def test_invariants_hold_after_every_event_and_every_turn_ends(policy: str) -> None:
     replay = replay_of(policy)
     while replay.advance():
-        replay.replica.check()
+        check(replay.replica)
     assert [o.num_tokens for o in replay.outcomes] == [o.request.output_tokens for o in replay.outcomes]
     assert len(replay.outcomes) == 36
     assert replay.report("busy").counters.pages_swapped_in > 0, "the run is under pressure"
@@ -172,7 +173,7 @@ def pressed(num_requests: int, num_turns: int) -> Replay:
 def test_nothing_is_fetched_below_what_leaves() -> None:
     replay = pressed(30, num_turns=5)
     while replay.advance():
-        replay.replica.check()
+        check(replay.replica)
     assert replay.report("busy").counters.prefetches > 0
 
 

@@ -117,7 +117,3 @@ class WaitingQueue:
                 break
             early.append(sequence)
         return early
-
-    def members(self) -> list[Sequence]:
-        """All that wait: those that returned, then the others, each in arrival order."""
-        return self._returned + list(self._arrived.values())
