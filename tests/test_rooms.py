@@ -42,11 +42,10 @@ ROOMS: dict[str, set[str]] = {
     "text": {"types", "engine.client"},
     "metrics": {"types", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
-    "pricing": BOTTOM,
     "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
-    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "pricing", "processes"}
+    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "processes"}
     | {"server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
@@ -63,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "outputs": {"engine.client", "text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
-    "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},
+    "inspection": BOTTOM | {"adapters", "kernels", "models"},
     "cli": {
         "_version",
         "aliases",
@@ -102,9 +101,10 @@ ROOMS: dict[str, set[str]] = {
 # The laboratory's rooms: what they may import of the laboratory, and of manylora.
 LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "workloads": (set(), BOTTOM),
-    "sim": ({"workloads"}, BOTTOM | {"policy", "pricing"}),
+    "pricing": (set(), BOTTOM | {"models"}),
+    "sim": ({"pricing", "workloads"}, BOTTOM | {"policy"}),
     "bench": (
-        {"sim", "workloads"},
+        {"pricing", "sim", "workloads"},
         BOTTOM
         | {
             "",
@@ -115,20 +115,19 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "kernels",
             "devices",
             "flags",
-            "inspection",
             "main",
             "memory",
             "models",
             "options",
             "policy",
         }
-        | {"pricing", "progress", "solving", "warmup"},
+        | {"progress", "solving", "warmup"},
     ),
     "reproduce": (
-        {"bench", "sim", "workloads"},
+        {"bench", "pricing", "sim", "workloads"},
         BOTTOM
         | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
-        | {"pricing", "solving", "warmup"},
+        | {"solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
@@ -147,7 +146,6 @@ NO_TORCH = {
     "metrics",
     "outputs",
     "server",
-    "pricing",
     "options",
     "extensions",
     "aliases",
@@ -162,7 +160,7 @@ NO_TORCH = {
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
 
-LAB_NO_TORCH = {"workloads", "sim", "commands"}
+LAB_NO_TORCH = {"workloads", "pricing", "sim", "commands"}
 
 
 def modules(root: Path = ROOT) -> list[Path]:

@@ -153,7 +153,12 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
-REMOVED: Mapping[str, str] = {}
+_CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that stand for it"
+
+REMOVED: Mapping[str, str] = {
+    "profile": _CARASERVE,
+    "slo_tpot": "give seconds, as --router-set caraserve.slo_s=0.05",
+}
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}

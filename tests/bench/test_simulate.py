@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from manylora_lab.bench.profile import machine_name
 from manylora_lab.bench.simulate_command import FLAG_NAMES
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import save_profile
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.limits import recorded, summarize_limits
 from manylora_lab.sim.shipped import find_profile
@@ -19,8 +21,6 @@ from manylora_lab.workloads.named import named
 from manylora.cli import main
 from manylora.config import CACHE_POLICIES, CacheConfig, MergeConfig, PolicyConfig, QueueConfig
 from manylora.flags import FLAGS
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import save_profile
 from tests.e2e.process import MODEL
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")

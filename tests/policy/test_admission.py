@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
@@ -13,7 +14,6 @@ from manylora.policy.admission import Admission
 from manylora.policy.queues import WaitingQueue
 from manylora.policy.replica import Replica
 from manylora.policy.sequences import RequestState, Sequence, Stage
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.invariants import check, members

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
@@ -14,7 +15,6 @@ from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.clusters import OVERTAKEN_S, Clusters
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import Sequence
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Command, EndSequence, RunStep
 from manylora.types import BASE
 from tests.policy.invariants import members

@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.replica import Replica
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import (
     Abort,
     AdapterFreed,

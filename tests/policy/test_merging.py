@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
@@ -25,7 +26,6 @@ from manylora.policy.merging.thresholds import MOST_ALPHA, Thresholds
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.ranked import RankedQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
-from manylora.pricing.costs import DeviceCosts
 from manylora.types import BASE, AdapterId
 from tests.policy.test_queue import sequence_of
 

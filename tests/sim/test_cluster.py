@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, MOST_REPORT_DELAY_S, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.conformance import replay_difference
@@ -24,7 +25,6 @@ from manylora.engine.fingerprint import fingerprint
 from manylora.policy.replica import Replica
 from manylora.policy.router import Router
 from manylora.policy.routing import ROUTING_POLICIES
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.solving.highs import solve

@@ -7,13 +7,13 @@ import itertools
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import IDLE_S, DeviceCosts
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
-from manylora.pricing.costs import IDLE_S, DeviceCosts
 from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
 from manylora.types import BASE, SamplingParams
 from tests.policy.invariants import check

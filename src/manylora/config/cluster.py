@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
 from manylora.config.policy import is_import_name
-from manylora.config.routing import ROUTERS, Objective, RouterConfig, split_setting
+from manylora.config.routing import ROUTERS, RouterConfig, split_setting
 from manylora.rules import FINITE, Rule, at_least, between
 
 MOST_REPLICAS = 1024
@@ -59,17 +59,6 @@ class ClusterOptions(Section):
     ] = setting("manylora", "what decides which replica serves a request", "NAME")
     settings: tuple[str, ...] = setting(
         (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
-    )
-    slo_tpot: Objective | None = setting(
-        None,
-        "caraserve: the objective between tokens: seconds, or 1.5x of a merged step",
-        "TIME",
-        takes_numbers=True,
-    )
-    profile: File | None = setting(
-        None,
-        "caraserve: its coefficients, which manylora profile wrote of this device and model",
-        "FILE",
     )
     launcher: Literal["local", "ray"] = setting(
         "local", "what starts replicas: processes of this machine, or Ray"

@@ -5,9 +5,8 @@ flags and journals know one form. Times in seconds.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting, setting_of
 from manylora.config.policy import is_import_name
@@ -18,18 +17,6 @@ ROUTERS = (
     "dlora-proactive", "dlora", "cache-aware", "manylora",
 )  # fmt: skip
 
-OBJECTIVE = "seconds, or a multiple of the merged step as 1.5x"
-
-
-def is_objective(text: str) -> bool:
-    """Whether it is one, for the time between tokens."""
-    try:
-        return 0 < float(text.removesuffix("x")) < math.inf
-    except ValueError:
-        return False
-
-
-Objective = Annotated[str, Rule(OBJECTIVE, is_objective)]
 Share = Annotated[float, between(0, 1)]
 Ratio = Annotated[float, at_least(1), FINITE]
 Number = Annotated[float, at_least(0), FINITE]
@@ -89,13 +76,9 @@ class RouterConfig(Section):
 
 
 class RouterParameters:
-    """Parameters of a routing policy, checked when they are made. Raises ConfigError.
-
-    ``sources``: those that users do not set, and the command's option that each comes from.
-    """
+    """Parameters of a routing policy, checked when they are made. Raises ConfigError."""
 
     __slots__ = ()
-    sources: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if broken := broken_rule(self):
@@ -125,14 +108,10 @@ class ConsolidateParameters(BatchParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaraServeParameters(RouterParameters):
-    """Of caraserve. The coefficients are a device's, and have no defaults: a decode step takes ``decode_slope_s``
-    for each unit of rank (bgmv: requests times the largest rank; mbgmv: the sum of ranks) and ``decode_base_s``,
-    a prefill ``prefill_slope_s`` a token and ``prefill_base_s``."""
+    """Of caraserve. The coefficients are a device's and have no defaults: ``manylora profile`` prints them. A
+    decode step takes ``decode_slope_s`` for each unit of rank and ``decode_base_s``, a prefill ``prefill_slope_s``
+    a token and ``prefill_base_s``. Units: requests times the largest rank (bgmv), or the sum of ranks (mbgmv)."""
 
-    sources: ClassVar[Mapping[str, str]] = {
-        "decode_slope_s": "--profile", "decode_base_s": "--profile", "prefill_slope_s": "--profile",
-        "prefill_base_s": "--profile", "slo_s": "--slo-tpot",
-    }  # fmt: skip
     kernel: Literal["bgmv", "mbgmv"] = setting(
         "bgmv", "whether ranks are padded to the largest (bgmv) or not"
     )
@@ -148,7 +127,7 @@ class CaraServeParameters(RouterParameters):
         RouterParameters.__post_init__(self)
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None:
-                raise ConfigError(f"{field.name} must be given")
+                raise ConfigError(f"{field.name} must be given: manylora profile prints what to give")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,8 +190,6 @@ def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:
     for field in fields_of(record):
         about = setting_of(field)
         default = "must be given" if field.default is None else f"default: {field.default}"
-        if field.name in kind.sources:
-            default = f"from {kind.sources[field.name]}"
         lines.append(f"{router}.{field.name:<20} {about.help if about else ''} ({default})")
     return lines or ["no parameters"]
 

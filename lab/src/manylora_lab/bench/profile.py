@@ -28,12 +28,8 @@ from manylora.executor.ranks.executor import RankedExecutor, RanksLost
 from manylora.executor.ranks.start import build_ranks
 from manylora.executor.reader import READERS
 from manylora.flags import build_settings
-from manylora.inspection import shape_of
 from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
-from manylora.pricing.shapes import ModelShape
 from manylora.protocol import Executor
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
@@ -61,6 +57,9 @@ from manylora_lab.bench.profile_rig import ProfileRig, rounded
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.targets import EngineTarget
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
+from manylora_lab.pricing.shapes import ModelShape, shape_of
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""

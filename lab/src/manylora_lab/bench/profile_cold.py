@@ -27,10 +27,10 @@ from manylora.memory.gates import layer_groups
 from manylora.memory.host import HostPool
 from manylora.models.config import ModelConfig
 from manylora.models.load import resolve_dtype
-from manylora.pricing.cold import fit_cpu, gate_lines, store_read
-from manylora.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
+from manylora_lab.pricing.cold import fit_cpu, gate_lines, store_read
+from manylora_lab.pricing.profile import CpuPoint, GatePoint, Profile, TransferPoint
 
 TOKENS = (1, 4, 8, 16, 32, 64, 96, 128, 256)
 RANKS = (8, 16, 32, 64)

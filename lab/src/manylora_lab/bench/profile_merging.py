@@ -15,9 +15,9 @@ from manylora.executor.merge_times import RANK, measure_change
 from manylora.executor.ranks.start import build_ranks, kind_of, pads_steps
 from manylora.flags import build_settings
 from manylora.models.config import ModelConfig
-from manylora.pricing.profile import ModePoint, SwitchPoint
-from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.profile_rig import rounded
+from manylora_lab.pricing.profile import ModePoint, SwitchPoint
+from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.parallel import adapter_pages, held_shape
 
 

@@ -29,12 +29,12 @@ from manylora.config import (
 )
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
+from manylora_lab.pricing.costs import StepCosts
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import Profile
+from manylora_lab.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.sim.analytical import check_cards
 from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
@@ -394,9 +394,9 @@ def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: Mode
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
-    from manylora.inspection import shape_of
     from manylora.models.config import read_model_config
     from manylora.models.errors import ModelError
+    from manylora_lab.pricing.shapes import shape_of
 
     try:
         return shape_of(read_model_config(Path(model)), Path(model).resolve().name, itemsize)

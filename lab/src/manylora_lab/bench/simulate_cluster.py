@@ -12,17 +12,14 @@ from typing import Any
 from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
-    OBJECTIVE,
     ROUTERS,
     CaraServeParameters,
     RouterConfig,
-    is_objective,
     read_parameters,
     split_setting,
 )
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
-from manylora.pricing.caraserve import caraserve_settings, rank_costs, slo_of
 from manylora.protocol.routing import RankCosts
 from manylora.solving.process import solver_is_there, solving
 from manylora_lab.bench.cluster_picture import draw_routers
@@ -40,6 +37,7 @@ from manylora_lab.bench.simulate import (
     target_of,
     with_times,
 )
+from manylora_lab.pricing.caraserve import caraserve_settings, rank_costs, slo_factor, slo_of
 from manylora_lab.sim.belady import FORESIGHTS
 from manylora_lab.sim.cluster import (
     EAGER_ADAPTERS,
@@ -93,8 +91,8 @@ class ClusterSettings:
                 f"--report-delay must be between 0 and {MOST_REPORT_DELAY_S:g} seconds, since a router gives up "
                 f"replicas that it has not heard of for {RouterConfig().lease_s:g}, got {self.report_delay_s:g}"
             )
-        if self.slo_tpot is not None and not is_objective(self.slo_tpot):
-            raise ConfigError(f"--slo-tpot must be {OBJECTIVE}, got {self.slo_tpot!r}")
+        if self.slo_tpot is not None:
+            slo_factor(self.slo_tpot)
         if self.each.with_limits:
             raise ConfigError("--limits are those of one replica: leave out --replicas")
         if self.plot is not None:

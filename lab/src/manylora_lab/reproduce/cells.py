@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.fit import FittedCosts, fit_profile
-from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 from manylora.protocol import Command
+from manylora_lab.pricing.costs import StepCosts
+from manylora_lab.pricing.fit import FittedCosts, fit_profile
+from manylora_lab.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.sim.ablation import ABLATIONS, ablation
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
