@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "_version": set(),
     "rules": set(),
     "types": {"rules"},
-    "config": {"rules"},
+    "config": {"extensions", "rules"},
     "reports": {"types"},
     "protocol": {"types", "reports"},
     "policy": BOTTOM,
@@ -101,10 +101,11 @@ ROOMS: dict[str, set[str]] = {
 # The laboratory's rooms: what they may import of the laboratory, and of manylora.
 LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "workloads": (set(), BOTTOM),
+    "baselines": (set(), BOTTOM | {"policy", "rules"}),
     "pricing": (set(), BOTTOM | {"models"}),
     "sim": ({"pricing", "workloads"}, BOTTOM | {"policy"}),
     "bench": (
-        {"pricing", "sim", "workloads"},
+        {"baselines", "pricing", "sim", "workloads"},
         BOTTOM
         | {
             "",
@@ -124,7 +125,7 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {"progress", "solving", "warmup"},
     ),
     "reproduce": (
-        {"bench", "pricing", "sim", "workloads"},
+        {"baselines", "bench", "pricing", "sim", "workloads"},
         BOTTOM
         | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
         | {"solving", "warmup"},
@@ -160,7 +161,7 @@ NO_TORCH = {
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
 
-LAB_NO_TORCH = {"workloads", "pricing", "sim", "commands"}
+LAB_NO_TORCH = {"workloads", "baselines", "pricing", "sim", "commands"}
 
 
 def modules(root: Path = ROOT) -> list[Path]:

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy import transfers
 from manylora.policy.residency import Residency
 from manylora.policy.tree import Node, Residence, path_to
@@ -95,7 +96,7 @@ def copies(residency: Residency) -> list[int]:
     return [copy.copy for copy in residency.start_transfers()]
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_a_chain_leaves_comes_back_deepest_first_and_is_removed(policy: str) -> None:
     config = PolicyConfig(6_000, 1, DEPTH, 4, DEPTH, 6_000, 2**20, CacheConfig(policy))
     residency = Residency(config)

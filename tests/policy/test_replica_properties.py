@@ -10,8 +10,9 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
+from manylora.config import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.routing import hashing
@@ -98,7 +99,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 12),
         num_host_pages=st.sampled_from([0, 2, 5, 9, 16, 40]),
-        policy=st.sampled_from(CACHE_POLICIES),
+        policy=st.sampled_from(ALL_CACHE_POLICIES),
         low_mark=st.sampled_from([0.3, 0.7]),
         high_mark=st.sampled_from([0.7, 0.95, None]),
         admission=st.sampled_from(["fcfs", *ADMISSIONS]),

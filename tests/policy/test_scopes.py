@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,
@@ -165,7 +166,7 @@ asks = st.tuples(
 happenings = st.sampled_from(["step", "step", "read", "copy", "timer", "settle", "settle"])
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 @settings(max_examples=40, deadline=None)
 @given(
     actions=st.lists(asks | happenings, max_size=60),

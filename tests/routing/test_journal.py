@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.sim.conformance import replay_difference
 
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, JournalWriter, read_answered
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol.routing import Asked, Held, RouterCommand, RouterEvent
 from tests.routing.world import RESTLESS, World
 
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 DIGEST = """
 import hashlib
 from manylora.engine.fingerprint import fingerprint
-from manylora.policy.routing import ROUTING_POLICIES
+from manylora_lab.baselines import ALL_ROUTERS
 from tests.routing.world import RESTLESS, World
 
 digest = hashlib.blake2b()
-for seed, policy in enumerate([*ROUTING_POLICIES, RESTLESS] * 3):
+for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS] * 3):
     world = World(seed, policy)
     world.play(120)
     for _, _, commands in world.history:
@@ -41,7 +41,7 @@ def played(policy: str, seed: int = 5) -> World:
     return world
 
 
-@pytest.mark.parametrize("policy", [*ROUTING_POLICIES, RESTLESS])
+@pytest.mark.parametrize("policy", [*ALL_ROUTERS, RESTLESS])
 def test_a_journal_replays_to_equal_fingerprints(policy: str, tmp_path: Path) -> None:
     world = played(policy)
     writer = JournalWriter(tmp_path / "journal", world.config, 20_000)
@@ -65,7 +65,7 @@ def test_a_journal_replays_to_equal_fingerprints(policy: str, tmp_path: Path) ->
 def test_events_and_commands_cross_to_another_process() -> None:
     """As msgpack and back, each into a record of its own kind."""
     found = set()
-    for seed, policy in enumerate([*ROUTING_POLICIES, RESTLESS] * 2):
+    for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS] * 3):
         for _, event, commands in played(policy, seed).history:
             for message in (event, *commands):
                 found.add(type(message))

@@ -11,8 +11,9 @@ import dataclasses
 import random
 from typing import Any
 
+from manylora_lab.baselines import ALL_ROUTERS
+
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol import SetTimer, Timer
 from manylora.protocol.routing import (
     Accepted,
@@ -93,7 +94,7 @@ class World:
 
     def __init__(self, seed: int, policy: str | None = None) -> None:
         self.random = random.Random(seed)
-        self.policy = policy or self.random.choice([*ROUTING_POLICIES, RESTLESS])
+        self.policy = policy or self.random.choice([*ALL_ROUTERS, RESTLESS])
         settings: dict[str, Any] = {}
         if self.policy == "caraserve":
             settings = self.random.choice([{}, {"kernel": "mbgmv"}])
@@ -101,7 +102,6 @@ class World:
             settings = {"replan_s": 2.0, "reserve": 0.3}
             if self.policy == "dlora":
                 settings |= {"solve_interval_s": 1.0, "least_delay_s": 0.0}
-            settings["queue_estimate"] = self.random.choice(["steps", "authors"])
         if self.policy in ("punica", "punica-consolidate", "first-fit"):
             settings["max_batch"] = self.random.choice([2, 32])
         handover = self.random.choice([None, "wait", "drop"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_ROUTERS
 from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, MOST_REPORT_DELAY_S, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
@@ -20,11 +21,10 @@ from manylora_lab.sim.replay import Outcome
 from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 
-from manylora.config import CACHE_POLICIES, ConfigError, PolicyConfig
+from manylora.config import ConfigError, PolicyConfig
 from manylora.engine.fingerprint import fingerprint
 from manylora.policy.replica import Replica
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.solving.highs import solve
@@ -35,15 +35,16 @@ from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, st
 ROOT = Path(__file__).parents[2]
 LOAD_AWARE = [
     name
-    for name in ROUTING_POLICIES
-    if name not in ("round-robin", "random", "first-fit", "punica", "punica-consolidate", "dlora-rr")
+    for name in ALL_ROUTERS
+    if name not in ("round-robin", "random", "first-fit", "punica", "punica-consolidate")
+    and name not in ("dlora-rr", "dlora-authors")
 ]
 SLOW = dataclasses.replace(COSTS, step_base_s=0.02)
 DIGEST = """
-from manylora.policy.routing import ROUTING_POLICIES
+from manylora_lab.baselines import ALL_ROUTERS
 from tests.sim.test_cluster import cluster_of, digest
 
-for name in ROUTING_POLICIES:
+for name in ALL_ROUTERS:
     print(name, digest(cluster_of(name)))
 """
 
@@ -76,7 +77,7 @@ def digest(cluster: VirtualCluster) -> str:
     )
 
 
-@pytest.mark.parametrize("router", [None, *ROUTING_POLICIES])
+@pytest.mark.parametrize("router", [None, *ALL_ROUTERS])
 def test_a_replica_alone_decides_as_without_a_router(router: str | None) -> None:
     alone = replay_of("manylora", chat())
     alone.run()
@@ -86,7 +87,7 @@ def test_a_replica_alone_decides_as_without_a_router(router: str | None) -> None
     assert cluster.counters_at_start == [alone.counters_at_start]
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_so_it_does_under_every_cache_policy(policy: str) -> None:
     alone = replay_of(policy, chat())
     alone.run()
@@ -98,7 +99,7 @@ def test_so_it_does_under_every_cache_policy(policy: str) -> None:
     assert found["replicas"][0]["requests"] == len(alone.outcomes)
 
 
-@pytest.mark.parametrize("router", ROUTING_POLICIES)
+@pytest.mark.parametrize("router", ALL_ROUTERS)
 def test_every_request_ends_once_and_has_all_its_tokens(router: str) -> None:
     cluster = cluster_of(router)
     outcomes = cluster.front.outcomes
@@ -135,7 +136,7 @@ def test_a_burst_within_one_reports_delay_spreads_over_idle_replicas(router: str
     assert min(counts) >= 5, counts
 
 
-@pytest.mark.parametrize("router", ROUTING_POLICIES)
+@pytest.mark.parametrize("router", ALL_ROUTERS)
 def test_journals_of_the_router_and_of_each_replica_replay(router: str) -> None:
     told: dict[int | None, list[tuple[float, Any, str]]] = collections.defaultdict(list)
 
@@ -229,7 +230,7 @@ def test_equal_results_under_different_hash_seeds() -> None:
         )
         found.add(done.stdout)
     assert len(found) == 1
-    assert len(found.pop().splitlines()) == len(ROUTING_POLICIES)
+    assert len(found.pop().splitlines()) == len(ALL_ROUTERS)
 
 
 def test_no_replica_is_given_up_for_reports_as_old_as_they_may_be() -> None:

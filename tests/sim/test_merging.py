@@ -119,7 +119,7 @@ def test_without_the_account_of_first_tokens_they_are_late(monkeypatch: pytest.M
     """The bound of two switches is kept then, and "never worse" is not: why one goes before the other."""
     made = RegretMerging.__init__
 
-    def endless(self: RegretMerging, config: MergeConfig, times: StepSeconds) -> None:
+    def endless(self: RegretMerging, config: PolicyConfig, times: StepSeconds) -> None:
         made(self, config, times)
         self.first_tokens_s = float("inf")
 

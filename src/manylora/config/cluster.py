@@ -5,8 +5,7 @@ import ipaddress
 from typing import Annotated, Literal, NamedTuple
 
 from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
-from manylora.config.policy import is_import_name
-from manylora.config.routing import ROUTERS, RouterConfig, split_setting
+from manylora.config.routing import RouterConfig, RouterName, split_setting
 from manylora.rules import FINITE, Rule, at_least, between
 
 MOST_REPLICAS = 1024
@@ -50,13 +49,7 @@ class ClusterOptions(Section):
     """``settings``: parameters of the routing policy, as texts of the form ROUTER.KEY=VALUE."""
 
     replicas: Replicas = setting(1, "engines, each a process with a pool of its own, behind one port")
-    router: Annotated[
-        str,
-        Rule(
-            f"one of {', '.join(ROUTERS)}, or module:Class",
-            lambda name: name in ROUTERS or is_import_name(name),
-        ),
-    ] = setting("manylora", "what decides which replica serves a request", "NAME")
+    router: RouterName = setting("manylora", "what decides which replica serves a request", "NAME")
     settings: tuple[str, ...] = setting(
         (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
     )

@@ -9,13 +9,24 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting, setting_of
-from manylora.config.policy import is_import_name
-from manylora.rules import FINITE, Rule, at_least, between, broken_rule, fields_of, more_than
+from manylora.config.named import named_policy
+from manylora.rules import FINITE, at_least, between, broken_rule, fields_of
 
-ROUTERS = (
-    "round-robin", "random", "most-idle", "first-fit", "punica", "punica-consolidate", "caraserve", "dlora-rr",
-    "dlora-proactive", "dlora", "cache-aware", "manylora",
-)  # fmt: skip
+_HERE = "manylora.policy.routing"
+
+ROUTERS = {
+    "round-robin": f"{_HERE}.round_robin:RoundRobin",
+    "punica": f"{_HERE}.punica:Punica",
+    "punica-consolidate": f"{_HERE}.punica_consolidate:PunicaConsolidate",
+    "caraserve": f"{_HERE}.caraserve:CaraServe",
+    "dlora-proactive": f"{_HERE}.dlora_proactive:DloraProactive",
+    "dlora": f"{_HERE}.dlora:Dlora",
+    "cache-aware": f"{_HERE}.cache_aware:CacheAware",
+    "manylora": f"{_HERE}.manylora:CheapestReplica",
+}
+"""Routing policies by name, each with its ``module:Class``."""
+
+RouterName = Annotated[str, named_policy("router", ROUTERS)]
 
 Share = Annotated[float, between(0, 1)]
 Ratio = Annotated[float, at_least(1), FINITE]
@@ -32,13 +43,9 @@ class RouterConfig(Section):
     (drop); None: as the policy says.
     """
 
-    policy: Annotated[
-        str,
-        Rule(
-            f"one of {', '.join(ROUTERS)}, or module:Class",
-            lambda name: name in ROUTERS or is_import_name(name),
-        ),
-    ] = setting("manylora", "what decides which replica serves a request", "NAME", name="router")
+    policy: RouterName = setting(
+        "manylora", "what decides which replica serves a request", "NAME", name="router"
+    )
     settings: tuple[tuple[str, str], ...] = ()
     suspect_s: Seconds = 3.0
     lease_s: Seconds = 5.0
@@ -93,7 +100,7 @@ class NoParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchParameters(RouterParameters):
-    """Of first-fit and punica."""
+    """Of punica."""
 
     max_batch: Count = setting(32, "requests that a replica has at most (Punica: 32)")
 
@@ -132,18 +139,11 @@ class CaraServeParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DloraParameters(RouterParameters):
-    """Of dlora-rr and dlora-proactive."""
+    """Of dlora-proactive."""
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
     half_life_s: Seconds = setting(300.0, "of the adapters' rates")
     reserve: Share = setting(0.1, "the share of a replica's pages that placed copies may take")
-    queue_estimate: Literal["steps", "authors"] = setting(
-        "steps", "queueing by expected steps, or as the authors' code counts batches"
-    )
-    batch_s: Number = setting(0.6, "authors: seconds of a full batch of one adapter")
-    load_bytes_s: Annotated[float, more_than(0), FINITE] = setting(
-        32 * 2.0**30, "authors: bytes of an adapter that are loaded in a second"
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manylora.config import (
-    CACHE_POLICIES,
     LORA_SHARDINGS,
-    MERGE_MODES,
-    SETTING_MODES,
     ColdStartConfig,
     ConfigError,
     EngineSettings,
@@ -27,8 +24,10 @@ from manylora.config import (
     lora_sharding_of,
     parse_size,
 )
+from manylora.config.merging import says_something
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
+from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.pricing.costs import StepCosts
@@ -331,20 +330,20 @@ def modes_of(text: str) -> list[str]:
     """Modes of merging from names with commas between. Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in MERGE_MODES:
-            hint = suggestion(name, MERGE_MODES) or f": use {', '.join(MERGE_MODES)}"
+        if name not in ALL_MERGE_MODES:
+            hint = suggestion(name, ALL_MERGE_MODES) or f": use {', '.join(ALL_MERGE_MODES)}"
             raise ConfigError(f"--merge {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 
 
 def policies_of(text: str) -> list[str]:
     """Cache policies from names with commas between, or "all". Raises ConfigError."""
-    names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
+    names = list(ALL_CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in (*CACHE_POLICIES, *FORESIGHTS):
-            hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
+        elif name not in (*ALL_CACHE_POLICIES, *FORESIGHTS):
+            hint = suggestion(name, ALL_CACHE_POLICIES) or f": use {', '.join(ALL_CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 
@@ -460,7 +459,7 @@ def config_of(
 def _says_something(name: str, mode: str) -> bool:
     """Whether a setting has to do with that mode of merging, or with none."""
     fields = {flag.name: flag.field for flag in FLAGS if flag.section is MergeConfig}
-    return name not in fields or mode in SETTING_MODES.get(fields[name], MERGE_MODES)
+    return name not in fields or says_something(fields[name], mode)
 
 
 def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> PolicyConfig:

@@ -12,7 +12,6 @@ from typing import Any
 from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
-    ROUTERS,
     CaraServeParameters,
     RouterConfig,
     read_parameters,
@@ -22,6 +21,7 @@ from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
 from manylora.protocol.routing import RankCosts
 from manylora.solving.process import solver_is_there, solving
+from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
 from manylora_lab.bench.provenance import Provenance
@@ -213,12 +213,12 @@ def _targets(settings: SimulateSettings) -> list[SimulatedTarget]:
 
 
 def _names(text: str) -> list[str]:
-    names = list(ROUTERS) if text == "all" else [name.strip() for name in text.split(",")]
+    names = list(ALL_ROUTERS) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if is_import_name(name):
             find_router(name)
-        elif name not in ROUTERS:
-            hint = suggestion(name, ROUTERS) or f": use {', '.join(ROUTERS)} or all"
+        elif name not in ALL_ROUTERS:
+            hint = suggestion(name, ALL_ROUTERS) or f": use {', '.join(ALL_ROUTERS)} or all"
             raise ConfigError(f"router {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError, num_cores
+from manylora.config import COLD_START_MODES, ConfigError, num_cores
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.profile import Profiler, ProfileSettings, machine_name
 from manylora_lab.bench.profile_report import describe
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rates", default="10x2,5x2,20*0.6", help="traces, most important first; 20*0.6x2: at 12/s, twice"
     )
-    parser.add_argument("--policy", default="manylora", choices=CACHE_POLICIES)
+    parser.add_argument("--policy", default="manylora", choices=ALL_CACHE_POLICIES)
     parser.add_argument("--profile", help="a shipped profile or a file, instead of measuring one")
     parser.add_argument(
         "--again", type=Path, help="an earlier --out: simulate its runs anew (with --profile)"

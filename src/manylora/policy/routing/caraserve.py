@@ -19,7 +19,6 @@ class CaraServe(RoutingPolicy):
     coefficients of their own.
     """
 
-    name = "caraserve"
     parameters = CaraServeParameters
 
     def __init__(self, parameters: CaraServeParameters) -> None:
