@@ -157,6 +157,7 @@ _CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that 
 
 REMOVED: Mapping[str, str] = {
     "profile": _CARASERVE,
+    "handover": "each --router has its own: punica's drop the token in flight, all others wait for it",
     "slo_tpot": "give seconds, as --router-set caraserve.slo_s=0.05",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""

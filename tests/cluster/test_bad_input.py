@@ -45,7 +45,6 @@ def refused(*args: str, **env: str) -> str:
         ({"replicas": "4", "max_replicas": "3"}, "--replicas 4 is above"),
         ({"replicas": "2", "lease": "0"}, "--lease must be"),
         ({"replicas": "2", "max_attempts": "0"}, "--max-attempts must be"),
-        ({"replicas": "2", "handover": "throw"}, "--handover"),
         ({"replicas": "2", "launcher": "k8s"}, "--launcher"),
         ({"replicas": "2", "cluster_host": "0.0.0.0"}, "--cluster-host must be"),
         ({"replicas": "2", "cluster_host": "here"}, "--cluster-host must be"),

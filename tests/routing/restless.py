@@ -31,6 +31,12 @@ class Restless(RandomReplica):
         return wishes
 
 
+class Impatient(Restless):
+    """The same, and no move waits for the replica that lets go."""
+
+    handover = "drop"
+
+
 class Scripted(RandomReplica):
     """Wishes for what a test has put into ``wishes``, once; requests go to the lowest open replica."""
 

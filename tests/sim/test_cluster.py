@@ -30,6 +30,7 @@ from manylora.protocol.routing import Place, Solve, Solved
 from manylora.solving.highs import solve
 from tests.policy.invariants import check
 from tests.routing.rig import config_of as router_of
+from tests.routing.world import IMPATIENT, RESTLESS
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 
 ROOT = Path(__file__).parents[2]
@@ -254,9 +255,8 @@ def test_what_makes_no_cluster() -> None:
         cluster_of("manylora", 2, too_long)
 
 
-@pytest.mark.parametrize("handover", ["wait", "drop"])
-@pytest.mark.parametrize("router", ["tests.routing.restless:Restless", "punica", "manylora", "dlora"])
-def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
+@pytest.mark.parametrize("router", [RESTLESS, IMPATIENT, "punica", "manylora", "dlora"])
+def test_what_moves_goes_on_where_it_was(router: str) -> None:
     """A simulated device counts on from the last token, so a reply without gaps is one that lost nothing."""
     long = stream_of(*(request(0.02 * place, place, 0, place % 5, 20, 60) for place in range(40)))
     config = dataclasses.replace(config_of(num_pages=60), max_num_seqs=6)
@@ -268,7 +268,7 @@ def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
         else:
             events[type(event).__name__] += 1
 
-    given = router_of(router, None, handover=handover, move_cooldown_s=0.1)
+    given = router_of(router, None, move_cooldown_s=0.1)
     cluster = VirtualCluster(long, [member_of(config)] * 3, given, journal=note)
     cluster.run()
     for outcome in cluster.front.outcomes:
@@ -281,7 +281,7 @@ def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
     found = summarize_cluster(cluster)
     assert events["LetGo"] == events["Withdraw"]
     assert events["Assign"] == 40 + found["moves"]
-    if router in ("punica", "tests.routing.restless:Restless"):
+    if router in ("punica", RESTLESS, IMPATIENT):
         assert found["moves"] > 0
         assert found["recomputed_tokens"] > 0
     assert sum(each["moves"] for each in found["replicas"]) == found["moves"]

@@ -98,10 +98,6 @@ class ClusterOptions(Section):
         "off", "whether the number of replicas follows the load; hint only says what it should be"
     )
     max_attempts: Count = setting(3, "times that a request is tried before it is given up")
-    handover: Literal["wait", "drop"] = setting(
-        "wait",
-        "on a move the next replica gets a request when the last has let it go (wait), or at once (drop)",
-    )
     queue_timeout: Annotated[float, at_least(1), FINITE] = setting(
         30.0, "seconds that a request waits for a replica that can hold it, where none is up"
     )
@@ -170,6 +166,5 @@ class ClusterOptions(Section):
             tick_s=min(0.5, self.lease / 10),
             max_attempts=self.max_attempts,
             queue_timeout_s=self.queue_timeout,
-            handover=self.handover,
             trace=True,
         )

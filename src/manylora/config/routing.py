@@ -39,8 +39,7 @@ class RouterConfig(Section):
 
     A replica whose last report is older than ``suspect_s`` gets no new work, and one of ``lease_s`` is down. A
     request that may be to blame for ``poison_deaths`` deaths of replicas is served alone, and refused after one
-    more. ``handover``: on a move the next replica gets a request when the last has let it go (wait), or at once
-    (drop); None: as the policy says.
+    more.
     """
 
     policy: RouterName = setting(
@@ -60,13 +59,8 @@ class RouterConfig(Section):
     drain_timeout_s: Seconds = setting(
         60.0, "after which the requests of a replica that drains are moved", name="drain_timeout"
     )
-    handover: Literal["wait", "drop"] | None = None
     move_cooldown_s: Seconds = 10.0
     """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
-    across_numerics: bool = setting(
-        False,
-        "a request that has tokens may go on where others would have been computed (other class of numerics)",
-    )
     prefix_blocks: Count = 2**17
     """Blocks of prompts that the router remembers, with where it sent them."""
     scale_up_s: Seconds = 5.0
@@ -128,7 +122,6 @@ class CaraServeParameters(RouterParameters):
     prefill_base_s: Number | None = setting(None, "seconds of a prefill besides")
     slo_s: Seconds | None = setting(None, "the objective for the time per token")
     penalty_s: Number = setting(1000.0, "what a decode step beyond the objective costs")
-    groups: Count = setting(1, "replicas are in so many groups, and an adapter is served by one of these")
 
     def __post_init__(self) -> None:
         RouterParameters.__post_init__(self)

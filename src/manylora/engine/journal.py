@@ -15,7 +15,7 @@ import threading
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from manylora.config import PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.engine.fingerprint import FORM, fingerprint
 from manylora.engine.lines import LineFile
+from manylora.policy.routing import find_router
 from manylora.protocol import Event
 from manylora.protocol.routing import RouterEvent
 
@@ -147,6 +148,7 @@ class JournalForm(Generic[_Config, _Event]):
         try:
             header = json.loads(first)
             config = msgspec.convert(header[self._key], self._config)
+            _check_removed(header[self._key], config)
             is_comparable = header.get("fingerprints") == FORM
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}:1: expected the {self._key}'s settings: {error!r}") from error
@@ -160,6 +162,15 @@ class JournalForm(Generic[_Config, _Event]):
                 yield now, msgspec.convert(fields, self._events[name]), there
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
+
+
+def _check_removed(fields: dict[str, Any], config: object) -> None:
+    """Raise ValueError where a router decided by a setting of earlier versions, and would decide otherwise now."""
+    if isinstance(config, RouterConfig):
+        handover = find_router(config.policy).handover
+        for name, values in (("across_numerics", (None, False)), ("handover", (None, handover))):
+            if fields.get(name) not in values:
+                raise ValueError(f"{name} {fields[name]} was removed")
 
 
 REPLICA: JournalForm[PolicyConfig, Event] = JournalForm("policy", PolicyConfig, typing.get_args(Event))

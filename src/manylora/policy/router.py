@@ -60,7 +60,7 @@ class Router:
         self._config = config
         kind = find_router(config.policy)
         self._policy = kind(read_parameters(config.policy, kind.parameters, config.settings))
-        self._drops = (config.handover or kind.handover) == "drop"
+        self._drops = kind.handover == "drop"
         self._fleet = Fleet(config)
         self._scaling = ScaleHints(config)
         self._requests: dict[RequestId, LiveRequest] = {}

@@ -197,7 +197,7 @@ class Fleet:
     def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
         """A replica is up."""
         # One tuple for equal shapes: requests remember the last that they were asked about.
-        shape = shape_of(facts, self.config.across_numerics)
+        shape = shape_of(facts)
         shape = self._known_shapes.setdefault(shape, shape)
         kind = self._kinds.setdefault(kind_key(facts), ReplicaKind(facts))
         state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, kind, self.now)
