@@ -67,7 +67,8 @@ def _kept_loops() -> None:
 @pytest.fixture(scope="module")
 def remembered_fits() -> Iterator[None]:
     """Planes are fitted once to the same steps: a fit takes a second, and is not what these tests ask about."""
-    from manylora.pricing import fit
+    from manylora_lab.pricing import fit
+
     from tests.remembered import fit_planes
 
     with pytest.MonkeyPatch.context() as patch:

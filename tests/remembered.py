@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from manylora.pricing import fit
-from manylora.pricing.fit import Array
+from manylora_lab.pricing import fit
+from manylora_lab.pricing.fit import Array
 
 _fit_planes = fit.fit_planes
 _found: dict[tuple[bytes, bytes, int, bytes | None], Array] = {}
 
 
 def fit_planes(features: Array, seconds: Array, count: int, weights: Array | None = None) -> Array:
-    """See ``manylora.pricing.fit``."""
+    """See ``manylora_lab.pricing.fit``."""
     given = None if weights is None else weights.tobytes()
     key = (features.tobytes(), seconds.tobytes(), count, given)
     if key not in _found:

@@ -11,9 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from manylora_lab.baselines import POLICIES
+from manylora_lab.baselines.routers import MostIdle
 from manylora_lab.commands import COMMANDS
 
 from manylora import cli, extensions
+from manylora.policy.routing import find_router
 
 ROOT = Path(__file__).parents[1]
 SITE = next(Path(path) for path in sys.path if path.endswith("site-packages"))
@@ -37,6 +40,26 @@ def test_entry_points_are_the_laboratorys_commands() -> None:
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == core["version"]
     assert f"manylora=={core['version']}" in project["dependencies"]
+
+
+def test_the_laboratorys_policies_are_an_entry_point() -> None:
+    project = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
+    (place,) = project["entry-points"][extensions.POLICIES].values()
+    assert importlib.metadata.EntryPoint("lab", place, extensions.POLICIES).load() is POLICIES
+    for kind, table in POLICIES.items():
+        assert extensions.find_policies(kind) == table
+    assert find_router("most-idle") is MostIdle
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("--router", "random"), ("--cache-policy", "fastlibra-wol"), ("--merge", "merged")]
+)
+def test_without_the_laboratory_its_policies_are_refused(option: str, name: str) -> None:
+    done = without_site("serve", "/nowhere", "--replicas", "2", option, name, path=[ROOT / "src"])
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"manylora: error: {option} must be one of ")
+    assert line.endswith(f"or a baseline of manylora-lab (pip install manylora-lab), got {name!r}")
 
 
 @pytest.mark.parametrize("name", extensions.LAB)

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "_version": set(),
     "rules": set(),
     "types": {"rules"},
-    "config": {"rules"},
+    "config": {"extensions", "rules"},
     "reports": {"types"},
     "protocol": {"types", "reports"},
     "policy": BOTTOM,
@@ -43,11 +43,10 @@ ROOMS: dict[str, set[str]] = {
     "text": {"types", "engine.client"},
     "metrics": {"types", "reports", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
-    "pricing": BOTTOM,
     "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
-    | {"memory.shares", "metrics", "missing", "models.spec", "models.source", "policy", "pricing", "processes"}
+    | {"memory.shares", "metrics", "missing", "models.spec", "models.source", "policy", "processes"}
     | {"server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
@@ -64,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "outputs": {"engine.client", "text", "types"},
     "llm": BOTTOM
     | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
-    "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing", "tensorfile"},
+    "inspection": BOTTOM | {"adapters", "kernels", "models", "tensorfile"},
     "cli": {
         "_version",
         "aliases",
@@ -103,9 +102,11 @@ ROOMS: dict[str, set[str]] = {
 # The laboratory's rooms: what they may import of the laboratory, and of manylora.
 LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "workloads": (set(), BOTTOM),
-    "sim": ({"workloads"}, BOTTOM | {"policy", "pricing"}),
+    "baselines": (set(), BOTTOM | {"policy", "rules"}),
+    "pricing": (set(), BOTTOM | {"models"}),
+    "sim": ({"pricing", "workloads"}, BOTTOM | {"policy"}),
     "bench": (
-        {"sim", "workloads"},
+        {"baselines", "pricing", "sim", "workloads"},
         BOTTOM
         | {
             "",
@@ -116,20 +117,19 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "kernels",
             "devices",
             "flags",
-            "inspection",
             "main",
             "memory",
             "models",
             "options",
             "policy",
         }
-        | {"pricing", "progress", "solving", "warmup"},
+        | {"progress", "solving", "warmup"},
     ),
     "reproduce": (
-        {"bench", "sim", "workloads"},
+        {"baselines", "bench", "pricing", "sim", "workloads"},
         BOTTOM
         | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
-        | {"pricing", "solving", "warmup"},
+        | {"solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
@@ -148,7 +148,6 @@ NO_TORCH = {
     "metrics",
     "outputs",
     "server",
-    "pricing",
     "options",
     "extensions",
     "aliases",
@@ -163,7 +162,7 @@ NO_TORCH = {
 PURE = {"time", "random", "os", "asyncio", "threading", "secrets", "socket"}
 
 
-LAB_NO_TORCH = {"workloads", "sim", "commands"}
+LAB_NO_TORCH = {"workloads", "baselines", "pricing", "sim", "commands"}
 
 
 def modules(root: Path = ROOT) -> list[Path]:

@@ -186,8 +186,12 @@ def test_orders_of_the_queue_that_cannot_work() -> None:
 
 def test_merging_that_cannot_work() -> None:
     for given, says in (
-        ({"merge": "always"}, "--merge must be one of unmerged, merged, dlora, manylora, got 'always'"),
-        ({"merge_copy": "host"}, "--merge-copy needs --merge merged, dlora or manylora"),
+        (
+            {"merge": "always"},
+            "--merge must be one of unmerged, dlora, manylora, or a baseline of manylora-lab (pip install "
+            "manylora-lab), got 'always'",
+        ),
+        ({"merge_copy": "host"}, "--merge-copy needs --merge dlora or manylora"),
         ({"merge": "dlora", "merge_minority": "wait"}, "--merge-minority needs --merge manylora"),
         ({"merge": "manylora", "merge_alpha": 2}, "--merge-alpha needs --merge dlora"),
         ({"merge": "dlora", "merge_alpha": 0.5}, "--merge-alpha (0.5) must be above --merge-beta (0.556)"),

@@ -153,7 +153,12 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
+_CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that stand for it"
+
 REMOVED: Mapping[str, str] = {
+    "profile": _CARASERVE,
+    "handover": "each --router has its own: punica's drop the token in flight, all others wait for it",
+    "slo_tpot": "give seconds, as --router-set caraserve.slo_s=0.05",
     "adapter_store": "adapters are always read from their own files",
     "adapter_store_size": "adapters are always read from their own files",
 }

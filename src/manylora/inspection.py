@@ -19,7 +19,6 @@ from manylora.models.config import read_model_config
 from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
-from manylora.pricing.shapes import ModelShape
 from manylora.protocol import AdapterError
 from manylora.tensorfile import shown
 from manylora.types import adapter_name_fault, why_reserved
@@ -53,31 +52,6 @@ def check_named_adapters(settings: EngineSettings) -> None:
                 raise ConfigError(f"adapter {name!r} in {path} cannot be served: {error}") from error
     finally:
         registry.close()
-
-
-def model_shape(settings: EngineSettings, itemsize: int) -> ModelShape:
-    """The model's sizes, a number having so many bytes; raises ConfigError."""
-    try:
-        return shape_of(read_model_config(resolve_model(settings.model.model)), settings.model.name, itemsize)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-
-
-def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
-    """The sizes that profiles know of a model."""
-    return ModelShape(
-        name=name,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        itemsize=itemsize,
-        is_gated=all(layer.mlp.is_gated for layer in config.layers),
-        is_tied=config.tie_embeddings,
-    )
 
 
 def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:

@@ -19,6 +19,7 @@ from manylora_lab.bench.kernels.pool import exact_lora, groups_of, page_of, rand
 from manylora_lab.bench.kernels.rig import Errors, errors
 from manylora_lab.bench.kernels.settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
 from manylora_lab.bench.rounding import Bounded
+from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 
 from manylora.cli import main
 from manylora.config import ConfigError
@@ -27,7 +28,6 @@ from manylora.kernels.ops import LoraSegments
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
-from manylora.pricing.shapes import ALL_MODULES, ModelShape
 
 CPU = torch.device("cpu")
 

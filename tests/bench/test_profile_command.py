@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from manylora_lab.bench.profile_grid import Batch, GridLimits, make_batches
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import ModePoint, SwitchPoint, load_profile
 from manylora_lab.sim.cold import measured_cold
 from manylora_lab.sim.merging import measured_costs, measured_times
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.cli import main
-from manylora.pricing.costs import StepWork
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import ModePoint, SwitchPoint, load_profile
 from tests.e2e.process import MODEL
 
 SMALL = [

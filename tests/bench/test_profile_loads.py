@@ -17,9 +17,8 @@ from manylora_lab.bench.profile_loads import (
     step_points,
 )
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
-
-from manylora.pricing.costs import StepWork
-from manylora.pricing.profile import OverheadPoint, TransferPoint
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.profile import OverheadPoint, TransferPoint
 
 ROOM = EngineCapacity(max_seqs=64, max_len=4096, num_tokens=20_000, num_adapters=48)
 

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from manylora_lab.bench.simulate import SimulateSettings, target_of
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.fit import fit_exchanges
+from manylora_lab.pricing.profile import ExchangePoint, Profile, load_profile, save_profile
 from manylora_lab.sim.parallel import adapter_pages, measured_link
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.cli import main
 from manylora.config import ConfigError
-from manylora.pricing.costs import StepWork
-from manylora.pricing.fit import fit_exchanges
-from manylora.pricing.profile import ExchangePoint, Profile, load_profile, save_profile
 from tests.bench.test_profile_command import SMALL
 from tests.e2e.process import MODEL
 

@@ -8,8 +8,7 @@ import statistics
 import pytest
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer, StepLog
-
-from manylora.pricing.costs import DeviceCosts, Spread, StepWork
+from manylora_lab.pricing.costs import DeviceCosts, Spread, StepWork
 
 COSTS = DeviceCosts(0.01, 0.0, 0.0, 0.0, copy_bytes_s=1e6, copy_base_s=0.0, read_bytes_s=1e6, read_base_s=0.0)
 

@@ -10,6 +10,7 @@ import statistics
 from typing import Any
 
 import pytest
+from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.benchmarks import router_proof
 from manylora_lab.benchmarks.router_proof import (
     ROUTERS,
@@ -21,8 +22,6 @@ from manylora_lab.benchmarks.router_proof import (
     summary,
 )
 from manylora_lab.reproduce.router_cells import CLAIRVOYANT, mean_flow_s
-
-from manylora.policy.routing import ROUTING_POLICIES
 
 FILES = ("none", "none")
 
@@ -125,4 +124,4 @@ def test_what_reads_no_reports_counts_with_every_delay() -> None:
 
 
 def test_all_routers_are_judged() -> None:
-    assert set(ROUTERS) == set(ROUTING_POLICIES)
+    assert {*ROUTERS, "dlora-authors"} == set(ALL_ROUTERS)

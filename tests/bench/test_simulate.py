@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.bench.profile import machine_name
 from manylora_lab.bench.simulate_command import FLAG_NAMES
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import save_profile
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.limits import recorded, summarize_limits
 from manylora_lab.sim.shipped import find_profile
@@ -17,10 +20,8 @@ from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.named import named
 
 from manylora.cli import main
-from manylora.config import CACHE_POLICIES, CacheConfig, MergeConfig, PolicyConfig, QueueConfig
+from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
 from manylora.flags import FLAGS
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import save_profile
 from tests.e2e.process import MODEL
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
@@ -78,13 +79,13 @@ def test_all_policies_and_the_reference(tmp_path: Path, capsys: pytest.CaptureFi
     report = report_of(
         tmp_path, "--hardware", "a10", "--shape", "llama-2-7b", "--policies", "all", "--limits"
     )
-    assert list(report["results"]) == [*CACHE_POLICIES, "cached"]
+    assert list(report["results"]) == [*ALL_CACHE_POLICIES, "cached"]
     assert report["results"]["manylora"]["config"]["pipeline_depth"] == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == [*CACHE_POLICIES, "cached"]
+    assert [line.split()[0] for line in lines[2:]] == [*ALL_CACHE_POLICIES, "cached"]
     assert report["results"]["cached"]["adapter_hit_device"] == 1.0
     assert lines[-1].split().count("-") == 2, "no limits of what has none"
-    for name in CACHE_POLICIES:
+    for name in ALL_CACHE_POLICIES:
         result = report["results"][name]
         limits = [key for key in result if key.endswith("_limit")]
         assert len(limits) == 6

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from manylora_lab.bench.profile_loads import rank_lines
 from manylora_lab.bench.step_log import LoggedStep
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.profile import Profile, load_profile, save_profile
+from manylora_lab.pricing.ranks import RankedStep, RankLine, RankLines, fit_rank_lines
 from manylora_lab.sim.conformance import replay_difference
 from manylora_lab.sim.shipped import find_profile
 
@@ -17,9 +20,6 @@ from manylora.cli import main
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, read_answered
 from manylora.policy.router import Router
-from manylora.pricing.costs import StepWork
-from manylora.pricing.profile import Profile, load_profile, save_profile
-from manylora.pricing.ranks import RankedStep, RankLine, RankLines, fit_rank_lines
 from manylora.protocol.routing import ReplicaUp
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")

@@ -16,12 +16,12 @@ from manylora_lab.benchmarks import simulator_reality
 from manylora_lab.benchmarks.chat_runs import TOY, RateLoad, loads_from
 from manylora_lab.benchmarks.plot_reality import compare, lines_of, medians
 from manylora_lab.benchmarks.reality_runs import WINDOW_S, AsItWas
+from manylora_lab.pricing.costs import DeviceCosts, StepWork
+from manylora_lab.pricing.profile import FORMAT, load_profile, save_profile
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import prompt_tokens
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import DeviceCosts, StepWork
-from manylora.pricing.profile import FORMAT, load_profile, save_profile
 from tests.sim.test_replay import config_of
 
 

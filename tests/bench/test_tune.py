@@ -17,9 +17,9 @@ from manylora_lab.bench.kernels import layers, measuring, rig
 from manylora_lab.bench.kernels.measuring import Bench
 from manylora_lab.bench.kernels.rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels.settings import TABLES, KernelSettings
+from manylora_lab.pricing.shapes import ModelShape
 
 from manylora.cli import main
-from manylora.pricing.shapes import ModelShape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

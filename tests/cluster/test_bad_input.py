@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from manylora_lab.bench.profile_report import describe
+from manylora_lab.pricing.caraserve import merged_step_s
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.ranks import RankLine, RankLines
+from manylora_lab.sim.shipped import find_profile
 
 from manylora.cluster.ray_launcher import check_ray
-from manylora.cluster.router_options import with_profile
 from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
 from manylora.config.routing import CaraServeParameters, read_parameters
-from manylora.flags import build_settings, split_cluster
+from manylora.flags import split_cluster
 from manylora.policy.router import Router
-from manylora.pricing.caraserve import merged_step_s
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import load_profile
-from tests.cluster.profiles import write_profile
 from tests.e2e.process import MODEL, environment, free_port, lines_of, run_cli
 
 
@@ -45,7 +45,6 @@ def refused(*args: str, **env: str) -> str:
         ({"replicas": "4", "max_replicas": "3"}, "--replicas 4 is above"),
         ({"replicas": "2", "lease": "0"}, "--lease must be"),
         ({"replicas": "2", "max_attempts": "0"}, "--max-attempts must be"),
-        ({"replicas": "2", "handover": "throw"}, "--handover"),
         ({"replicas": "2", "launcher": "k8s"}, "--launcher"),
         ({"replicas": "2", "cluster_host": "0.0.0.0"}, "--cluster-host must be"),
         ({"replicas": "2", "cluster_host": "here"}, "--cluster-host must be"),
@@ -53,9 +52,6 @@ def refused(*args: str, **env: str) -> str:
         ({"replicas": "2", "ray_address": "auto"}, "--ray-address needs --launcher ray"),
         ({"replicas": "2", "router_set": ["punica.max_batch=3"]}, "is not of --router"),
         ({"replicas": "2", "data_parallel_size": "3"}, "one setting"),
-        ({"replicas": "2", "slo_tpot": -1}, "--slo-tpot must be seconds, or a multiple"),
-        ({"replicas": "2", "slo_tpot": "soon"}, "--slo-tpot must be seconds, or a multiple"),
-        ({"replicas": "2", "slo_tpot": "0x"}, "--slo-tpot must be seconds, or a multiple"),
     ],
 )
 def test_settings_are_refused(given: dict[str, object], words: str) -> None:
@@ -68,7 +64,6 @@ def test_one_replica_alone_is_no_cluster() -> None:
     assert split_cluster({}) == (None, [{}])
     found, rest = split_cluster({"replicas": 2}, {"router": "punica", "port": "1"})
     assert found == ClusterOptions(replicas=2, router="punica")
-    assert split_cluster({"slo_tpot": 0.05})[0] == ClusterOptions(slo_tpot="0.05")
     assert rest == [{}, {"port": "1"}]
 
 
@@ -134,41 +129,23 @@ def test_too_few_gpus_of_ray() -> None:
 
 
 def test_a_router_without_its_settings() -> None:
-    line = refused("--replicas", "2", "--router", "caraserve", "--slo-tpot", "1.5x")
-    assert "caraserve needs a --profile with its steps by rank" in line
-
-
-def caraserve(*settings: str, **options: Any) -> ClusterOptions:
-    engine, _ = build_settings({"model": MODEL})
-    return with_profile(ClusterOptions(2, "caraserve", settings, **options), engine)
-
-
-def test_caraserve_has_its_lines_from_a_profile(tmp_path: Path) -> None:
-    profile = write_profile(tmp_path / "demo.json")
-    found = caraserve("caraserve.kernel=mbgmv", profile=profile, slo_tpot="1.5x").router_config()
-    parameters = read_parameters("caraserve", CaraServeParameters, found.settings)
-    assert (parameters.decode_slope_s, parameters.prefill_base_s) == (2e-4, 5e-3)
-    step_s = merged_step_s(fit_profile(load_profile(Path(profile))))
-    assert parameters.slo_s == pytest.approx(1.5 * step_s)
-    Router(found)
-    others = ClusterOptions(2, "punica", slo_tpot="0.1", profile="no/such/file")
-    assert with_profile(others, build_settings({"model": MODEL})[0]) is others
-
-
-def test_caraserve_without_what_it_needs(tmp_path: Path) -> None:
-    profile = write_profile(tmp_path / "demo.json")
-    for given, words in (
-        ({"slo_tpot": "0.1"}, "needs a --profile"),
-        ({"profile": profile}, "needs --slo-tpot"),
-        ({"profile": write_profile(tmp_path / "old.json", lines=None), "slo_tpot": "1"}, "steps by rank"),
-        ({"profile": write_profile(tmp_path / "x.json", "h200-llama-2-7b"), "slo_tpot": "1"}, "does not fit"),
-        ({"profile": str(tmp_path / "none.json"), "slo_tpot": "0.1"}, "cannot read the profile"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            caraserve(**given)
-    with pytest.raises(ConfigError, match="comes from --profile"):
-        caraserve("caraserve.prefill_base_s=1", profile=profile, slo_tpot="0.1")
+    line = refused("--replicas", "2", "--router", "caraserve")
+    assert "router caraserve: decode_slope_s must be given: manylora profile prints what to give" in line
     assert "no_such_module" in refused("--replicas", "2", "--router", "no_such_module:Policy")
+
+
+def test_caraserve_takes_what_a_profile_prints() -> None:
+    lines = RankLines(RankLine(1e-4, 5e-3, 0.9, 20), RankLine(2e-4, 6e-3, 0.9, 20), RankLine(1e-3, 5e-3, 0.9, 9))
+    profile = dataclasses.replace(find_profile("cpu-demo"), ranks=lines)
+    costs = fit_profile(profile)
+    for kernel, slope_s in (("bgmv", 1e-4), ("mbgmv", 2e-4)):
+        (line,) = (line for line in describe(profile, costs).splitlines() if f"caraserve.kernel={kernel} " in line)
+        words = tuple(word for word in line.split() if word.startswith("caraserve."))
+        found = ClusterOptions(2, "caraserve", words).router_config()
+        parameters = read_parameters("caraserve", CaraServeParameters, found.settings)
+        assert (parameters.decode_slope_s, parameters.prefill_base_s) == (slope_s, 5e-3)
+        assert parameters.slo_s == pytest.approx(1.5 * merged_step_s(costs))
+        Router(found)
 
 
 def test_a_taken_port() -> None:

@@ -121,10 +121,9 @@ def test_the_number_of_replicas_follows_the_load(autoscale: str, tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("router", ["manylora", "punica"])
-def test_handing_over_without_waiting(router: str, tmp_path: Path) -> None:
+def test_handing_over_without_waiting(tmp_path: Path) -> None:
     """Punica's way: the next replica begins at once, what the last one still says is dropped."""
-    args = ("--replicas", "2", "--handover", "drop", "--router", router)
+    args = ("--replicas", "2", "--router", "punica")
     with Cluster(*args, folder=tmp_path) as cluster:
         cluster.wait_ready()
         cluster.wait_replicas(2)

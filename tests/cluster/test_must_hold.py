@@ -34,10 +34,10 @@ from tests.cluster.process import (
     mixed_bodies,
     send,
 )
-from tests.cluster.profiles import objective
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal
 from tests.e2e.process import BASE, TIMEOUT_S, Server, assert_error, children_of, is_running, wait_until
+from tests.routing.rig import CARASERVE
 
 pytestmark = pytest.mark.long
 
@@ -95,7 +95,8 @@ def running(
 def test_every_router_gives_a_single_servers_answers(
     router: str, launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
-    settings = objective(tmp_path) if router == "caraserve" else ()
+    pairs = CARASERVE.items() if router == "caraserve" else ()
+    settings = [word for key, value in pairs for word in ("--router-set", f"caraserve.{key}={value}")]
     with running(tmp_path, *launcher, "--router", router, *settings, replicas=2) as cluster:
         assert_same("mixed", cluster.ask_all(MIXED))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from manylora_lab.bench.simulate import SimulatedTarget
+from manylora_lab.pricing.shapes import SHAPES
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 
@@ -15,7 +16,6 @@ from manylora.config import ColdStartConfig, ConfigError
 from manylora.executor.build import build_worker, with_gates
 from manylora.executor.sizes import Kind
 from manylora.flags import build_settings
-from manylora.pricing.shapes import SHAPES
 
 
 def engine(**given: Any) -> Any:

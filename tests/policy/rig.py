@@ -24,6 +24,7 @@ from manylora.protocol import (
 )
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, undisturbed
+from tests.policy.invariants import check
 
 PAGE = 4
 
@@ -86,7 +87,7 @@ class Rig:
                     self.ends[command.request] = command
             self.device.obey(command)
         self.commands += commands
-        self.replica.check()
+        check(self.replica)
         return commands
 
     def add(self, adapter: int, num_pages: int = 3) -> None:

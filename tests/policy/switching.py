@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.policy.merging.choice import Choice, MergePolicy, MergeView, StepShape
 from manylora.policy.sequences import Scheduled
-from manylora.types import BASE, AdapterId
+from manylora.types import BASE
 
 
-class EveryFewSteps:
+class EveryFewSteps(MergePolicy):
     """Merges another adapter every few steps, and none every now and then, whatever it is worth."""
 
     def __init__(self, is_mixed: bool) -> None:
@@ -27,16 +27,3 @@ class EveryFewSteps:
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""
         self._num_steps += 1
-
-    def step_ended(self, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def forget(self, adapter: AdapterId) -> None:
-        """See MergePolicy."""
-
-    def gauges(self) -> MergeGauges:
-        """See MergePolicy."""
-        return MergeGauges()

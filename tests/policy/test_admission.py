@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
@@ -13,9 +14,9 @@ from manylora.policy.admission import Admission
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.replica import Replica
 from manylora.policy.sequences import RequestState, Sequence, Stage
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
 from manylora.types import BASE, Request, SamplingParams
+from tests.policy.invariants import check, members
 from tests.policy.reports import gauges
 
 
@@ -53,7 +54,7 @@ class Server:
                 case Finish() if command.error is not None:
                     assert (command.reason, command.error.status) == ("error", 503)
                     self.dropped[command.request] = command.error.message
-        self.replica.check()
+        check(self.replica)
 
     def ask(self, name: str, now: float) -> None:
         request = Request(name, BASE, (1, 2, 3), SamplingParams(max_tokens=1, seed=0))
@@ -132,7 +133,7 @@ def test_the_queue_is_bounded() -> None:
         StepDone(step.step, True, ((step.rows[0].sequence, (0, 0, 0)),), 0.1), 6.0
     )  # c is admitted
     assert not any(isinstance(c, Reject) for c in ask("g", 7.0))
-    replica.check()
+    check(replica)
 
 
 def test_the_bound_holds_for_requests_that_come_together() -> None:
@@ -203,7 +204,7 @@ def test_the_queue_skips_whoever_left_it() -> None:
         queue.remove(newest)
         newest.stage = Stage.RUNNING
     assert queue.first() is one
-    assert (len(queue), queue.members()) == (1, [one])
+    assert (len(queue), members(queue)) == (1, [one])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def replayed(admission: str, slo_ttft_s: float | None, num_adapters: int = 0) ->
         Stream("burst", tuple(requests), (8,) * num_adapters), config(admission, slo_ttft_s), costs, pages
     )
     while replay.advance():
-        replay.replica.check()
+        check(replay.replica)
     replay.run()
     return replay
 

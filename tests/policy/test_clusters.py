@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
@@ -14,9 +15,9 @@ from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.clusters import OVERTAKEN_S, Clusters
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Command, EndSequence, RunStep
 from manylora.types import BASE
+from tests.policy.invariants import members
 from tests.policy.test_queue import sequence_of
 
 
@@ -117,7 +118,7 @@ def test_those_that_return_come_before_all_others() -> None:
     line = Line(1)
     line.come(1, 1, 2)
     line.admit()
-    back = line.waiting.members()[1]
+    back = members(line.waiting)[1]
     line.waiting.admit(back, 0)
     back.state.note_admission()
     line.waiting.put_back(back)

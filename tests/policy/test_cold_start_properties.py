@@ -5,8 +5,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
+from manylora.config import CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
@@ -23,7 +24,7 @@ class ColdStartMachine(ReplicaMachine):
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 12),
         num_host_pages=st.sampled_from([5, 16, 40, 40]),
-        policy=st.sampled_from(["manylora", *CACHE_POLICIES]),
+        policy=st.sampled_from(["manylora", *ALL_CACHE_POLICIES]),
         pipeline_depth=st.sampled_from([1, 2]),
         cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),

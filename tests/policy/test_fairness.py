@@ -7,12 +7,12 @@ import functools
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.replica import Replica
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import (
     Abort,
     AdapterFreed,
@@ -25,6 +25,7 @@ from manylora.protocol import (
     StepDone,
 )
 from manylora.types import BASE, Request, SamplingParams
+from tests.policy.invariants import check
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig
 
@@ -150,7 +151,7 @@ class Server:
     def note(self, commands: list[Command]) -> None:
         self.admitted += [command.request for command in commands if isinstance(command, Admitted)]
         self.steps += [command for command in commands if isinstance(command, RunStep)]
-        self.replica.check()
+        check(self.replica)
 
     def ask(self, name: str, client: int, num_prompt: int = 3, max_tokens: int = 1, **more: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=0, n=more.pop("n", 1))

@@ -8,6 +8,7 @@ from manylora.policy.kv_turns import KvTurns
 from manylora.policy.tree import Node, Residence
 from manylora.protocol import SwapPages
 from manylora.types import BASE
+from tests.policy.invariants import all_nodes
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
@@ -53,7 +54,7 @@ def test_without_turns_a_page_is_a_node() -> None:
 
 
 def resident(rig: Rig) -> int:
-    return sum(node.residence is Residence.RESIDENT for node in rig.replica._tree.all_nodes()) - 1
+    return sum(node.residence is Residence.RESIDENT for node in all_nodes(rig.replica._tree)) - 1
 
 
 def written(rig: Rig) -> int:
@@ -87,7 +88,7 @@ def test_a_turn_comes_back_as_a_whole(policy: str) -> None:
 
 def tops(rig: Rig) -> list[Node]:
     turns = rig.replica._residency.turns
-    return [node for node in rig.replica._tree.all_nodes() if node.parent and turns.of(node)[0] is node]
+    return [node for node in all_nodes(rig.replica._tree) if node.parent and turns.of(node)[0] is node]
 
 
 @pytest.mark.parametrize("policy", ALL)

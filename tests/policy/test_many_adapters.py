@@ -8,6 +8,7 @@ from manylora.config import PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import AdapterAdded, AdapterRemoved, Arrive, Report, ReportDue
 from manylora.types import Request, SamplingParams
+from tests.policy.invariants import check
 from tests.policy.reports import gauges
 
 COUNT = 40_000
@@ -36,10 +37,10 @@ def test_one_that_is_asked_for_is_found() -> None:
     for adapter in range(1, 10):
         replica.handle(AdapterAdded(adapter, 3), 0.0)
     replica.handle(Arrive(Request("a", 7, (1, 2), SamplingParams(seed=0))), 0.0)
-    replica.check()
+    check(replica)
     states = {use.adapter: use.state for use in gauges(replica).adapters}
     assert [adapter for adapter, state in states.items() if state == "loading"] == [7]
     for adapter in (3, 7):
         replica.handle(AdapterRemoved(adapter), 0.0)
-    replica.check()
+    check(replica)
     assert [use.adapter for use in gauges(replica).adapters] == [0, 1, 2, 4, 5, 6, 7, 8, 9]

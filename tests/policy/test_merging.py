@@ -10,6 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import pytest
+from manylora_lab.baselines.merged import AlwaysMerged
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
@@ -19,13 +21,11 @@ from manylora.policy.merging import regret as regret_module
 from manylora.policy.merging.choice import Choice, MergeView, StepShape
 from manylora.policy.merging.credits import MICROSECONDS, Credits
 from manylora.policy.merging.dlora import DloraMerging
-from manylora.policy.merging.merged import AlwaysMerged
 from manylora.policy.merging.regret import ALLOWANCE, SHARE, RegretMerging
 from manylora.policy.merging.thresholds import MOST_ALPHA, Thresholds
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
-from manylora.pricing.costs import DeviceCosts
 from manylora.types import BASE, AdapterId
 from tests.policy.test_queue import sequence_of
 
@@ -71,10 +71,12 @@ def decode(merged: AdapterId, *adapters: AdapterId) -> StepShape:
     return StepShape(merged, collections.Counter(adapters), collections.Counter(adapters))
 
 
+def with_merge(mode: str, max_num_seqs: int = 4, **merge: Any) -> PolicyConfig:
+    return PolicyConfig(100, 4, 100, max_num_seqs, 64, merge=MergeConfig(mode, **merge))
+
+
 def dlora(max_num_seqs: int = 4, times: MergeTimes = DLORA_TIMES, **merge: Any) -> DloraMerging:
-    config = MergeConfig("dlora", times=times, **merge)
-    policy = PolicyConfig(100, 4, 100, max_num_seqs, 64, merge=config)
-    return DloraMerging(policy, StepSeconds(times))
+    return DloraMerging(with_merge("dlora", max_num_seqs, times=times, **merge), StepSeconds(times))
 
 
 # ---------------------------------------------------------------- dLoRA, Algorithm 1
@@ -254,7 +256,7 @@ TWO_MS = MergeTimes(False, 0.005, 0.005, (StepTimes(1, 1, 0.012, 0.010, 0.011),)
 
 
 def regret(**merge: Any) -> RegretMerging:
-    return RegretMerging(MergeConfig("manylora", times=TWO_MS, **merge), StepSeconds(TWO_MS))
+    return RegretMerging(with_merge("manylora", times=TWO_MS, **merge), StepSeconds(TWO_MS))
 
 
 def steps_until_merged(policy: RegretMerging, stage: Stage, merged: AdapterId, shape: StepShape) -> int:
@@ -369,9 +371,10 @@ class Course:
 
     def __init__(self, minority: str, adds_s: float) -> None:
         sizes = (StepTimes(1, 1, BASE_STEP_S + adds_s, BASE_STEP_S, BASE_STEP_S + 0.8 * adds_s),)
-        merge = MergeConfig("manylora", minority=minority, times=MergeTimes(False, PASS_S, PASS_S, sizes))
+        config = with_merge("manylora", minority=minority, times=MergeTimes(False, PASS_S, PASS_S, sizes))
+        merge = config.merge
         self.times = StepSeconds(merge.times)
-        self.policy = RegretMerging(merge, self.times)
+        self.policy = RegretMerging(config, self.times)
         self.policy.first_tokens_s = float("inf")
         self.clairvoyant = Clairvoyant(merge)
         self.merged: AdapterId = BASE
@@ -468,7 +471,7 @@ def test_no_policy_keeps_both_bounds_on_every_stream(
 
 
 def test_turns_go_by_the_oldest_then_to_who_has_waited() -> None:
-    stage, policy = Stage(), AlwaysMerged(MergeConfig("merged", starve_s=2.0))
+    stage, policy = Stage(), AlwaysMerged(with_merge("merged", starve_s=2.0), None)
     stage.admit(X, X)
     (waits,) = stage.come(Y)
     assert policy.choose(stage.view(BASE, 1.0)) == Choice(X, X, (X,), reason="its turn")
@@ -493,7 +496,7 @@ def test_turns_go_by_the_oldest_then_to_who_has_waited() -> None:
 
 
 def test_the_base_has_turns_on_its_own_weights() -> None:
-    stage, policy = Stage(), AlwaysMerged(MergeConfig("merged"))
+    stage, policy = Stage(), AlwaysMerged(with_merge("merged"), None)
     stage.admit(BASE, X)
     assert policy.choose(stage.view()) == Choice(BASE, BASE, (BASE,), reason="its turn")
     stage.admitted.pop(0)

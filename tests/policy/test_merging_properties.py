@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
 from manylora.config import (
     ADMISSIONS,
-    CACHE_POLICIES,
     CacheConfig,
     MergeConfig,
     MergeTimes,
@@ -48,7 +48,7 @@ class MergingMachine(ReplicaMachine):
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 8),
         num_host_pages=st.sampled_from([0, 5, 40]),
-        policy=st.sampled_from(["manylora", "manylora", *CACHE_POLICIES]),
+        policy=st.sampled_from(["manylora", "manylora", *ALL_CACHE_POLICIES]),
         admission=st.sampled_from(["fcfs", "fcfs", *ADMISSIONS]),
         pipeline_depth=st.sampled_from([1, 2]),
         queue=st.sampled_from([{}] * 2 * len(QUEUES) + QUEUES),

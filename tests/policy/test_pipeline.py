@@ -11,6 +11,7 @@ from manylora.policy.replica import Replica
 from manylora.protocol import Arrive, Command, Emit, EndSequence, Event, Finish, LetGo, Released, RunStep
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token, undisturbed
+from tests.policy.invariants import check
 from tests.policy.reports import counters
 from tests.policy.rig import Rig
 
@@ -34,7 +35,7 @@ class Pipeline:
         commands = self.replica.handle(event, self.now)
         for command in commands:
             self.device.obey(command)
-        self.replica.check()
+        check(self.replica)
         self.commands += commands
         return commands
 

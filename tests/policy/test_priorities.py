@@ -10,6 +10,7 @@ from manylora.config import PolicyConfig, QueueConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import Admitted, Arrive, Command, RunStep, StepDone
 from manylora.types import BASE, Request, SamplingParams
+from tests.policy.invariants import check
 
 
 class Server:
@@ -29,7 +30,7 @@ class Server:
                 self.admitted.append(command.request)
             elif isinstance(command, RunStep):
                 self.step = command
-        self.replica.check()
+        check(self.replica)
 
     def ask(self, name: str, priority: int, now: float = 0.0) -> None:
         params = SamplingParams(max_tokens=1, seed=0)

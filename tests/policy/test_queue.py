@@ -13,6 +13,7 @@ from manylora.config import QueueConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams
+from tests.policy.invariants import members
 from tests.sampled import sampled
 
 AGE_S = 0.5
@@ -157,9 +158,9 @@ def check(queue: WaitingQueue, naive: Naive, count: int) -> None:
     assert queue.num_arrived == len(new)
     moment = new[len(new) // 2].state.arrived_s if new else 0.0
     assert queue.arrived_until(moment) == [s for s in new if s.state.arrived_s <= moment]
-    assert queue.members()[len(naive.waiting) - len(new) :] == new
+    assert members(queue)[len(naive.waiting) - len(new) :] == new
     if (first := queue.first()) is not None:
-        assert min(queue.members(), key=queue.rank) is first
+        assert min(members(queue), key=queue.rank) is first
 
 
 def test_who_leads_is_asked_without_a_trace_at_levels_that_the_answer_looks_into() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import ADMISSIONS, CACHE_POLICIES, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
+from manylora.config import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.routing import hashing
@@ -46,6 +47,7 @@ from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel, undisturbed
+from tests.policy.invariants import all_nodes, check
 from tests.policy.reports import gauges
 from tests.policy.rig import check_order
 
@@ -67,7 +69,7 @@ QUEUES: list[dict[str, Any]] = [
 def cached_blocks(tree: DependencyTree) -> set[int]:
     """Hashes of all blocks that a request could reuse, by the tokens on the paths to them."""
     found: set[int] = set()
-    for root in tree.all_nodes():
+    for root in all_nodes(tree):
         if not root.is_adapter:
             continue
         stack = [(child, b"") for child in root.children.values()]
@@ -97,7 +99,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         extra_budget=st.integers(0, 12),
         num_host_pages=st.sampled_from([0, 2, 5, 9, 16, 40]),
-        policy=st.sampled_from(CACHE_POLICIES),
+        policy=st.sampled_from(ALL_CACHE_POLICIES),
         low_mark=st.sampled_from([0.3, 0.7]),
         high_mark=st.sampled_from([0.7, 0.95, None]),
         admission=st.sampled_from(["fcfs", *ADMISSIONS]),
@@ -188,6 +190,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.told_tiers: dict[int, int] = {}
         self.told_blocks: set[int] = set()
 
+    def check(self) -> None:
+        check(self.replica)
+
     def feed(self, event: Event) -> None:
         self.now += EVENT_S
         if isinstance(event, StepDone):
@@ -198,7 +203,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         for command in commands:
             self.note(command)
             self.device.obey(command)
-        self.replica.check()
+        self.check()
 
     def note(self, command: Any) -> None:
         match command:

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,
@@ -26,6 +27,7 @@ from manylora.protocol import (
 )
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token
+from tests.policy.invariants import check
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
@@ -110,7 +112,7 @@ class Run:
         for command in commands:
             self.timer_is_set |= isinstance(command, SetTimer)
             self.device.obey(command)
-        self.replica.check()
+        check(self.replica)
         return [_unshifted(command) for command in commands]
 
     def do(self, action: Any) -> list[Command]:
@@ -164,7 +166,7 @@ asks = st.tuples(
 happenings = st.sampled_from(["step", "step", "read", "copy", "timer", "settle", "settle"])
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 @settings(max_examples=40, deadline=None)
 @given(
     actions=st.lists(asks | happenings, max_size=60),

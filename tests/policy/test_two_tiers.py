@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES
 from manylora.policy.tree import Node
 from manylora.protocol import (
     Abort,
@@ -18,10 +18,11 @@ from manylora.protocol import (
     SwapPages,
 )
 from manylora.types import BASE
+from tests.policy.invariants import all_nodes
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt
 
-WITH_HISTORY = [name for name in CACHE_POLICIES if name not in ("s-lora", "lru-drop")]
+WITH_HISTORY = [name for name in ALL_CACHE_POLICIES if name not in ("s-lora", "lru-drop")]
 DEPENDENT = ["manylora", "fastlibra", "fastlibra-wos", "fastlibra-wol", "lru", "lru-ahead", "lru-drop"]
 
 
@@ -38,7 +39,7 @@ def test_history_leaves_by_way_of_the_host_and_comes_back(policy: str) -> None:
     assert counters(rig.replica).kv_hit_tokens_host >= 5 * PAGE
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_without_a_host_pool_history_is_computed_again(policy: str) -> None:
     rig = Rig(policy, num_pages=16, num_host_pages=0)
     for name, seed in (("a", 1), ("b", 2), ("c", 3), ("again", 1)):
@@ -55,7 +56,7 @@ def test_a_host_copy_is_kept_so_that_leaving_again_costs_nothing() -> None:
     assert rig.swaps(to_device=True) > rig.swaps(to_device=False)
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_adapters_are_read_once_and_never_written_back(policy: str) -> None:
     rig = Rig(policy, num_pages=10, num_host_pages=30)
     for adapter in (1, 2, 3, 4):
@@ -309,7 +310,7 @@ def sent_away() -> tuple[Rig, list[Node]]:
     rig.ring()  # above the mark: some leave
     rig.settle_copies()
     swapper = rig.replica._swapper
-    sent = [node for node in rig.replica._tree.all_nodes() if node.evicted_in == swapper.interval]
+    sent = [node for node in all_nodes(rig.replica._tree) if node.evicted_in == swapper.interval]
     assert sent
     rig.feed(Abort("x"))
     rig.end_step()

@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
@@ -29,6 +30,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, undisturbed
+from tests.policy.invariants import check
 from tests.policy.reports import gauges
 from tests.policy.rig import Rig
 
@@ -134,7 +136,7 @@ class Strangers(RuleBasedStateMachine):
     """A replica on the dictionary device that is told of unknown ids, old ids, and the same twice, in between."""
 
     @initialize(
-        policy=st.sampled_from(CACHE_POLICIES),
+        policy=st.sampled_from(ALL_CACHE_POLICIES),
         depth=st.sampled_from([1, 2]),
         host=st.sampled_from([0, 9, 40]),
     )
@@ -158,7 +160,7 @@ class Strangers(RuleBasedStateMachine):
         commands = self.replica.handle(event, self.now)
         for command in commands:
             self.device.obey(command)
-        self.replica.check()
+        check(self.replica)
         return commands
 
     def note(self, commands: list[Command]) -> None:

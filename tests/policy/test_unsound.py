@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CACHE_POLICIES
 from manylora.protocol import Abort, Admitted, Emit, Finish
 from tests.policy.rig import PAGE, Rig
 
@@ -24,7 +24,7 @@ def num_cached(rig: Rig, name: str) -> int:
     return admitted.num_cached
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_an_unsound_row_fails_its_request_alone(policy: str) -> None:
     rig = Rig(policy)
     rig.ask("bad", 0, PROMPT, max_tokens=5)

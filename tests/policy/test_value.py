@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from manylora_lab.baselines.caches import UnrewardedValue
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.policy.candidates import CandidateList
@@ -77,9 +78,7 @@ def test_equations_3_to_6(policy: str, num_deep_pages: int) -> None:
     for node, last_use in ((deep, 3.0), (shallow, 4.0), *roots):
         assert model.value(node, now)[0] == pytest.approx(evaluate(node, last_use))
 
-    without_reward = FastLibraValue(
-        residency.visits, residency.rates, residency.turns, tau, rewards_adapters=False
-    )
+    without_reward = UnrewardedValue(residency.visits, residency.rates, residency.turns, tau)
     without_reward.refresh(now, num_adapters=1)
     difference = (
         model.value(residency.tree.node(1), now)[0] - without_reward.value(residency.tree.node(1), now)[0]

@@ -35,6 +35,7 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import VOCABULARY, DeviceModel
+from tests.policy.invariants import check
 
 _CHECK_EVERY = 40
 """Events between two checks of all invariants, which take as long as many events."""
@@ -210,7 +211,7 @@ class Life:
             self._note(command)
             self._device.obey(command)
         if len(self.told) % _CHECK_EVERY == 0:
-            self._replica.check()
+            check(self._replica)
 
     def _note(self, command: Command) -> None:
         match command:

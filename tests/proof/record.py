@@ -14,7 +14,8 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from manylora.config import CACHE_POLICIES
+from manylora_lab.baselines import ALL_CACHE_POLICIES
+
 from manylora.engine.journal import JournalWriter
 from tests.proof.life import DEEP, MERGING_SCENES, MOVING_SCENES, SCENES, SCORING_SCENES, Life
 
@@ -65,10 +66,10 @@ def main(names: list[str]) -> int:
 def lives() -> list[tuple[str, int, str]]:
     """Cache policy, steps in flight and scene of each."""
     return [
-        *itertools.product([policy for policy in CACHE_POLICIES if policy not in LATER], (1, 2), SCENES),
+        *itertools.product([policy for policy in ALL_CACHE_POLICIES if policy not in LATER], (1, 2), SCENES),
         *itertools.product([policy for policy in LATER if policy not in ABLATIONS], (2,), SCENES),
         *itertools.product(ABLATIONS, (2,), ("tiny", "crush")),
-        *itertools.product(CACHE_POLICIES, (2,), ["deep"]),
+        *itertools.product(ALL_CACHE_POLICIES, (2,), ["deep"]),
         *itertools.product(["manylora"], (1, 2), [*MERGING_SCENES, *MOVING_SCENES]),
         *itertools.product(["manylora"], (2,), SCORING_SCENES),
     ]  # fmt: skip

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.reproduce.cells import Cell, run_cell
-
-from manylora.config import CACHE_POLICIES
 
 CELLS: list[dict[str, Any]] = [
     json.loads(line) for line in (Path(__file__).parent / "cells.jsonl").read_text().splitlines()
@@ -35,7 +34,7 @@ def check(line: dict[str, Any]) -> None:
 
 def cheapest() -> list[dict[str, Any]]:
     """One of each policy."""
-    of = {policy: [line for line in CELLS if line["cell"]["policy"] == policy] for policy in CACHE_POLICIES}
+    of = {policy: [line for line in CELLS if line["cell"]["policy"] == policy] for policy in ALL_CACHE_POLICIES}
     return [min(lines, key=lambda line: float(line["seconds"])) for lines in of.values()]
 
 
@@ -53,4 +52,4 @@ def test_all_the_others(line: dict[str, Any]) -> None:
 def test_there_are_enough() -> None:
     assert len(CELLS) >= LEAST_CELLS
     policies = collections.Counter(line["cell"]["policy"] for line in CELLS)
-    assert min(policies[policy] for policy in CACHE_POLICIES) >= LEAST_A_POLICY
+    assert min(policies[policy] for policy in ALL_CACHE_POLICIES) >= LEAST_A_POLICY

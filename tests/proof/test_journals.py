@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.sim.conformance import recorded_commands, replay_difference
 
-from manylora.config import CACHE_POLICIES
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.policy.replica import Replica
@@ -39,7 +39,7 @@ def test_replays_to_equal_fingerprints(packed: Path, tmp_path: Path) -> None:
     assert difference is None, str(difference)
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_reports_decide_nothing(policy: str, tmp_path: Path) -> None:
     """A replica that is asked for a report after every event commands the same as one that is not."""
     config, answered = read_answered(unpacked(JOURNALS / f"{policy}-2-tiny.jsonl.xz", tmp_path))

@@ -7,6 +7,8 @@ import functools
 from pathlib import Path
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts, StepWork
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.caraserve_cells import (
     DECODE_LINES,
     MEASURED,
@@ -31,8 +33,6 @@ from manylora_lab.sim.cluster import VirtualCluster
 from manylora_lab.sim.systems import UNIFORM_ROUTER, System, WholeModels, member_of
 
 from manylora.config.routing import RouterConfig
-from manylora.pricing.costs import DeviceCosts, StepWork
-from manylora.pricing.shapes import shape_named
 from tests.sim.test_replay import COSTS, config_of, request, stream_of
 
 

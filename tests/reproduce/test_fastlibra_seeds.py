@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.reproduce.cells import BELADY, BELADY_SEEN, REFERENCE, CellResult
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.fastlibra_seeds import (
@@ -29,8 +30,6 @@ from manylora_lab.reproduce.fastlibra_seeds import (
 )
 from manylora_lab.reproduce.report import ExperimentReport
 from manylora_lab.sim.ablation import ABLATIONS
-
-from manylora.config import CACHE_POLICIES
 
 
 def test_pairs_are_compared_not_means() -> None:
@@ -114,8 +113,8 @@ def test_memory_is_short_by_the_rates_that_the_best_other_policy_sustains() -> N
 
 def test_every_policy_stands_where_adapters_and_kv_compete() -> None:
     first = LOADS[0]
-    assert {*first.policies} == {*CACHE_POLICIES, *LIMITS}
-    assert {*BY_TURNS, *BY_PAGES, *SIMPLE, "manylora"} == {*CACHE_POLICIES}
+    assert {*first.policies} == {*ALL_CACHE_POLICIES, *LIMITS}
+    assert {*BY_TURNS, *BY_PAGES, *SIMPLE, "manylora"} == {*ALL_CACHE_POLICIES}
     assert first.cell.is_whole
     assert first.cell.num_adapters >= 500
     cells = cells_of(Setup(), LOADS)

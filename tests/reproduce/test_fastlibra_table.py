@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.reproduce.cells import MEASURED, REFERENCE, Cell, cell_config, cell_costs, run_cell
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Setup
@@ -31,7 +32,6 @@ from manylora_lab.reproduce.report import ExperimentReport
 
 from manylora.cli import main
 from manylora.config import ConfigError
-from manylora.policy.caches import CACHES
 
 SMOKE = Setup("smoke", workers=1)
 SMALL = Cell("chatbot", "fastlibra", 8.0, 20, 4.0)
@@ -136,7 +136,7 @@ def test_lines_that_are_none_of_ours_are_refused(
         CellStore(path)
 
 
-@pytest.mark.parametrize("policy", CACHES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_the_small_replay_that_stands_for_the_code_is_short_of_memory(policy: str) -> None:
     """Else a change of how victims are chosen would not change the code's digest."""
     cell = dataclasses.replace(SMALL, policy=policy, rate=3.0, num_adapters=12, duration_s=30.0)

@@ -14,12 +14,12 @@ from manylora_lab.bench.closed_loop import (
     dummy_loop,
 )
 from manylora_lab.bench.dummies import DEMO
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.reproduce.punica_fig11 import static
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
 from manylora_lab.reproduce.punica_workload import TextRequest, text_requests
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Command, RunStep
 from manylora.types import BASE, AdapterId, SequenceId
 

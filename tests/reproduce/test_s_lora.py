@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.costs import StepWork
 from manylora_lab.reproduce import s_lora_baselines, s_lora_cpu, s_lora_table3
 from manylora_lab.reproduce.command import reproduce
 from manylora_lab.reproduce.experiment import Setup
@@ -29,7 +30,6 @@ from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ADMISSIONS, ConfigError
-from manylora.pricing.costs import StepWork
 
 FIGURES = ("s-lora-fig5", "s-lora-fig6", "s-lora-fig7", "s-lora-fig10")
 SMALL = ServingCase("S2", "a10", 12, 4.0, 10.0)

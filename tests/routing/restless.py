@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from manylora_lab.baselines.routers import RandomReplica, hash_text
+
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.hashing import hash_text
 from manylora.policy.routing.policy import Relocation, Wish
-from manylora.policy.routing.random_replica import RandomReplica
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
 
 
 class Restless(RandomReplica):
     """On every tick half of all requests should go to any replica, known or not, full or draining."""
-
-    name = "restless"
 
     def on_timer(self, view: Fleet) -> Sequence[Wish]:
         """See RoutingPolicy."""
@@ -33,10 +31,14 @@ class Restless(RandomReplica):
         return wishes
 
 
+class Impatient(Restless):
+    """The same, and no move waits for the replica that lets go."""
+
+    handover = "drop"
+
+
 class Scripted(RandomReplica):
     """Wishes for what a test has put into ``wishes``, once; requests go to the lowest open replica."""
-
-    name = "scripted"
 
     def __init__(self, parameters: object) -> None:
         self.wishes: list[Wish] = []

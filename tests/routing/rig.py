@@ -21,6 +21,7 @@ from manylora.protocol.routing import (
     RouterEvent,
     StepPlane,
 )
+from tests.routing.invariants import check
 
 FACTS = ReplicaFacts(
     num_pages=1000,
@@ -60,7 +61,7 @@ class Rig:
         """What the router commands at this event."""
         self.now = self.now if at is None else at
         commands = self.router.handle(event, self.now)
-        self.router.check()
+        check(self.router)
         self.commands += commands
         return commands
 

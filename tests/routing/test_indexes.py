@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from manylora_lab.baselines.routers import hash_text
 
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, hash_text, prefix_hashes, reply_hashes
+from manylora.policy.routing.hashing import BLOCK_BYTES, hash_number, prefix_hashes, reply_hashes
 from manylora.policy.routing.kinds import ReplicaKind
 from manylora.policy.routing.lengths import OutputLengths
 from manylora.policy.routing.load_index import LoadIndex

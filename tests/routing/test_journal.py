@@ -9,24 +9,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.sim.conformance import replay_difference
 
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, JournalWriter, read_answered
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
 from manylora.protocol.routing import Asked, Held, RouterCommand, RouterEvent
-from tests.routing.world import RESTLESS, World
+from tests.routing.world import IMPATIENT, RESTLESS, World
 
 ROOT = Path(__file__).parents[2]
 DIGEST = """
 import hashlib
 from manylora.engine.fingerprint import fingerprint
-from manylora.policy.routing import ROUTING_POLICIES
-from tests.routing.world import RESTLESS, World
+from manylora_lab.baselines import ALL_ROUTERS
+from tests.routing.world import IMPATIENT, RESTLESS, World
 
 digest = hashlib.blake2b()
-for seed, policy in enumerate([*ROUTING_POLICIES, RESTLESS] * 3):
+for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS, IMPATIENT] * 3):
     world = World(seed, policy)
     world.play(120)
     for _, _, commands in world.history:
@@ -41,7 +41,7 @@ def played(policy: str, seed: int = 5) -> World:
     return world
 
 
-@pytest.mark.parametrize("policy", [*ROUTING_POLICIES, RESTLESS])
+@pytest.mark.parametrize("policy", [*ALL_ROUTERS, RESTLESS, IMPATIENT])
 def test_a_journal_replays_to_equal_fingerprints(policy: str, tmp_path: Path) -> None:
     world = played(policy)
     writer = JournalWriter(tmp_path / "journal", world.config, 20_000)
@@ -55,6 +55,11 @@ def test_a_journal_replays_to_equal_fingerprints(policy: str, tmp_path: Path) ->
     assert [(now, event) for now, event, _ in entries] == [(now, event) for now, event, _ in world.history]
     assert replay_difference(config, entries, fingerprint, Router) is None
     now, event, _ = entries[-1]
+    old = (tmp_path / "journal").read_text()
+    for text in ('"handover":"drop"' if not world.drops else '"handover":"wait"', '"across_numerics":true'):
+        (tmp_path / "old").write_text(old.replace('{"router":{', f'{{"router":{{{text},', 1))
+        with pytest.raises(ValueError, match="was removed"):
+            ROUTER.read_answered(tmp_path / "old")
     found = replay_difference(config, [*entries[:-1], (now, event, "0")], fingerprint, Router)
     assert found is not None
     assert found.number == len(entries)
@@ -65,8 +70,9 @@ def test_a_journal_replays_to_equal_fingerprints(policy: str, tmp_path: Path) ->
 def test_events_and_commands_cross_to_another_process() -> None:
     """As msgpack and back, each into a record of its own kind."""
     found = set()
-    for seed, policy in enumerate([*ROUTING_POLICIES, RESTLESS] * 2):
-        for _, event, commands in played(policy, seed).history:
+    solved = played("dlora", seed=0)
+    for world in (solved, *(played(policy, seed) for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS] * 2))):
+        for _, event, commands in world.history:
             for message in (event, *commands):
                 found.add(type(message))
                 there = msgspec.msgpack.encode(message)
@@ -75,7 +81,7 @@ def test_events_and_commands_cross_to_another_process() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=Held) == held
     assert found | {Held} >= set(typing.get_args(RouterEvent))
     names = {kind.__name__ for kind in set(typing.get_args(RouterCommand)) - found}
-    assert names <= {"Place", "Unplace", "Solve"}
+    assert names <= {"Unplace"}
 
 
 def test_commands_are_equal_under_different_hash_seeds() -> None:

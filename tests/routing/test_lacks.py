@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from manylora_lab.baselines import ALL_ROUTERS
 
-from manylora.policy.routing import ROUTING_POLICIES
 from manylora.policy.routing.burst_tolerance import plan_copies
 from manylora.protocol import Timer
 from manylora.protocol.routing import (
@@ -33,7 +33,7 @@ def lacking_rig(policy: str, *lacks: tuple[int, ...]) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+@pytest.mark.parametrize("policy", ALL_ROUTERS)
 def test_its_requests_go_to_others(policy: str) -> None:
     rig = lacking_rig(policy, (1,), (), (1,))
     assert {rig.ask(f"a{number}", 1) for number in range(8)} == {1}

@@ -11,8 +11,10 @@ import dataclasses
 import random
 from typing import Any
 
+from manylora_lab.baselines import ALL_ROUTERS
+
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
+from manylora.policy.routing import find_router
 from manylora.protocol import SetTimer, Status, Timer
 from manylora.protocol.routing import (
     Accepted,
@@ -43,6 +45,7 @@ from manylora.protocol.routing import (
     Withdraw,
     Withdrawn,
 )
+from tests.routing.invariants import check
 from tests.routing.rig import config_of
 
 PLANES = (StepPlane(0.01, 1e-3, 1e-6, 1e-4, 1e-5),)
@@ -50,7 +53,7 @@ SMALL = ReplicaFacts(24, 16, 320, 3, PLANES, 1e-3, 1e-3, 1e-2, adapter_pages=8)
 LARGE = ReplicaFacts(60, 16, 800, 6, PLANES, 5e-4, 1e-3, 1e-2)
 ADAPTERS = {1: (8, 2), 2: (16, 4), 3: (64, 10)}
 """Rank and pages. A small replica cannot hold the third."""
-RESTLESS = "tests.routing.restless:Restless"
+RESTLESS, IMPATIENT = "tests.routing.restless:Restless", "tests.routing.restless:Impatient"
 
 
 @dataclasses.dataclass
@@ -92,7 +95,7 @@ class World:
 
     def __init__(self, seed: int, policy: str | None = None) -> None:
         self.random = random.Random(seed)
-        self.policy = policy or self.random.choice([*ROUTING_POLICIES, RESTLESS])
+        self.policy = policy or self.random.choice([*ALL_ROUTERS, RESTLESS, IMPATIENT])
         settings: dict[str, Any] = {}
         if self.policy == "caraserve":
             settings = self.random.choice([{}, {"kernel": "mbgmv"}])
@@ -100,11 +103,9 @@ class World:
             settings = {"replan_s": 2.0, "reserve": 0.3}
             if self.policy == "dlora":
                 settings |= {"solve_interval_s": 1.0, "least_delay_s": 0.0}
-            settings["queue_estimate"] = self.random.choice(["steps", "authors"])
         if self.policy in ("punica", "punica-consolidate", "first-fit"):
             settings["max_batch"] = self.random.choice([2, 32])
-        handover = self.random.choice([None, "wait", "drop"])
-        self.drops = handover == "drop" or (handover is None and self.policy.startswith("punica"))
+        self.drops = find_router(self.policy).handover == "drop"
         self.config = config_of(
             self.policy,
             settings,
@@ -112,8 +113,6 @@ class World:
             drain_timeout_s=3.0,
             move_cooldown_s=self.random.choice([0.1, 10.0]),
             prefix_blocks=self.random.choice([4, 1000]),
-            handover=handover,
-            across_numerics=self.random.random() < 0.7,
             trace=self.random.random() < 0.3,
         )
         self.router = Router(self.config)
@@ -146,7 +145,7 @@ class World:
             client.is_let_go |= client.is_withdrawing and event.attempt == client.attempt
         commands = self.router.handle(event, self.now)
         self.history.append((self.now, event, commands))
-        self.router.check()
+        check(self.router)
         for command in commands:
             self.obey(command)
 

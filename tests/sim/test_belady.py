@@ -24,8 +24,8 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ConfigError
 from manylora.policy.caches import find_cache
-from manylora.policy.invariants import check
 from manylora.policy.tree import Node
+from tests.policy.invariants import all_nodes, check
 
 CELL = Cell("chatbot", BELADY, 3.0, 12, 30.0)
 
@@ -105,7 +105,7 @@ def test_it_keeps_every_invariant_and_drops_nothing_that_is_needed_before_what_i
         if number % 40:
             continue
         residency = replica._residency
-        check(residency, replica._held, replica._waiting, replica._requests, replica._in_flight)
+        check(replica)
         if residency.turns.kept or replay.since_start_s is None:
             continue
         leaving = residency.candidates.begin_leaving(replay.now, for_adapters=False)
@@ -114,7 +114,7 @@ def test_it_keeps_every_invariant_and_drops_nothing_that_is_needed_before_what_i
         if chosen is None:
             continue
         residency.candidates.offer(chosen[0])
-        idle = [n for n in residency.tree.all_nodes() if residency.tree.may_leave(n)]
+        idle = [n for n in all_nodes(residency.tree) if residency.tree.may_leave(n)]
         unneeded = [node for node in idle if foresight.next_need_s(node) == math.inf]
         assert not unneeded or foresight.next_need_s(chosen[0]) == math.inf
         num_checked += 1

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora.solving.highs import solve
+from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_ROUTERS
+from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, MOST_REPORT_DELAY_S, Member, VirtualCluster
 from manylora_lab.sim.cluster_summary import summarize_cluster
 from manylora_lab.sim.conformance import replay_difference
@@ -19,30 +22,31 @@ from manylora_lab.sim.replay import Outcome
 from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 
-from manylora.config import CACHE_POLICIES, ConfigError, PolicyConfig
+from manylora.config import ConfigError, PolicyConfig
 from manylora.engine.fingerprint import fingerprint
 from manylora.policy.replica import Replica
 from manylora.policy.router import Router
-from manylora.policy.routing import ROUTING_POLICIES
-from manylora.pricing.costs import DeviceCosts
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.solving import solve
+from tests.policy.invariants import check
 from tests.routing.rig import config_of as router_of
+from tests.routing.world import IMPATIENT, RESTLESS
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 
 ROOT = Path(__file__).parents[2]
 LOAD_AWARE = [
     name
-    for name in ROUTING_POLICIES
-    if name not in ("round-robin", "random", "first-fit", "punica", "punica-consolidate", "dlora-rr")
+    for name in ALL_ROUTERS
+    if name not in ("round-robin", "random", "first-fit", "punica", "punica-consolidate")
+    and name not in ("dlora-rr", "dlora-authors")
 ]
 SLOW = dataclasses.replace(COSTS, step_base_s=0.02)
 DIGEST = """
-from manylora.policy.routing import ROUTING_POLICIES
+from manylora_lab.baselines import ALL_ROUTERS
 from tests.sim.test_cluster import cluster_of, digest
 
-for name in ROUTING_POLICIES:
+for name in ALL_ROUTERS:
     print(name, digest(cluster_of(name)))
 """
 
@@ -75,7 +79,7 @@ def digest(cluster: VirtualCluster) -> str:
     )
 
 
-@pytest.mark.parametrize("router", [None, *ROUTING_POLICIES])
+@pytest.mark.parametrize("router", [None, *ALL_ROUTERS])
 def test_a_replica_alone_decides_as_without_a_router(router: str | None) -> None:
     alone = replay_of("manylora", chat())
     alone.run()
@@ -85,7 +89,7 @@ def test_a_replica_alone_decides_as_without_a_router(router: str | None) -> None
     assert cluster.counters_at_start == [alone.counters_at_start]
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_so_it_does_under_every_cache_policy(policy: str) -> None:
     alone = replay_of(policy, chat())
     alone.run()
@@ -97,7 +101,7 @@ def test_so_it_does_under_every_cache_policy(policy: str) -> None:
     assert found["replicas"][0]["requests"] == len(alone.outcomes)
 
 
-@pytest.mark.parametrize("router", ROUTING_POLICIES)
+@pytest.mark.parametrize("router", ALL_ROUTERS)
 def test_every_request_ends_once_and_has_all_its_tokens(router: str) -> None:
     cluster = cluster_of(router)
     outcomes = cluster.front.outcomes
@@ -109,7 +113,7 @@ def test_every_request_ends_once_and_has_all_its_tokens(router: str) -> None:
     assert not any(loop.held for loop in cluster.loops)
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)
-        loop.machine.check()
+        check(loop.machine)
 
 
 def test_what_the_replicas_say_is_what_the_simulated_device_counts() -> None:
@@ -134,7 +138,7 @@ def test_a_burst_within_one_reports_delay_spreads_over_idle_replicas(router: str
     assert min(counts) >= 5, counts
 
 
-@pytest.mark.parametrize("router", ROUTING_POLICIES)
+@pytest.mark.parametrize("router", ALL_ROUTERS)
 def test_journals_of_the_router_and_of_each_replica_replay(router: str) -> None:
     told: dict[int | None, list[tuple[float, Any, str]]] = collections.defaultdict(list)
 
@@ -228,7 +232,7 @@ def test_equal_results_under_different_hash_seeds() -> None:
         )
         found.add(done.stdout)
     assert len(found) == 1
-    assert len(found.pop().splitlines()) == len(ROUTING_POLICIES)
+    assert len(found.pop().splitlines()) == len(ALL_ROUTERS)
 
 
 def test_no_replica_is_given_up_for_reports_as_old_as_they_may_be() -> None:
@@ -252,9 +256,8 @@ def test_what_makes_no_cluster() -> None:
         cluster_of("manylora", 2, too_long)
 
 
-@pytest.mark.parametrize("handover", ["wait", "drop"])
-@pytest.mark.parametrize("router", ["tests.routing.restless:Restless", "punica", "manylora", "dlora"])
-def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
+@pytest.mark.parametrize("router", [RESTLESS, IMPATIENT, "punica", "manylora", "dlora"])
+def test_what_moves_goes_on_where_it_was(router: str) -> None:
     """A simulated device counts on from the last token, so a reply without gaps is one that lost nothing."""
     long = stream_of(*(request(0.02 * place, place, 0, place % 5, 20, 60) for place in range(40)))
     config = dataclasses.replace(config_of(num_pages=60), max_num_seqs=6)
@@ -266,7 +269,7 @@ def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
         else:
             events[type(event).__name__] += 1
 
-    given = router_of(router, None, handover=handover, move_cooldown_s=0.1)
+    given = router_of(router, None, move_cooldown_s=0.1)
     cluster = VirtualCluster(long, [member_of(config)] * 3, given, journal=note)
     cluster.run()
     for outcome in cluster.front.outcomes:
@@ -274,12 +277,12 @@ def test_what_moves_goes_on_where_it_was(router: str, handover: str) -> None:
         assert outcome.handed_s < outcome.first_s < outcome.end_s
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)
-        loop.machine.check()
+        check(loop.machine)
         assert not loop.held
     found = summarize_cluster(cluster)
     assert events["LetGo"] == events["Withdraw"]
     assert events["Assign"] == 40 + found["moves"]
-    if router in ("punica", "tests.routing.restless:Restless"):
+    if router in ("punica", RESTLESS, IMPATIENT):
         assert found["moves"] > 0
         assert found["recomputed_tokens"] > 0
     assert sum(each["moves"] for each in found["replicas"]) == found["moves"]

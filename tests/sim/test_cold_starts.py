@@ -8,6 +8,14 @@ import statistics
 from pathlib import Path
 
 import pytest
+from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
+from manylora.pricing.costs import DeviceCosts
+from manylora.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
+from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
+from manylora_lab.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
+from manylora_lab.pricing.costs import DeviceCosts
+from manylora_lab.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
+from manylora_lab.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, assumed_cold, measured_cold
 from manylora_lab.sim.device import SimulatedDevice
@@ -17,10 +25,6 @@ from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ColdStartConfig, ConfigError, CpuRates, PolicyConfig
-from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
-from manylora.pricing.costs import DeviceCosts
-from manylora.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
-from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora.protocol import (
     Await,
     CpuRows,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora_lab.pricing.shapes import ALL_MODULES, SHAPES, ModelShape
 from manylora_lab.sim.hardware import (
     HARDWARE,
     NPU_MEMORY_BYTES_S,
@@ -17,7 +18,6 @@ from manylora_lab.sim.hardware import (
 )
 
 from manylora.config import ConfigError
-from manylora.pricing.shapes import ALL_MODULES, SHAPES, ModelShape
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.sim import limits as limits_module
 from manylora_lab.sim.limits import Limits, Recorder, limits, most_kept, recorded, reference, summarize_limits
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import CACHE_POLICIES, PolicyConfig
+from manylora.config import PolicyConfig
 from manylora.protocol import (
     Command,
     Emit,
@@ -403,7 +404,7 @@ def bounds(record: Recorder, config: PolicyConfig) -> tuple[Limits, Limits]:
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_no_policy_passes_its_bounds(policy: str, case: str, pipeline_depth: int) -> None:
     _, record, config = run(policy, case, pipeline_depth)
     device, both = bounds(record, config)
@@ -421,7 +422,7 @@ def test_no_policy_passes_its_bounds(policy: str, case: str, pipeline_depth: int
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_the_policy_s_own_counters_stay_below_as_well(policy: str, case: str) -> None:
     """Where every admission led to a start, which is when they count the same."""
     replay, record, config = run(policy, case)
@@ -449,7 +450,7 @@ def test_the_policy_s_own_counters_stay_below_as_well(policy: str, case: str) ->
 def test_the_runs_are_under_pressure_and_most_admissions_are_seen() -> None:
     num_same = 0
     for case in CASES:
-        for policy in CACHE_POLICIES:
+        for policy in ALL_CACHE_POLICIES:
             replay, record, config = run(policy, case)
             device, _ = bounds(record, config)
             assert device.pages < limits(record, 10_000).pages, (policy, case)
@@ -458,7 +459,7 @@ def test_the_runs_are_under_pressure_and_most_admissions_are_seen() -> None:
                 - replay.counters_at_start.prefix_queries_tokens
             )
             num_same += queries == record.tokens_asked
-    assert num_same >= len(CASES) * len(CACHE_POLICIES) // 2
+    assert num_same >= len(CASES) * len(ALL_CACHE_POLICIES) // 2
 
 
 def test_with_room_for_all_the_bound_is_reached() -> None:
@@ -506,7 +507,7 @@ def test_in_the_reference_nothing_moves(case: str) -> None:
     assert numbers["adapter_hit_device"] == 1
     assert all(outcome.adapter_s == outcome.kv_s == 0 for outcome in replay.outcomes)
     # No law, but so it is here.
-    for policy in CACHE_POLICIES:
+    for policy in ALL_CACHE_POLICIES:
         assert numbers["ttft_mean_ms"] <= summarize(run(policy, case)[0])["ttft_mean_ms"], policy
 
 

@@ -7,6 +7,7 @@ import functools
 import statistics
 
 import pytest
+from manylora_lab.pricing.fit import fit_profile
 from manylora_lab.sim.clairvoyant import Clairvoyant, Hindsight
 from manylora_lab.sim.merging import beside_pristine, merge_times
 from manylora_lab.sim.replay import Replay
@@ -17,7 +18,6 @@ from manylora_lab.workloads.named import named
 from manylora.config import ConfigError, MergeConfig, PolicyConfig
 from manylora.policy.merging.regret import RegretMerging
 from manylora.policy.merging.times import StepSeconds
-from manylora.pricing.fit import fit_profile
 
 POOL_BYTES = 100 * 2**30
 
@@ -119,7 +119,7 @@ def test_without_the_account_of_first_tokens_they_are_late(monkeypatch: pytest.M
     """The bound of two switches is kept then, and "never worse" is not: why one goes before the other."""
     made = RegretMerging.__init__
 
-    def endless(self: RegretMerging, config: MergeConfig, times: StepSeconds) -> None:
+    def endless(self: RegretMerging, config: PolicyConfig, times: StepSeconds) -> None:
         made(self, config, times)
         self.first_tokens_s = float("inf")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware, Interconnect, hardware_named
 from manylora_lab.sim.parallel import ParallelCosts, adapter_pages, held_shape
 
 from manylora.config import LORA_SHARDINGS, ConfigError, LoraSharding
-from manylora.pricing.costs import StepWork
-from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 
 LINK = Interconnect("a round one", 1e-5, 1e9)
 CARD = Hardware("round", 10**9, 1e9, 1e12, 1e8, "made up", 1.0, 1.0, 1.0, 0.5, interconnect=LINK)

@@ -12,12 +12,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from manylora_lab.sim.shipped import find_profile, shipped_profiles
-
-from manylora.config import ConfigError
-from manylora.pricing.costs import Spread, StepWork
-from manylora.pricing.fit import FEATURES, fit_profile, nonnegative_least_squares
-from manylora.pricing.profile import (
+from manylora_lab.pricing.costs import Spread, StepWork
+from manylora_lab.pricing.fit import FEATURES, fit_profile, nonnegative_least_squares
+from manylora_lab.pricing.profile import (
     ALONE_FORMAT,
     FORMAT,
     OverheadPoint,
@@ -27,7 +24,10 @@ from manylora.pricing.profile import (
     load_profile,
     save_profile,
 )
-from manylora.pricing.shapes import SHAPES
+from manylora_lab.pricing.shapes import SHAPES
+from manylora_lab.sim.shipped import find_profile, shipped_profiles
+
+from manylora.config import ConfigError
 
 Load = tuple[int, int, int, int, int, int, int]
 SHAPE = SHAPES["llama-2-7b"]

@@ -7,15 +7,17 @@ import itertools
 from typing import Any
 
 import pytest
+from manylora_lab.baselines import ALL_CACHE_POLICIES
+from manylora_lab.pricing.costs import IDLE_S, DeviceCosts
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import CACHE_POLICIES, CacheConfig, ConfigError, PolicyConfig
-from manylora.pricing.costs import IDLE_S, DeviceCosts
+from manylora.config import CacheConfig, ConfigError, PolicyConfig
 from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
 from manylora.types import BASE, SamplingParams
+from tests.policy.invariants import check
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 1000
@@ -63,17 +65,17 @@ def run(policy: str = "manylora", **kwargs: Any) -> Replay:
     return replay
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_invariants_hold_after_every_event_and_every_turn_ends(policy: str) -> None:
     replay = replay_of(policy)
     while replay.advance():
-        replay.replica.check()
+        check(replay.replica)
     assert [o.num_tokens for o in replay.outcomes] == [o.request.output_tokens for o in replay.outcomes]
     assert len(replay.outcomes) == 36
     assert replay.report("busy").counters.pages_swapped_in > 0, "the run is under pressure"
 
 
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
+@pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
 def test_nothing_is_left_in_flight(policy: str) -> None:
     after = run(policy).report().gauges
     assert (after.num_running, after.num_waiting) == (0, 0)
@@ -172,7 +174,7 @@ def pressed(num_requests: int, num_turns: int) -> Replay:
 def test_nothing_is_fetched_below_what_leaves() -> None:
     replay = pressed(30, num_turns=5)
     while replay.advance():
-        replay.replica.check()
+        check(replay.replica)
     assert replay.report("busy").counters.prefetches > 0
 
 

@@ -6,10 +6,10 @@ import dataclasses
 import statistics
 
 import pytest
+from manylora_lab.pricing.costs import DeviceCosts, Spread
 from manylora_lab.sim.device import SimulatedDevice
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import DeviceCosts, Spread
 from manylora.protocol import Command, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
 from manylora.types import BASE, SamplingParams
 

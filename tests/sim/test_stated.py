@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.shapes import SHAPES
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import hardware_named
 from manylora_lab.sim.merging import merge_times
@@ -12,8 +14,6 @@ from manylora_lab.sim.stated import described_costs
 
 from manylora.cli import main
 from manylora.config import ConfigError
-from manylora.pricing.costs import StepWork
-from manylora.pricing.shapes import SHAPES
 
 SHAPE = SHAPES["llama-2-7b"]
 

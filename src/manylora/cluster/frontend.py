@@ -26,12 +26,10 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.exposition import ClusterPage, cluster_route
-from manylora.cluster.folder import read_secret
-from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
 from manylora.cluster.credentials import credentials_of
 from manylora.cluster.exposition import ClusterPage, cluster_operation
-from manylora.cluster.link import Hello
+from manylora.cluster.folder import read_secret
+from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes

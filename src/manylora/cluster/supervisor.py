@@ -25,7 +25,6 @@ from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left,
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
-from manylora.cluster.router_options import with_profile
 from manylora.cluster.slots import ProcessPlace, ReplicaPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
@@ -65,7 +64,6 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
         sock = _bind(stack, http, cluster)  # first: a taken port must not cost a model load
         check_model(engine.model.model)
         check_named_adapters(engine)
-        cluster = with_profile(cluster, engine)
         Router(cluster.router_config())  # a policy that is not there, or lacks settings
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)

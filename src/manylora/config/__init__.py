@@ -20,7 +20,8 @@ from manylora.config.declaring import (
     setting_of,
 )
 from manylora.config.lora_sharding import LORA_SHARDINGS, LoraSharding, lora_sharding_of
-from manylora.config.merging import MERGE_MODES, SETTING_MODES, MergeConfig, MergeTimes, StepTimes
+from manylora.config.merging import MERGE_MODES, MERGE_POLICIES, MergeConfig, MergeTimes, StepTimes
+from manylora.config.named import is_import_name, place_of
 from manylora.config.policy import (
     ADMISSIONS,
     CACHE_POLICIES,
@@ -28,7 +29,6 @@ from manylora.config.policy import (
     CacheConfig,
     PipelineDepth,
     PolicyConfig,
-    is_import_name,
 )
 from manylora.config.queueing import LEAST_PRIORITY, MOST_PRIORITY, QueueConfig, as_share
 from manylora.config.sections import (
@@ -50,10 +50,10 @@ __all__ = [
     "LEAST_PRIORITY",
     "LORA_SHARDINGS",
     "MERGE_MODES",
+    "MERGE_POLICIES",
     "MOST_CPU_TOKENS",
     "MOST_PRIORITY",
     "MOST_SEQS",
-    "SETTING_MODES",
     "AdapterSettings",
     "CacheConfig",
     "CacheSettings",
@@ -80,5 +80,6 @@ __all__ = [
     "num_cores",
     "option_of",
     "parse_size",
+    "place_of",
     "setting_of",
 ]

@@ -5,8 +5,7 @@ import ipaddress
 from typing import Annotated, Literal, NamedTuple
 
 from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
-from manylora.config.policy import is_import_name
-from manylora.config.routing import ROUTERS, Objective, RouterConfig, split_setting
+from manylora.config.routing import RouterConfig, RouterName, split_setting
 from manylora.rules import FINITE, Rule, at_least, between
 
 MOST_REPLICAS = 1024
@@ -50,26 +49,9 @@ class ClusterOptions(Section):
     """``settings``: parameters of the routing policy, as texts of the form ROUTER.KEY=VALUE."""
 
     replicas: Replicas = setting(1, "engines, each a process with a pool of its own, behind one port")
-    router: Annotated[
-        str,
-        Rule(
-            f"one of {', '.join(ROUTERS)}, or module:Class",
-            lambda name: name in ROUTERS or is_import_name(name),
-        ),
-    ] = setting("manylora", "what decides which replica serves a request", "NAME")
+    router: RouterName = setting("manylora", "what decides which replica serves a request", "NAME")
     settings: tuple[str, ...] = setting(
         (), "a parameter of the router; may be repeated", "ROUTER.KEY=VALUE", name="router_set"
-    )
-    slo_tpot: Objective | None = setting(
-        None,
-        "caraserve: the objective between tokens: seconds, or 1.5x of a merged step",
-        "TIME",
-        takes_numbers=True,
-    )
-    profile: File | None = setting(
-        None,
-        "caraserve: its coefficients, which manylora profile wrote of this device and model",
-        "FILE",
     )
     launcher: Literal["local", "ray"] = setting(
         "local", "what starts replicas: processes of this machine, or Ray"
@@ -116,10 +98,6 @@ class ClusterOptions(Section):
         "off", "whether the number of replicas follows the load; hint only says what it should be"
     )
     max_attempts: Count = setting(3, "times that a request is tried before it is given up")
-    handover: Literal["wait", "drop"] = setting(
-        "wait",
-        "on a move the next replica gets a request when the last has let it go (wait), or at once (drop)",
-    )
     queue_timeout: Annotated[float, at_least(1), FINITE] = setting(
         30.0, "seconds that a request waits for a replica that can hold it, where none is up"
     )
@@ -188,6 +166,5 @@ class ClusterOptions(Section):
             tick_s=min(0.5, self.lease / 10),
             max_attempts=self.max_attempts,
             queue_timeout_s=self.queue_timeout,
-            handover=self.handover,
             trace=True,
         )

@@ -4,9 +4,14 @@ import dataclasses
 from typing import Annotated, NamedTuple
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, option_of, setting
-from manylora.rules import FINITE, at_least, less_than, more_than, one_of
+from manylora.extensions import find_policies
+from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 
-MERGE_MODES = ("unmerged", "merged", "dlora", "manylora")
+_HERE = "manylora.policy.merging"
+
+MERGE_POLICIES = {"dlora": f"{_HERE}.dlora:DloraMerging", "manylora": f"{_HERE}.regret:RegretMerging"}
+"""By mode, each with its ``module:Class``."""
+MERGE_MODES = ("unmerged", *MERGE_POLICIES)
 
 _MERGING = MERGE_MODES[1:]
 _OF_DLORA, _OF_MANYLORA = ("dlora",), ("manylora",)
@@ -14,8 +19,19 @@ SETTING_MODES = {
     "copy": _MERGING, "starve_s": _MERGING, "minority": _OF_MANYLORA, "mixed_16bit": _OF_MANYLORA,
     "alpha": _OF_DLORA, "beta": _OF_DLORA, "dec": _OF_DLORA, "mul": _OF_DLORA, "window": _OF_DLORA,
 }  # fmt: skip
-"""For which modes a setting says anything."""
+"""For which modes a setting says anything; the first two for another distribution's modes too."""
 
+
+def says_something(name: str, mode: str) -> bool:
+    """Whether a setting has to do with a mode."""
+    modes = SETTING_MODES.get(name, (mode,))
+    return mode in modes or (modes is _MERGING and mode != "unmerged")
+
+
+_MODE = Rule(
+    f"one of {', '.join(MERGE_MODES)}, or a baseline of manylora-lab (pip install manylora-lab)",
+    lambda mode: mode in MERGE_MODES or mode in find_policies("merge"),
+)
 Ratio = Annotated[float, more_than(0), FINITE]
 
 
@@ -51,11 +67,11 @@ class MergeTimes:
 class MergeConfig(Section):
     """When an adapter is merged (dLoRA §4). The numbers of ``dlora`` are its authors', where they give any."""
 
-    mode: Annotated[str, one_of(MERGE_MODES)] = setting(
+    mode: Annotated[str, _MODE] = setting(
         "unmerged",
-        "merge an adapter into the base's weights while most requests are its: unmerged (never), merged (always "
-        "the oldest request's), dlora (dLoRA's thresholds and credits), manylora (when measured times say that it "
-        "pays)",
+        "merge an adapter into the base's weights while most requests are its: unmerged (never), dlora (dLoRA's "
+        "thresholds and credits), manylora (when measured times say that it pays)",
+        "MODE",
         name="merge",
     )
     copy: Annotated[str, one_of(("auto", "device", "host"))] = setting(
@@ -78,8 +94,8 @@ class MergeConfig(Section):
     )
     starve_s: Seconds = setting(
         2.0,
-        "how long requests wait at most since they are of another adapter: merged merges that of the oldest one "
-        "then, dlora sets its credits by it, manylora ends such a wait",
+        "how long requests wait at most since they are of another adapter: dlora sets its credits by it, manylora "
+        "ends such a wait",
         name="merge_starve",
     )
     alpha: Ratio = setting(
@@ -106,10 +122,9 @@ class MergeConfig(Section):
     def __post_init__(self) -> None:
         check_rules(self)
         for name, modes in SETTING_MODES.items():
-            if self.mode not in modes and getattr(self, name) != _DEFAULTS[name]:
+            if not says_something(name, self.mode) and getattr(self, name) != _DEFAULTS[name]:
                 option = option_of("merge_" + name.removesuffix("_s"))
-                words = ", ".join(modes[:-1]) + " or " * (len(modes) > 1) + modes[-1]
-                raise ConfigError(f"{option} needs --merge {words}")
+                raise ConfigError(f"{option} needs --merge {' or '.join(modes)}")
         if self.alpha <= self.beta:
             raise ConfigError(f"--merge-alpha ({self.alpha:g}) must be above --merge-beta ({self.beta:g})")
 

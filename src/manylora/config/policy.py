@@ -6,20 +6,22 @@ from typing import Annotated
 from manylora.config.cold_start import ColdStartConfig
 from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, setting
 from manylora.config.merging import MergeConfig
+from manylora.config.named import named_policy
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, less_than, more_than, one_of
 
-CACHE_POLICIES = (
-    "manylora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol",
-    "fastlibra-pages", "fastlibra-pages-wom", "fastlibra-pages-wos", "fastlibra-pages-wol",
-    "static-lru", "s-lora", "lru", "lru-ahead", "lru-drop",
-)  # fmt: skip
+_HERE = "manylora.policy.caches"
 
-
-def is_import_name(name: str) -> bool:
-    """Whether it names an attribute of a module, as ``module:Class``."""
-    module, colon, attribute = name.partition(":")
-    return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+CACHE_POLICIES = {
+    "manylora": f"{_HERE}.manylora:Manylora",
+    "fastlibra": f"{_HERE}.fastlibra:FastLibra",
+    "static-lru": f"{_HERE}.static_lru:StaticLru",
+    "s-lora": f"{_HERE}.s_lora:SLora",
+    "lru": f"{_HERE}.lru:Lru",
+    "lru-ahead": f"{_HERE}.lru_ahead:LruAhead",
+    "lru-drop": f"{_HERE}.lru_drop:LruDrop",
+}
+"""By name, each with its ``module:Class``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,13 +29,7 @@ class CacheConfig(Section):
     """Which cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
     FastLibra paper is silent (its equation 5): the scale of its time decay, and how long a visit counts."""
 
-    policy: Annotated[
-        str,
-        Rule(
-            f"one of {', '.join(CACHE_POLICIES)}, or module:Class",
-            lambda name: name in CACHE_POLICIES or is_import_name(name),
-        ),
-    ] = setting(
+    policy: Annotated[str, named_policy("cache", CACHE_POLICIES)] = setting(
         "manylora",
         f"what decides which adapters and KV stay on the device: {', '.join(CACHE_POLICIES)}, or module:Class for "
         "one of your own",

@@ -5,31 +5,29 @@ flags and journals know one form. Times in seconds.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
 
 from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, setting, setting_of
-from manylora.config.policy import is_import_name
-from manylora.rules import FINITE, Rule, at_least, between, broken_rule, fields_of, more_than
+from manylora.config.named import named_policy
+from manylora.rules import FINITE, at_least, between, broken_rule, fields_of
 
-ROUTERS = (
-    "round-robin", "random", "most-idle", "first-fit", "punica", "punica-consolidate", "caraserve", "dlora-rr",
-    "dlora-proactive", "dlora", "cache-aware", "manylora",
-)  # fmt: skip
+_HERE = "manylora.policy.routing"
 
-OBJECTIVE = "seconds, or a multiple of the merged step as 1.5x"
+ROUTERS = {
+    "round-robin": f"{_HERE}.round_robin:RoundRobin",
+    "punica": f"{_HERE}.punica:Punica",
+    "punica-consolidate": f"{_HERE}.punica_consolidate:PunicaConsolidate",
+    "caraserve": f"{_HERE}.caraserve:CaraServe",
+    "dlora-proactive": f"{_HERE}.dlora_proactive:DloraProactive",
+    "dlora": f"{_HERE}.dlora:Dlora",
+    "cache-aware": f"{_HERE}.cache_aware:CacheAware",
+    "manylora": f"{_HERE}.manylora:CheapestReplica",
+}
+"""Routing policies by name, each with its ``module:Class``."""
 
+RouterName = Annotated[str, named_policy("router", ROUTERS)]
 
-def is_objective(text: str) -> bool:
-    """Whether it is one, for the time between tokens."""
-    try:
-        return 0 < float(text.removesuffix("x")) < math.inf
-    except ValueError:
-        return False
-
-
-Objective = Annotated[str, Rule(OBJECTIVE, is_objective)]
 Share = Annotated[float, between(0, 1)]
 Ratio = Annotated[float, at_least(1), FINITE]
 Number = Annotated[float, at_least(0), FINITE]
@@ -41,17 +39,12 @@ class RouterConfig(Section):
 
     A replica whose last report is older than ``suspect_s`` gets no new work, and one of ``lease_s`` is down. A
     request that may be to blame for ``poison_deaths`` deaths of replicas is served alone, and refused after one
-    more. ``handover``: on a move the next replica gets a request when the last has let it go (wait), or at once
-    (drop); None: as the policy says.
+    more.
     """
 
-    policy: Annotated[
-        str,
-        Rule(
-            f"one of {', '.join(ROUTERS)}, or module:Class",
-            lambda name: name in ROUTERS or is_import_name(name),
-        ),
-    ] = setting("manylora", "what decides which replica serves a request", "NAME", name="router")
+    policy: RouterName = setting(
+        "manylora", "what decides which replica serves a request", "NAME", name="router"
+    )
     settings: tuple[tuple[str, str], ...] = ()
     suspect_s: Seconds = 3.0
     lease_s: Seconds = 5.0
@@ -66,13 +59,8 @@ class RouterConfig(Section):
     drain_timeout_s: Seconds = setting(
         60.0, "after which the requests of a replica that drains are moved", name="drain_timeout"
     )
-    handover: Literal["wait", "drop"] | None = None
     move_cooldown_s: Seconds = 10.0
     """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
-    across_numerics: bool = setting(
-        False,
-        "a request that has tokens may go on where others would have been computed (other class of numerics)",
-    )
     prefix_blocks: Count = 2**17
     """Blocks of prompts that the router remembers, with where it sent them."""
     scale_up_s: Seconds = 5.0
@@ -89,13 +77,9 @@ class RouterConfig(Section):
 
 
 class RouterParameters:
-    """Parameters of a routing policy, checked when they are made. Raises ConfigError.
-
-    ``sources``: those that users do not set, and the command's option that each comes from.
-    """
+    """Parameters of a routing policy, checked when they are made. Raises ConfigError."""
 
     __slots__ = ()
-    sources: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         if broken := broken_rule(self):
@@ -110,7 +94,7 @@ class NoParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchParameters(RouterParameters):
-    """Of first-fit and punica."""
+    """Of punica."""
 
     max_batch: Count = setting(32, "requests that a replica has at most (Punica: 32)")
 
@@ -125,14 +109,10 @@ class ConsolidateParameters(BatchParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaraServeParameters(RouterParameters):
-    """Of caraserve. The coefficients are a device's, and have no defaults: a decode step takes ``decode_slope_s``
-    for each unit of rank (bgmv: requests times the largest rank; mbgmv: the sum of ranks) and ``decode_base_s``,
-    a prefill ``prefill_slope_s`` a token and ``prefill_base_s``."""
+    """Of caraserve. The coefficients are a device's and have no defaults: ``manylora profile`` prints them. A
+    decode step takes ``decode_slope_s`` for each unit of rank and ``decode_base_s``, a prefill ``prefill_slope_s``
+    a token and ``prefill_base_s``. Units: requests times the largest rank (bgmv), or the sum of ranks (mbgmv)."""
 
-    sources: ClassVar[Mapping[str, str]] = {
-        "decode_slope_s": "--profile", "decode_base_s": "--profile", "prefill_slope_s": "--profile",
-        "prefill_base_s": "--profile", "slo_s": "--slo-tpot",
-    }  # fmt: skip
     kernel: Literal["bgmv", "mbgmv"] = setting(
         "bgmv", "whether ranks are padded to the largest (bgmv) or not"
     )
@@ -142,29 +122,21 @@ class CaraServeParameters(RouterParameters):
     prefill_base_s: Number | None = setting(None, "seconds of a prefill besides")
     slo_s: Seconds | None = setting(None, "the objective for the time per token")
     penalty_s: Number = setting(1000.0, "what a decode step beyond the objective costs")
-    groups: Count = setting(1, "replicas are in so many groups, and an adapter is served by one of these")
 
     def __post_init__(self) -> None:
         RouterParameters.__post_init__(self)
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None:
-                raise ConfigError(f"{field.name} must be given")
+                raise ConfigError(f"{field.name} must be given: manylora profile prints what to give")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DloraParameters(RouterParameters):
-    """Of dlora-rr and dlora-proactive."""
+    """Of dlora-proactive."""
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
     half_life_s: Seconds = setting(300.0, "of the adapters' rates")
     reserve: Share = setting(0.1, "the share of a replica's pages that placed copies may take")
-    queue_estimate: Literal["steps", "authors"] = setting(
-        "steps", "queueing by expected steps, or as the authors' code counts batches"
-    )
-    batch_s: Number = setting(0.6, "authors: seconds of a full batch of one adapter")
-    load_bytes_s: Annotated[float, more_than(0), FINITE] = setting(
-        32 * 2.0**30, "authors: bytes of an adapter that are loaded in a second"
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,8 +183,6 @@ def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:
     for field in fields_of(record):
         about = setting_of(field)
         default = "must be given" if field.default is None else f"default: {field.default}"
-        if field.name in kind.sources:
-            default = f"from {kind.sources[field.name]}"
         lines.append(f"{router}.{field.name:<20} {about.help if about else ''} ({default})")
     return lines or ["no parameters"]
 

@@ -23,6 +23,7 @@ from manylora.config import PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.engine.fingerprint import FORM, fingerprint
 from manylora.engine.lines import LineFile
+from manylora.policy.routing import find_router
 from manylora.protocol import Event
 from manylora.protocol.routing import RouterEvent
 
@@ -147,6 +148,7 @@ class JournalForm(Generic[_Config, _Event]):
         try:
             header = json.loads(first)
             config = msgspec.convert(header[self._key], self._config)
+            _check_removed(header[self._key], config)
             is_comparable = header.get("fingerprints") == FORM
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}:1: expected the {self._key}'s settings: {error!r}") from error
@@ -168,6 +170,15 @@ def _present_form(name: str, fields: dict[str, Any]) -> dict[str, Any]:
         own = {key: fields.pop(key) for key in ("replica", "epoch", "seen_upto")}
         return {**own, "status": fields}
     return fields
+
+
+def _check_removed(fields: dict[str, Any], config: object) -> None:
+    """Raise ValueError where a router decided by a setting of earlier versions, and would decide otherwise now."""
+    if isinstance(config, RouterConfig):
+        handover = find_router(config.policy).handover
+        for name, values in (("across_numerics", (None, False)), ("handover", (None, handover))):
+            if fields.get(name) not in values:
+                raise ValueError(f"{name} {fields[name]} was removed")
 
 
 REPLICA: JournalForm[PolicyConfig, Event] = JournalForm("policy", PolicyConfig, typing.get_args(Event))

@@ -115,9 +115,7 @@ def measure_change(worker: Pretends, limits: PolicyConfig, max_adapter_rank: int
 
 
 def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
-    """(rows, tokens) of the steps: decoding ones, and one prompt chunk. ``merged`` asks for none."""
-    if limits.merge.mode == "merged":
-        return
+    """(rows, tokens) of the steps: decoding ones, and one prompt chunk."""
     most = min(limits.max_num_seqs, limits.max_batch_tokens)
     for rows in sorted({min(rows, most) for rows in _ROWS}):
         yield rows, rows

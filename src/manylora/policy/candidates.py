@@ -8,7 +8,7 @@ heads. So choosing is exact, and neither time nor the number of nodes costs anyt
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 from manylora.policy.tree import HELD, RESIDENT, DependencyTree, Node
 from manylora.policy.value import ValueModel
@@ -43,10 +43,6 @@ class CandidateList:
     def __bool__(self) -> bool:
         """Whether there may be a candidate: entries may all be stale."""
         return self._num_entries > 0
-
-    def members(self) -> Iterator[Node]:
-        """Every candidate, in no order; for invariant checks."""
-        return (entry[3] for heap in self._buckets.values() for entry in heap if self._is_valid(entry))
 
     def offer(self, node: Node) -> None:
         """The node is a candidate from now on, valued as it stands now."""
@@ -190,7 +186,3 @@ class Candidates:
         self._device_value.refresh(now, self._tree.resident_adapters)
         self.entering.begin(now)
         return self.entering
-
-    def leaving(self) -> tuple[set[Node], set[Node]]:
-        """What may leave the device, and the host; for invariant checks."""
-        return {*self._leaving.members(), *self._leaving_adapters.members()}, {*self._leaving_host.members()}

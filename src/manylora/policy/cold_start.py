@@ -438,23 +438,3 @@ class ColdStarts:
                 sequence.note_failed_copy()
                 self._held.put_back(sequence, now)
         return kept
-
-    # ------------------------------------------------------------ for invariant checks
-
-    def awaits(self) -> dict[int, tuple[Await, ...]]:
-        """What each step in flight awaits, by step."""
-        return {number: step.awaits for number, step in self._in_flight.items()}
-
-    def is_awaited(self, step: int, sequence: Sequence, node: Node) -> bool:
-        """Whether the step awaits, for the sequence, the copy that brings the node's contents, or the CPU serves
-        it meanwhile."""
-        copy = self._copies.of_node(node)
-        needed = self._in_flight.get(step)
-        return (
-            copy is not None
-            and needed is not None
-            and (
-                any(w.copy == copy and sequence.id in w.sequences for w in needed.awaits)
-                or any(s.copy == copy and sequence.id in s.sequences for s in needed.cpu)
-            )
-        )

@@ -83,9 +83,3 @@ class PageLedger:
     def has_ended(self, step: int) -> bool:
         """Whether the step, and every one before it, has ended."""
         return step <= self._last_ended
-
-    # ------------------------------------------------------------ for invariant checks
-
-    def unowned(self) -> list[PageId]:
-        """List every page that no node, sequence or copy owns."""
-        return self._free + [page for _, pages in self._deferred for page in pages]

@@ -311,7 +311,3 @@ class WaitingQueue:
         """Return the sequences that arrived by ``moment`` and were never admitted, by arrival."""
         early = itertools.takewhile(lambda s: s.state.arrived_s <= moment, self._arrived.values())
         return list(early)
-
-    def members(self) -> list[Sequence]:
-        """Return all: those that returned, then the others, each by arrival."""
-        return self._returned + list(self._arrived.values())

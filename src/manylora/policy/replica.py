@@ -15,7 +15,6 @@ from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.cluster_report import ClusterReport
 from manylora.policy.cold_start import cold_starts
-from manylora.policy.invariants import check
 from manylora.policy.kept import KeptAdapters
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
@@ -151,11 +150,6 @@ class Replica(RequestLives):
         ``changed`` takes turns: what the next one leaves out is as the one before had it.
         """
         return Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant (``policy/invariants``) does not hold. For tests; O(everything)."""
-        parts = self._residency, self._held, self._waiting
-        check(*parts, self._requests, self._in_flight, self._merging, self._cold, self._kept.pinned())
 
     # ------------------------------------------------------------ adapters
 

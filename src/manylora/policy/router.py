@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from manylora.config.routing import RouterConfig, read_parameters
 from manylora.policy.routing import find_router
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.invariants import check
 from manylora.policy.routing.lone import LoneRuns
 from manylora.policy.routing.policy import Relocation, Wish
 from manylora.policy.routing.queue import RouterQueue
@@ -61,7 +60,7 @@ class Router:
         self._config = config
         kind = find_router(config.policy)
         self._policy = kind(read_parameters(config.policy, kind.parameters, config.settings))
-        self._drops = (config.handover or kind.handover) == "drop"
+        self._drops = kind.handover == "drop"
         self._fleet = Fleet(config)
         self._scaling = ScaleHints(config)
         self._requests: dict[RequestId, LiveRequest] = {}
@@ -132,10 +131,6 @@ class Router:
             self._commands.append(SetTimer(now + self._config.tick_s))
         commands, self._commands = self._commands, []
         return commands
-
-    def check(self) -> None:
-        """Raise AssertionError where an invariant (``routing.invariants``) is broken. For tests; O(everything)."""
-        check(self._fleet, self._requests, self._queue, self._stranded, self._lone)
 
     @property
     def fleet(self) -> Fleet:

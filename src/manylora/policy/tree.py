@@ -400,14 +400,6 @@ class DependencyTree:
             return True
         return node.residence is ABSENT and node.busy == 0 and not node.children
 
-    def all_nodes(self) -> Iterator[Node]:
-        """Every node that was asked for, parents first; for invariant checks and rare sweeps."""
-        stack = [node for node in self._adapters.values() if not isinstance(node, int)]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
 
 def subtree(root: Node) -> list[Node]:
     """The node and all below it, parents first."""

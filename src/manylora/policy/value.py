@@ -68,14 +68,11 @@ class FastLibraValue:
     size, and so its cost, is that of its turn, where those are kept whole.
     """
 
-    def __init__(
-        self, visits: Visits, rates: Rates, turns: KvTurns, tau_s: float, rewards_adapters: bool = True
-    ) -> None:
+    def __init__(self, visits: Visits, rates: Rates, turns: KvTurns, tau_s: float) -> None:
         self._visits = visits
         self._rates = rates
         self._turns = turns
         self._tau_s = tau_s
-        self._rewards_adapters = rewards_adapters
         self._log_reward = 0.0
 
     def bucket(self, node: Node) -> Hashable:
@@ -95,10 +92,9 @@ class FastLibraValue:
         return (log_value, node.last_use)
 
     def refresh(self, now: float, num_adapters: int) -> None:
-        if self._rewards_adapters:
-            # Equation 4; the base needs no pages and does not count.
-            wanted = self._visits.expected_adapters(now)
-            self._log_reward = math.log(max(1.0, wanted / max(1, num_adapters)))
+        # Equation 4; the base needs no pages and does not count.
+        wanted = self._visits.expected_adapters(now)
+        self._log_reward = math.log(max(1.0, wanted / max(1, num_adapters)))
 
 
 class RealCost:

@@ -22,8 +22,8 @@ from manylora.config import ConfigError
 from manylora.engine.client import Delta, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.flags import build_settings
-from manylora.pricing.shapes import ModelShape
 from manylora.types import SamplingParams
+from manylora_lab.pricing.shapes import ModelShape
 
 _FIRST_TOKEN = 3
 """Ids below it are special tokens."""

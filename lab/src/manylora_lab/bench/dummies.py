@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from manylora.pricing.shapes import ModelShape
+from manylora_lab.pricing.shapes import ModelShape
 
 DEMO = ModelShape("demo", 4, 256, 8, 2, 32, 704, 4096, itemsize=4, is_tied=True)
 """The sizes of the demo model that a checkout has in ``demo/model``, for a CPU."""

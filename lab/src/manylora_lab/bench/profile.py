@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
+from manylora.pricing.shapes import ModelShape
 
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.engine.driver import Driver
@@ -29,12 +32,9 @@ from manylora.executor.ranks.start import build_ranks
 from manylora.executor.reader import READERS
 from manylora.flags import build_settings
 from manylora.inspection import shape_of
-from manylora.models.config import read_model_config
+from manylora.models.config import ModelConfig, ModelError, read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
-from manylora.pricing.shapes import ModelShape
 from manylora.protocol import Executor
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
@@ -62,6 +62,9 @@ from manylora_lab.bench.profile_rig import ProfileRig, rounded
 from manylora_lab.bench.profile_spread import copy_drag, spread_of
 from manylora_lab.bench.step_log import StepLog, StepLogger
 from manylora_lab.bench.targets import EngineTarget
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
+from manylora_lab.pricing.shapes import ModelShape, shape_of
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured, how much of it is done, and how much there is."""

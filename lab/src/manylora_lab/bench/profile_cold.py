@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manylora.pricing.cold import fit_cpu, gate_lines
+from manylora.pricing.profile import CpuPoint, GatePoint, Profile
+
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
 from manylora.devices.select import open_device
@@ -27,10 +30,10 @@ from manylora.memory.gates import layer_groups
 from manylora.memory.host import HostPool
 from manylora.models.load import resolve_dtype
 from manylora.models.spec import ModelConfig
-from manylora.pricing.cold import fit_cpu, gate_lines
-from manylora.pricing.profile import CpuPoint, GatePoint, Profile
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig, rounded, undisturbed
+from manylora_lab.pricing.cold import fit_cpu, gate_lines
+from manylora_lab.pricing.profile import CpuPoint, GatePoint, Profile
 
 TOKENS = (1, 4, 8, 16, 32, 64, 96, 128, 256)
 RANKS = (8, 16, 32, 64)

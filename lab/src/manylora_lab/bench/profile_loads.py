@@ -15,11 +15,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import IDLE_S, StepWork
-from manylora.pricing.profile import OverheadPoint, StepPoint, TransferPoint
-from manylora.pricing.ranks import RankedStep, RankLines, fit_rank_lines
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
+from manylora_lab.pricing.costs import IDLE_S, StepWork
+from manylora_lab.pricing.profile import OverheadPoint, StepPoint, TransferPoint
+from manylora_lab.pricing.ranks import RankedStep, RankLines, fit_rank_lines
 
 _REPLY = 24
 _LONG_REPLY = 96

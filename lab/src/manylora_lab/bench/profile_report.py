@@ -8,9 +8,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from manylora.pricing.fit import FittedCosts, fit_exchanges
-from manylora.pricing.profile import Profile
 from manylora_lab.bench.profile_cold import describe_cold
+from manylora_lab.pricing.caraserve import caraserve_settings, slo_of
+from manylora_lab.pricing.fit import FittedCosts, fit_exchanges
+from manylora_lab.pricing.profile import Profile
 
 
 class ProgressBars:
@@ -58,6 +59,7 @@ def describe(profile: Profile, costs: FittedCosts) -> str:
             f"answers       {1e6 * costs.answer_s:.0f} us after their step",
             f"after idling  {1e3 * costs.wake_s:.2f} ms more",
             *_ranks(profile),
+            *_caraserve(profile, costs),
             *_exchanged(profile),
             *describe_cold(profile),
         )
@@ -75,6 +77,19 @@ def _exchanged(profile: Profile) -> list[str]:
         f"{1e6 * base_s:.1f} us + {1e-9 / max(byte_s, 1e-15):.3g} GB/s; error: mean "
         f"{100 * statistics.fmean(errors):.0f} %, largest {100 * max(errors):.0f} %, {len(errors)} sizes"
     ]
+
+
+def _caraserve(profile: Profile, costs: FittedCosts) -> list[str]:
+    """What to type for --router caraserve on this device, with an objective of 1.5 merged steps."""
+    if profile.ranks is None:
+        return []
+    lines = []
+    for kernel in ("bgmv", "mbgmv"):
+        given = [("kernel", kernel)]
+        pairs = given + caraserve_settings("caraserve", given, profile, slo_of("1.5x", costs))
+        options = " ".join(f"--router-set caraserve.{key}={value}" for key, value in pairs)
+        lines.append(f"{kernel:<13} --router caraserve {options}")
+    return lines
 
 
 def _ranks(profile: Profile) -> list[str]:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.executor.direct import DirectExecutor
-from manylora.pricing.costs import prefill_pairs
-from manylora.pricing.profile import GatePoint, StepPoint, TransferPoint
 from manylora.protocol import (
     AdapterRead,
     Await,
@@ -28,6 +26,8 @@ from manylora.protocol import (
 )
 from manylora.types import BASE, AdapterId, PageId, SamplingParams
 from manylora_lab.bench.profile_grid import Batch
+from manylora_lab.pricing.costs import prefill_pairs
+from manylora_lab.pricing.profile import GatePoint, StepPoint, TransferPoint
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 _TOKEN = 5

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from manylora.pricing.costs import IDLE_S, Spread, StepCosts
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer, StepLog
+from manylora_lab.pricing.costs import IDLE_S, Spread, StepCosts
 
 Seen = TypeVar("Seen", LoggedStep, LoggedTransfer)
 

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manylora.config import (
-    CACHE_POLICIES,
     LORA_SHARDINGS,
-    MERGE_MODES,
-    SETTING_MODES,
     ColdStartConfig,
     ConfigError,
     EngineSettings,
@@ -27,14 +24,16 @@ from manylora.config import (
     lora_sharding_of,
     parse_size,
 )
+from manylora.config.merging import says_something
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
+from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
+from manylora_lab.pricing.costs import StepCosts
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import Profile
+from manylora_lab.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.sim.analytical import check_cards
 from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
 from manylora_lab.sim.clairvoyant import Clairvoyant
@@ -322,20 +321,20 @@ def modes_of(text: str) -> list[str]:
     """Modes of merging from names with commas between. Raises ConfigError."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in MERGE_MODES:
-            hint = suggestion(name, MERGE_MODES) or f": use {', '.join(MERGE_MODES)}"
+        if name not in ALL_MERGE_MODES:
+            hint = suggestion(name, ALL_MERGE_MODES) or f": use {', '.join(ALL_MERGE_MODES)}"
             raise ConfigError(f"--merge {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 
 
 def policies_of(text: str) -> list[str]:
     """Cache policies from names with commas between, or "all". Raises ConfigError."""
-    names = list(CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
+    names = list(ALL_CACHE_POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if is_import_name(name):
             find_cache(name)
-        elif name not in (*CACHE_POLICIES, *FORESIGHTS):
-            hint = suggestion(name, CACHE_POLICIES) or f": use {', '.join(CACHE_POLICIES)} or all"
+        elif name not in (*ALL_CACHE_POLICIES, *FORESIGHTS):
+            hint = suggestion(name, ALL_CACHE_POLICIES) or f": use {', '.join(ALL_CACHE_POLICIES)} or all"
             raise ConfigError(f"cache policy {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 
@@ -385,9 +384,9 @@ def _parallel_target(settings: SimulateSettings, hardware: Hardware, shape: Mode
 
 
 def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
-    from manylora.inspection import shape_of
     from manylora.models.config import read_model_config
     from manylora.models.spec import ModelError
+    from manylora_lab.pricing.shapes import shape_of
 
     try:
         return shape_of(read_model_config(Path(model)), Path(model).resolve().name, itemsize)
@@ -450,7 +449,7 @@ def config_of(
 def _says_something(name: str, mode: str) -> bool:
     """Whether a setting has to do with that mode of merging, or with none."""
     fields = {flag.name: flag.field for flag in FLAGS if flag.section is MergeConfig}
-    return name not in fields or mode in SETTING_MODES.get(fields[name], MERGE_MODES)
+    return name not in fields or says_something(fields[name], mode)
 
 
 def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> PolicyConfig:

@@ -9,22 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from manylora.solving.process import solver_is_there, solving
+
 from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
 from manylora.config.routing import (
-    OBJECTIVE,
-    ROUTERS,
     CaraServeParameters,
     RouterConfig,
-    is_objective,
     read_parameters,
     split_setting,
 )
 from manylora.engine.journal import JournalWriter
 from manylora.policy.routing import find_router
-from manylora.pricing.caraserve import caraserve_settings, rank_costs, slo_of
 from manylora.protocol.routing import RankCosts
 from manylora.solving import solver_is_there, solving
+from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.bench.cluster_picture import draw_routers
 from manylora_lab.bench.picture import check_plot
 from manylora_lab.bench.provenance import Provenance
@@ -40,6 +39,7 @@ from manylora_lab.bench.simulate import (
     target_of,
     with_times,
 )
+from manylora_lab.pricing.caraserve import caraserve_settings, rank_costs, slo_factor, slo_of
 from manylora_lab.sim.belady import FORESIGHTS
 from manylora_lab.sim.cluster import (
     EAGER_ADAPTERS,
@@ -93,8 +93,8 @@ class ClusterSettings:
                 f"--report-delay must be between 0 and {MOST_REPORT_DELAY_S:g} seconds, since a router gives up "
                 f"replicas that it has not heard of for {RouterConfig().lease_s:g}, got {self.report_delay_s:g}"
             )
-        if self.slo_tpot is not None and not is_objective(self.slo_tpot):
-            raise ConfigError(f"--slo-tpot must be {OBJECTIVE}, got {self.slo_tpot!r}")
+        if self.slo_tpot is not None:
+            slo_factor(self.slo_tpot)
         if self.each.with_limits:
             raise ConfigError("--limits are those of one replica: leave out --replicas")
         if self.plot is not None:
@@ -215,12 +215,12 @@ def _targets(settings: SimulateSettings) -> list[SimulatedTarget]:
 
 
 def _names(text: str) -> list[str]:
-    names = list(ROUTERS) if text == "all" else [name.strip() for name in text.split(",")]
+    names = list(ALL_ROUTERS) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if is_import_name(name):
             find_router(name)
-        elif name not in ROUTERS:
-            hint = suggestion(name, ROUTERS) or f": use {', '.join(ROUTERS)} or all"
+        elif name not in ALL_ROUTERS:
+            hint = suggestion(name, ALL_ROUTERS) or f": use {', '.join(ALL_ROUTERS)} or all"
             raise ConfigError(f"router {name!r} is not known{hint}")
     return list(dict.fromkeys(names))
 

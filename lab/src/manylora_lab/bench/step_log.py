@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora.protocol import (
     AdapterChecked,
     AdapterRead,
@@ -27,6 +26,7 @@ from manylora.protocol import (
 )
 from manylora.types import AdapterId, SequenceId
 from manylora_lab.bench.lending import LentExecutor
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
 
 _Timing = tuple[float, float, float | None]
 _Work = tuple[int, ...]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from manylora.executor.build import build_worker
 from manylora.flags import build_settings
-from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
 from manylora_lab.bench.kernels.timing import one_thread
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.bench.profile_rig import ProfileRig
+from manylora_lab.pricing.shapes import ModelShape
 
 _PAGE_TOKENS = 16
 

@@ -27,7 +27,6 @@ from manylora.executor.ranks.start import build_ranks
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora.protocol import (
     AdapterRead,
     CopyDone,
@@ -46,6 +45,7 @@ from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.bench.profile import projections_of
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.run_report import Row
+from manylora_lab.pricing.shapes import SHAPES, ModelShape
 
 POSITIONS = 4096
 ON_GPU: Mapping[str, Any] = {

@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 from manylora.executor import graphs
-from manylora.pricing.shapes import ALL_MODULES
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.offline_runs import MIXED_RANKS, MIXED_ROWS, RANK, adapters_of, again
 from manylora_lab.benchmarks.run_report import RunReport
+from manylora_lab.pricing.shapes import ALL_MODULES
 
 NONE, WARM, HOST, NEVER = "no adapter", "warm adapter", "adapter in host memory", "adapter never read"
 FIRST_RUNS = {NONE: (None, None), WARM: (10.6, 5), HOST: (21.2, 7), NEVER: (113.7, 50)}

@@ -28,8 +28,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config import ConfigError
 from manylora.devices import staging
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.benchmarks.chat_runs import chat, conformance, http, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import churn, first
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     parts, policies = args.parts.split(","), args.policies.split(",")
     for flag, chosen, known in (
-        ("--parts", parts, (*ON_WORKER, *IN_PROCESSES)), ("--policies", policies, CACHE_POLICIES),
+        ("--parts", parts, (*ON_WORKER, *IN_PROCESSES)), ("--policies", policies, ALL_CACHE_POLICIES),
         ("--at-once", args.at_once.split(","), list(dict.fromkeys(str(run[0]) for run in OFFLINE_RUNS))),
         ("--popularities", args.popularities.split(","), POPULARITIES),
     ):  # fmt: skip

@@ -31,12 +31,12 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.benchmarks import exchange_runs, ranked_cells
 from manylora_lab.benchmarks.ranked_cells import RankedCell
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
 from manylora_lab.benchmarks.step_rig import step_bytes
+from manylora_lab.pricing.shapes import SHAPES, ModelShape
 
 PARTS = ("exchanges", "steps", "offline")
 ORDER = ("llama-3-8b", "llama-2-13b", "codellama-34b", "llama-2-70b")

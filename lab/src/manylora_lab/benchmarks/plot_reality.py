@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.pricing.costs import StepCosts, StepWork
+from manylora_lab.pricing.costs import StepCosts, StepWork
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.report import ExperimentReport
 

@@ -27,12 +27,8 @@ from pathlib import Path
 
 import torch
 
-from manylora.config import CACHE_POLICIES, COLD_START_MODES, ConfigError, num_cores
-from manylora.inspection import shape_of
-from manylora.pricing.costs import StepWork
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import Profile, save_profile
-from manylora.pricing.shapes import SHAPES
+from manylora.config import COLD_START_MODES, ConfigError, num_cores
+from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.profile import Profiler, ProfileSettings, machine_name
 from manylora_lab.bench.profile_report import describe
@@ -44,6 +40,10 @@ from manylora_lab.benchmarks.chat_runs import Chat, RateLoad, loads_from
 from manylora_lab.benchmarks.engine_rig import ON_CPU, ON_GPU, EngineRig
 from manylora_lab.benchmarks.reality_runs import SCALES, RealityReport, Run, beside
 from manylora_lab.benchmarks.run_report import ceilings, run_parser
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import Profile, save_profile
+from manylora_lab.pricing.shapes import SHAPES, shape_of
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Stream
 
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rates", default="10x2,5x2,20*0.6", help="traces, most important first; 20*0.6x2: at 12/s, twice"
     )
-    parser.add_argument("--policy", default="manylora", choices=CACHE_POLICIES)
+    parser.add_argument("--policy", default="manylora", choices=ALL_CACHE_POLICIES)
     parser.add_argument("--profile", help="a shipped profile or a file, instead of measuring one")
     parser.add_argument(
         "--again", type=Path, help="an earlier --out: simulate its runs anew (with --profile)"

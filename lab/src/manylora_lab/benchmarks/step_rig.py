@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from manylora.executor.direct import DirectExecutor
-from manylora.pricing.shapes import ALL_MODULES, ModelShape
 from manylora.protocol import AdapterRead, Executor, ReadAdapter, RunStep, SequenceStart, StepRow
 from manylora.types import BASE, AdapterId, SamplingParams
+from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 
 PAGE_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2000)

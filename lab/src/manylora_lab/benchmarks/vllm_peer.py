@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from manylora.models.config import read_model_config
-from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora.warmup.random_adapters import write_random_adapters
 from manylora_lab.bench.dummies import DEMO, write_model
 from manylora_lab.bench.profile import projections_of
@@ -59,6 +58,7 @@ from manylora_lab.benchmarks.offline_runs import (
     read_offline_rows,
 )
 from manylora_lab.benchmarks.run_report import Row, RunReport, run_parser
+from manylora_lab.pricing.shapes import SHAPES, ModelShape
 
 GIB = 2**30
 POSITIONS = 4096

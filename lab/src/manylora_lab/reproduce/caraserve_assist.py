@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from manylora.config import num_cores
-from manylora.pricing.costs import StepWork
-from manylora.pricing.shapes import shape_named
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.drawing import LinePanels, StackedBars
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row, change, ratio
@@ -152,7 +152,7 @@ def _cores(setup: Setup) -> GridResult:
 
 def _line(settings: Row, rows: list[Row]) -> list[Headline]:
     """What a core takes, by a line through what it computed for each number of tokens."""
-    from manylora.pricing.fit import relative_fit
+    from manylora_lab.pricing.fit import relative_fit
 
     single = [row for row in rows if row["panel"] == _ONE_CORE]
     layer_bytes = 2 * 3 * 2 * settings["rank"] * settings["hidden"]

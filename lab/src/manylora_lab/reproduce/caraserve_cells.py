@@ -9,9 +9,9 @@ from typing import Any
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
-from manylora.pricing.costs import StepWork
-from manylora.pricing.ranks import RankedStep, RankLines, fit_rank_lines
-from manylora.pricing.shapes import shape_named
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.ranks import RankedStep, RankLines, fit_rank_lines
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.caraserve_fits import device_lines
 from manylora_lab.reproduce.cells import PAGE_TOKENS, measured_costs
 from manylora_lab.reproduce.report import Row

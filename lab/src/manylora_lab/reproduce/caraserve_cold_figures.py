@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manylora.pricing.shapes import ALL_MODULES, shape_named
+from manylora_lab.pricing.shapes import ALL_MODULES, shape_named
 from manylora_lab.reproduce.caraserve_cells import MODULES
 from manylora_lab.reproduce.caraserve_cold import (
     LOADERS,

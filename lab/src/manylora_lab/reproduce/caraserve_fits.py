@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manylora.pricing.fit import nonnegative_least_squares
+from manylora_lab.pricing.fit import nonnegative_least_squares
 from manylora_lab.reproduce.report import Row
 
 HELD_OUT = 3

@@ -13,11 +13,12 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.fit import FittedCosts, fit_profile
-from manylora.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
+from manylora.config import CacheConfig, PolicyConfig
 from manylora.protocol import Command
+from manylora_lab.baselines import ALL_CACHE_POLICIES
+from manylora_lab.pricing.costs import StepCosts
+from manylora_lab.pricing.fit import FittedCosts, fit_profile
+from manylora_lab.pricing.shapes import ALL_MODULES, ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.sim.ablation import ABLATIONS, ablation
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.belady import FORESIGHTS, ForeseenReplay
@@ -201,7 +202,7 @@ def cell_config(cell: Cell) -> PolicyConfig:
     """The policy's, with the cell's pools."""
     page_bytes = shape_named(cell.model).page_bytes(cell.page_tokens)
     # What no engine has a name for brings its own policy.
-    policy = cell.policy if cell.policy in CACHE_POLICIES else "lru"
+    policy = cell.policy if cell.policy in ALL_CACHE_POLICIES else "lru"
     cache = CacheConfig(policy, adapter_share=cell.adapter_share)
     return PolicyConfig(
         num_pages=device_pages(cell, shape_named(cell.model)),

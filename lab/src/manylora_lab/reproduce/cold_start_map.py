@@ -7,7 +7,7 @@ import statistics
 from typing import Literal
 
 from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
-from manylora.pricing.shapes import ALL_MODULES, shape_named
+from manylora_lab.pricing.shapes import ALL_MODULES, shape_named
 from manylora_lab.reproduce.caraserve_cold import MEASURED_RATES, WORKERS
 from manylora_lab.reproduce.cells import PAGE_TOKENS
 from manylora_lab.reproduce.drawing import LinePanels

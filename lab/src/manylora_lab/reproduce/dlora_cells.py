@@ -9,10 +9,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from manylora.pricing.shapes import ModelShape, shape_named
+from manylora.solving.process import solving
+
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
-from manylora.pricing.shapes import ModelShape, shape_named
 from manylora.solving import solving
+from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.caraserve_cells import popularity
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS
 from manylora_lab.reproduce.punica_workload import MOST_TOKENS

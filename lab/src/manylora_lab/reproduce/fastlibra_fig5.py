@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manylora.pricing.shapes import shape_named
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.cells import Cell, cell_costs, cell_replay
 from manylora_lab.reproduce.drawing import Points
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

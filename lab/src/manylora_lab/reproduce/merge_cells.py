@@ -12,10 +12,10 @@ import statistics
 import numpy as np
 
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig
-from manylora.pricing.costs import StepCosts, StepWork
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
+from manylora_lab.pricing.costs import StepCosts, StepWork
+from manylora_lab.pricing.fit import fit_profile
+from manylora_lab.pricing.profile import Profile
+from manylora_lab.pricing.shapes import ATTENTION_MODULES, ModelShape, shape_named
 from manylora_lab.reproduce.report import Row
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.sim.merging import beside_pristine, measured_costs, measured_times, merge_times

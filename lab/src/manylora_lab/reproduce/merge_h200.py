@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from random import Random
 
-from manylora.pricing.costs import StepWork, prefill_pairs
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.merge_cells import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manylora.pricing.costs import StepWork, prefill_pairs
-from manylora.pricing.shapes import ModelShape, shape_named
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
+from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.drawing import LinePanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row, ratio

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manylora.pricing.shapes import shape_named
 from manylora_lab.bench.kernels.settings import POPULARITIES, model_counts
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.drawing import LinePanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.punica_workload import RANK

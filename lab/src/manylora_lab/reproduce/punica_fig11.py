@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.pricing.shapes import ModelShape, shape_named
 from manylora_lab.bench.closed_loop import BatchGate, LoopGate, LoopRequest, LoopResult, StaticGate
 from manylora_lab.bench.kernels.settings import POPULARITIES
+from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from manylora.config import LoraSharding
-from manylora.pricing.shapes import shape_named
 from manylora_lab.bench.closed_loop import LoopResult
 from manylora_lab.bench.kernels.settings import POPULARITIES
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.cells import PAGE_TOKENS, in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

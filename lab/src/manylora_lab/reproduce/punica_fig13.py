@@ -9,7 +9,7 @@ import statistics
 
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
-from manylora.pricing.shapes import shape_named
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS
 from manylora_lab.reproduce.drawing import Curves
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

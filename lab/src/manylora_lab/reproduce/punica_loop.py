@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from manylora.config import ConfigError, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
 from manylora.types import BASE, Request, SamplingParams
 from manylora_lab.bench.closed_loop import LoopGate, LoopRequest, LoopResult
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.device import SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop
 

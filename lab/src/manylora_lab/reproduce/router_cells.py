@@ -10,12 +10,17 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from manylora.config import CacheConfig, PolicyConfig
-from manylora.config.routing import RouterConfig
 from manylora.pricing.costs import StepWork, prefill_pairs
 from manylora.pricing.ranks import RankedStep, fit_rank_lines
 from manylora.pricing.shapes import shape_named
+from manylora.solving.process import solving
+
+from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.routing import RouterConfig
 from manylora.solving import solving
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
+from manylora_lab.pricing.ranks import RankedStep, fit_rank_lines
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.cluster import Member, VirtualCluster
 from manylora_lab.sim.hardware import HARDWARE

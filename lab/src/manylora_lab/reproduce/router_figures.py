@@ -7,8 +7,8 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from manylora.pricing.costs import StepWork, prefill_pairs
-from manylora.pricing.shapes import shape_named
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
+from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.drawing import LinePanels, Lines
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.parts import run_cases

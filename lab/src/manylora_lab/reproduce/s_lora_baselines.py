@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.pricing.costs import StepWork, prefill_pairs
+from manylora_lab.pricing.costs import StepWork, prefill_pairs
 from manylora_lab.reproduce.report import Row
 from manylora_lab.reproduce.s_lora_cells import (
     BATCH_TOKENS,

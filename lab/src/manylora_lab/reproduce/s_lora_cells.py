@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
-from manylora.pricing.costs import StepCosts, StepWork
-from manylora.pricing.shapes import ModelShape, shape_named
+from manylora_lab.pricing.costs import StepCosts, StepWork
+from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.report import Row
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from manylora.config import CacheConfig
-from manylora.pricing.shapes import ATTENTION_MODULES
+from manylora_lab.pricing.shapes import ATTENTION_MODULES
 from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import BarPanels
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import EVEN, StepWork
-from manylora.pricing.shapes import ModelShape
+from manylora_lab.pricing.costs import EVEN, StepWork
+from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.hardware import Hardware
 
 EAGER_LAUNCH_S = 3e-3

@@ -23,9 +23,9 @@ from manylora.policy.cost import Rates
 from manylora.policy.offload import OffloadWhereItPays
 from manylora.policy.tree import Node
 from manylora.policy.value import RealCost, RealHostCost, Value
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import Admitted, ClientCommand
 from manylora.types import BASE, AdapterId
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.prompts import StreamTurns
 from manylora_lab.sim.replay import Replay, Watch
 from manylora_lab.workloads.stream import Stream, StreamRequest

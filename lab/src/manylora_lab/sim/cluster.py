@@ -18,7 +18,6 @@ from manylora.config import ConfigError, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.policy.replica import Replica
 from manylora.policy.router import Router
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import Command, Finish, Machine, SetTimer, Timer
 from manylora.protocol.routing import (
     Asked,
@@ -43,6 +42,7 @@ from manylora.protocol.routing import (
 )
 from manylora.reports import Counters
 from manylora.types import Request, RequestId
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cluster_facts import facts_of
 from manylora_lab.sim.cluster_replica import ReplicaLoop
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts

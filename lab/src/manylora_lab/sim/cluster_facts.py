@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manylora.config import PolicyConfig
-from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora.protocol.routing import ReplicaFacts, StepPlane
+from manylora_lab.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora_lab.sim.device import Kernel
 
 _ROWS, _MANY_ROWS = 16, 32

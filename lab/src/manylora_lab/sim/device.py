@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from manylora.config import MergeTimes
-from manylora.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
 from manylora.protocol import (
     AdapterRead,
     Command,
@@ -30,6 +29,7 @@ from manylora.protocol import (
     SwitchDone,
 )
 from manylora.types import BASE, AdapterId, SequenceId
+from manylora_lab.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, Landings, link_s
 
 Answer = tuple[float, StepDone | CopyDone | AdapterRead | SwitchDone]

@@ -14,9 +14,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from manylora.config import CacheConfig, PolicyConfig
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import Command, Emit, EndSequence, ReadAdapter, RunStep, SequenceStart, SwapPages
 from manylora.types import BASE, AdapterId, SequenceId
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.replay import Replay, Watch

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal
 
 from manylora.config import ConfigError, MergeConfig, MergeTimes, StepTimes
-from manylora.pricing.costs import StepCosts, StepWork, prefill_pairs
-from manylora.pricing.profile import Profile
+from manylora_lab.pricing.costs import StepCosts, StepWork, prefill_pairs
+from manylora_lab.pricing.profile import Profile
 from manylora_lab.sim.device import MergeCosts
 from manylora_lab.sim.stated import StatedCosts
 

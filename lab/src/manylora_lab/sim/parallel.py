@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from manylora.config import ConfigError, LoraSharding
-from manylora.pricing.costs import StepWork
-from manylora.pricing.fit import fit_exchanges
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ATTENTION_MODULES, ModelShape
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.fit import fit_exchanges
+from manylora_lab.pricing.profile import Profile
+from manylora_lab.pricing.shapes import ATTENTION_MODULES, ModelShape
 from manylora_lab.sim.analytical import EAGER_LAUNCH_S, AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware, Interconnect
 

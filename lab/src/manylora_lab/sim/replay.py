@@ -14,7 +14,6 @@ from manylora.config import ConfigError, PolicyConfig, QueueConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.caches.policy import CachePolicy
 from manylora.policy.replica import Replica
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import (
     AdapterAdded,
     Admitted,
@@ -30,6 +29,7 @@ from manylora.protocol import (
 )
 from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts
 from manylora_lab.sim.device import MergeCosts, SimulatedDevice
 from manylora_lab.sim.loop import VirtualLoop

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from manylora.config import ConfigError
-from manylora.pricing.profile import Profile, load_profile, profile_of
+from manylora_lab.pricing.profile import Profile, load_profile, profile_of
 
 
 def shipped_profiles() -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import StepWork
-from manylora.pricing.shapes import ModelShape
+from manylora_lab.pricing.costs import StepWork
+from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware, StatedTimes
 

@@ -23,9 +23,9 @@ from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.policy import RoutingPolicy
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
-from manylora.pricing.costs import StepCosts
 from manylora.protocol import Abort, Arrive, Command, EndSequence, Event, Finish, LetGo, Released, RunStep
 from manylora.types import AdapterId, RequestId, SequenceId
+from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cluster import Member
 from manylora_lab.sim.device import Answer, SimulatedDevice
 from manylora_lab.sim.loop import VirtualDevice

@@ -14,7 +14,6 @@ HIGH_MARK = 0.95
 class FastLibra(CachePolicy):
     """Nodes by equations 3 to 6; out above 95 % of the device, in below 70 %, every 100 ms."""
 
-    name = "fastlibra"
     counts_visits = True
     keeps_turns = True
 

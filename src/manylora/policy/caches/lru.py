@@ -7,5 +7,3 @@ from manylora.policy.caches.policy import CachePolicy
 
 class Lru(CachePolicy):
     """The default of every question."""
-
-    name = "lru"

@@ -14,7 +14,6 @@ class LruAhead(CachePolicy):
     """Writes through and keeps room ahead: a node that leaves is on the host already, so its pages are free at
     once. Nothing comes back before it is asked for."""
 
-    name = "lru-ahead"
     writes_through = True
 
     def marks(self, config: CacheConfig, num_pages: int) -> FixedMarks:

@@ -10,8 +10,6 @@ from manylora.policy.offload import NeverOffload
 class LruDrop(CachePolicy):
     """The host holds adapters only, which are read there."""
 
-    name = "lru-drop"
-
     def offload(self, rates: Rates) -> NeverOffload:
         """See CachePolicy."""
         return NeverOffload()

@@ -13,7 +13,6 @@ from manylora.policy.value import RealCost, RealHostCost, ValueModel
 class Manylora(CachePolicy):
     """Offloads KV only where that beats computing it again, and looks at the device after every step."""
 
-    name = "manylora"
     keeps_orphans = True
     prefetches = True
     prices_pages = True

@@ -31,8 +31,6 @@ class CachePolicy:
     """One pool and one LRU, which keeps dependencies; nothing moves before it is asked for. Subclasses say what
     they do otherwise."""
 
-    name: ClassVar[str] = ""
-
     keeps_dependencies: ClassVar[bool] = True
     """No KV lies on the device without its adapter and its prefix (FastLibra §4)."""
     keeps_prefixes: ClassVar[bool] = True

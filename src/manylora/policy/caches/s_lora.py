@@ -8,6 +8,5 @@ from manylora.policy.caches.policy import CachePolicy
 class SLora(CachePolicy):
     """What no running request uses goes at once; what waiting ones need is prefetched."""
 
-    name = "s-lora"
     keeps_prefixes = False
     prefetches = True

@@ -10,7 +10,6 @@ from manylora.policy.caches.policy import CachePolicy
 class StaticLru(CachePolicy):
     """Each part has its own LRU, which does not know what depends on what."""
 
-    name = "static-lru"
     keeps_dependencies = False
 
     def adapter_pages(self, config: PolicyConfig) -> int:

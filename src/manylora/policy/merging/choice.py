@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from manylora.config import PolicyConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId
@@ -125,11 +126,15 @@ class MergeGauges(NamedTuple):
     credits: tuple[tuple[AdapterId, float], ...] = ()
 
 
-class MergePolicy(Protocol):
+class MergePolicy:
     """Asked once whenever a step is composed. All that it knows comes from what it is told."""
+
+    def __init__(self, config: PolicyConfig, times: Any) -> None:
+        """``times``: the ``StepSeconds`` of the device."""
 
     def choose(self, view: MergeView) -> Choice:
         """The choice may name another adapter than the merged one only where ``view.may_switch_to`` allows it."""
+        raise NotImplementedError
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """A step starts that the last choice has led to."""
@@ -145,3 +150,4 @@ class MergePolicy(Protocol):
 
     def gauges(self) -> MergeGauges:
         """What the policy shows of itself."""
+        return MergeGauges()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 
 from manylora.config import PolicyConfig
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape
 from manylora.policy.merging.credits import MICROSECONDS, Credits
 from manylora.policy.merging.thresholds import Thresholds
 from manylora.policy.merging.times import StepSeconds
@@ -17,7 +17,7 @@ from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId, SequenceId
 
 
-class DloraMerging:
+class DloraMerging(MergePolicy):
     """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that was
     let past them may lose its slot to them.
 
@@ -167,12 +167,6 @@ class DloraMerging:
             (num_fcfs, times.unmerged_s(num_fcfs)),
             times.switch_s(merged, BASE) if merged != BASE else times.switch_s(BASE, hot),
         )
-
-    def step_ended(self, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """See MergePolicy."""
 
     def forget(self, adapter: AdapterId) -> None:
         """See MergePolicy."""

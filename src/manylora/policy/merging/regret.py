@@ -11,8 +11,8 @@ before the bound (docs/decisions.md says why one must).
 
 from __future__ import annotations
 
-from manylora.config import MergeConfig
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
+from manylora.config import PolicyConfig
+from manylora.policy.merging.choice import Choice, MergePolicy, MergeView, StepShape
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId
@@ -23,15 +23,15 @@ ALLOWANCE = 3.0
 """and besides so many switches there and back, so that a short run can show what merging is worth."""
 
 
-class RegretMerging:
+class RegretMerging(MergePolicy):
     """``minority``, what becomes of others while an adapter is merged: they end it at once (``unmerge``), wait
     for ``starve_s`` at most (``wait``), or run beside it (``mixed``)."""
 
-    def __init__(self, config: MergeConfig, times: StepSeconds) -> None:
+    def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
         self._times = times
-        self._minority = config.minority
-        self._is_mixed = config.is_mixed
-        self._starve_s = config.starve_s
+        self._minority = config.merge.minority
+        self._is_mixed = config.merge.is_mixed
+        self._starve_s = config.merge.starve_s
         self.regrets: dict[AdapterId, float] = {}
         """Seconds that the present weights cost more than these would have, since these could have run the same
         steps."""
@@ -153,10 +153,6 @@ class RegretMerging:
         """See MergePolicy."""
         self.regrets.pop(adapter, None)
         self._seen.discard(adapter)
-
-    def gauges(self) -> MergeGauges:
-        """See MergePolicy."""
-        return MergeGauges()
 
 
 def _has_no_token(sequence: Sequence) -> bool:

@@ -15,7 +15,6 @@ class CacheAware(RoutingPolicy):
     as many, the emptiest; else the one that has most of the prompt, if it has more than ``least_share``; else the
     emptiest. The lowest id of equal ones."""
 
-    name = "cache-aware"
     parameters = CacheAwareParameters
 
     def __init__(self, parameters: CacheAwareParameters) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from manylora.config.routing import CaraServeParameters
 from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.hashing import hash_number
 from manylora.policy.routing.policy import RoutingPolicy
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import LiveRequest
@@ -15,11 +14,9 @@ class CaraServe(RoutingPolicy):
     """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and to
     a decode step, with a penalty where that step misses the objective, times those that suffer. An empty replica
     costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the router.
-    An adapter of a group of which no replica can hold the request is served by any. Replicas that differ have
-    coefficients of their own.
+    Replicas that differ have coefficients of their own.
     """
 
-    name = "caraserve"
     parameters = CaraServeParameters
 
     def __init__(self, parameters: CaraServeParameters) -> None:
@@ -33,15 +30,12 @@ class CaraServe(RoutingPolicy):
         )
         self._slo_s = given.slo_s or 0.0
         self._penalty_s = given.penalty_s
-        self._groups = given.groups
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
         best, least_s = None, float("inf")
-        group = hash_number(request.adapter) % self._groups
-        can = [view.up[name] for name in view.open_ids if view.fits_ever(view.up[name], request)]
-        for replica in [each for each in can if each.id % self._groups == group] or can:
-            if not replica.has_room(request):
+        for replica in (view.up[name] for name in view.open_ids):
+            if not (view.fits_ever(replica, request) and replica.has_room(request)):
                 continue
             total_s = self.cost_s(view, replica, request)
             if total_s < least_s:

@@ -22,8 +22,6 @@ class Dlora(DloraProactive):
     than ``most_delay_ratio`` medians and ``least_delay_s``. Then a programme over the most and the least loaded
     replicas is to be solved; where no answer comes in time a greedy plan stands for it."""
 
-    name = "dlora"
-
     parameters: ClassVar[type[ReactiveParameters]] = ReactiveParameters
 
     def __init__(self, parameters: ReactiveParameters) -> None:

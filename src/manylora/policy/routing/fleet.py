@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from manylora.config.routing import RouterConfig
 from manylora.policy.routing.kinds import KindKey, ReplicaKind, kind_key
@@ -56,10 +56,6 @@ class Fleet:
     def homes(self, adapter: AdapterId) -> tuple[ReplicaId, ...]:
         """Replicas that are up and have the adapter in some tier, or get it with a request."""
         return self._homes.get(adapter, ())
-
-    def all_homes(self) -> Mapping[AdapterId, tuple[ReplicaId, ...]]:
-        """By adapter, of those that have any."""
-        return self._homes
 
     def next_open(self, after: ReplicaId) -> ReplicaState:
         """The next open replica in the order of ids, round and round; there must be one."""
@@ -201,7 +197,7 @@ class Fleet:
     def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
         """A replica is up."""
         # One tuple for equal shapes: requests remember the last that they were asked about.
-        shape = shape_of(facts, self.config.across_numerics)
+        shape = shape_of(facts)
         shape = self._known_shapes.setdefault(shape, shape)
         kind = self._kinds.setdefault(kind_key(facts), ReplicaKind(facts))
         state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, kind, self.now)

@@ -77,11 +77,3 @@ class LoneRuns:
         """The replica is down."""
         for name in [name for name, kept in self._kept.items() if kept == replica.id]:
             del self._kept[name]
-
-    def check(self, fleet: Fleet) -> None:
-        """What must hold after every event; raises AssertionError."""
-        kept = set(self._kept.values())
-        assert len(kept) == len(self._kept), "one replica is kept for two requests"
-        for replica in fleet.up.values():
-            assert replica.is_reserved == (replica.id in kept)
-            assert not (replica.is_reserved and replica.is_open)

@@ -22,7 +22,6 @@ class CheapestReplica(RoutingPolicy):
     least loaded. An adapter has one home, and one more each time that a request finds a queue at all of them; the
     further ones are forgotten as time passes. Of equal costs the one that was looked at first has the request."""
 
-    name = "manylora"
     parameters = ManyloraParameters
 
     def __init__(self, parameters: ManyloraParameters) -> None:

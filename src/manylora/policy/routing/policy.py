@@ -41,7 +41,6 @@ class RoutingPolicy:
     """Subclasses say which replica a request goes to. None: it waits in the router's queue, and so do those behind
     it."""
 
-    name: ClassVar[str] = ""
     parameters: ClassVar[type[RouterParameters]] = NoParameters
     handover: ClassVar[Literal["wait", "drop"]] = "wait"
     """Whether a request that moves is assigned anew when its replica has let it go, or at once."""

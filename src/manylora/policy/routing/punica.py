@@ -18,7 +18,6 @@ class Punica(RoutingPolicy):
     into, not for all that may come, or memory would never run out. Evict (§5.3): where a replica has no page left,
     its newest request is withdrawn and routed like a new one."""
 
-    name = "punica"
     parameters: ClassVar[type[BatchParameters]] = BatchParameters
     handover = "drop"
 

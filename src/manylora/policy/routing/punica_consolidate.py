@@ -18,7 +18,6 @@ class PunicaConsolidate(Punica):
     """Every ``interval_s`` the replica with the fewest requests gives them all, newest first, to replicas with
     more, if all find room there; not again for ``cooldown_s`` with either side."""
 
-    name = "punica-consolidate"
     parameters = ConsolidateParameters
 
     def __init__(self, parameters: ConsolidateParameters) -> None:

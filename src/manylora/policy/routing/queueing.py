@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from manylora.config.routing import DloraParameters
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.replicas import ReplicaState
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaId
@@ -37,16 +36,6 @@ class QueueBySteps:
             )
             found = self._known[replica.id] = replica, replica.num_changes, seconds
         return found[2]
-
-
-def queue_by_batches_s(replica: ReplicaState, parameters: DloraParameters) -> float:
-    """The authors' code: full batches of one adapter, which run merged, at less than those of what is left
-    over."""
-    size = replica.max_seqs
-    merged = sum(count // size for count in replica.adapters.values())
-    left = sum(count % size for count in replica.adapters.values())
-    left += len(replica.requests) - sum(replica.adapters.values())
-    return merged * parameters.batch_s + left // size
 
 
 def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:

@@ -14,11 +14,10 @@ INNOCENT_DEATHS = 3
 """So many deaths of replicas that others are to blame for count as one failure."""
 
 
-def shape_of(facts: ReplicaFacts, is_any_class: bool = False) -> Shape:
-    """``is_any_class``: all numerics count as one class."""
+def shape_of(facts: ReplicaFacts) -> Shape:
+    """Of a replica's facts what bounds its requests."""
     most = facts.num_pages if facts.adapter_pages is None else facts.adapter_pages
-    numerics = "" if is_any_class else facts.numerics
-    return facts.num_pages, facts.page_tokens, facts.max_model_len, most, numerics
+    return facts.num_pages, facts.page_tokens, facts.max_model_len, most, facts.numerics
 
 
 class LiveRequest:

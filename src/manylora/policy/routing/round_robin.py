@@ -13,8 +13,6 @@ from manylora.policy.routing.requests import LiveRequest
 class RoundRobin(RoutingPolicy):
     """In the order of ids; one that can never hold the request is passed over."""
 
-    name = "round-robin"
-
     def __init__(self, parameters: Any) -> None:
         self._last = -1
 

@@ -16,7 +16,6 @@ from manylora.kernels.shapes import PageShape, adapter_geometry
 from manylora.models.decoder import Decoder
 from manylora.models.layers import Step, stream
 from manylora.models.load import load_model
-from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.dummies import dtype_name, write_model
 from manylora_lab.bench.kernels.pool import (
     PAGE_TOKENS,
@@ -27,6 +26,7 @@ from manylora_lab.bench.kernels.pool import (
     segments_for,
 )
 from manylora_lab.bench.kernels.timing import medians
+from manylora_lab.pricing.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 
 from manylora.kernels.ops import AttentionRows, LoraSegments, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
-from manylora.pricing.shapes import ModelShape
 from manylora_lab.bench.kernels.settings import Queries
 from manylora_lab.bench.rounding import Bounded, lora
+from manylora_lab.pricing.shapes import ModelShape
 
 PAGE_TOKENS = 16
 

@@ -24,7 +24,6 @@ from manylora.kernels.ops import AttentionRows, Ops
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import adapter_geometry
 from manylora.kernels.weight import Weight
-from manylora.pricing.shapes import SHAPES, ModelShape
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.kernels.pool import (
     cells_for,
@@ -37,6 +36,7 @@ from manylora_lab.bench.kernels.pool import (
 from manylora_lab.bench.kernels.settings import KernelSettings, Queries, check_name
 from manylora_lab.bench.kernels.timing import Step
 from manylora_lab.bench.rounding import Bounded
+from manylora_lab.pricing.shapes import SHAPES, ModelShape
 
 LAYERS = 4
 """One timed call on CUDA goes through so many layers, each with weights, pages and adapters of its own."""

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from manylora.config import LARGEST_NUMBER, LORA_SHARDINGS, ConfigError, PipelineDepth, check_rules
-from manylora.pricing.costs import EVEN, Spread
-from manylora.pricing.ranks import RankLines
-from manylora.pricing.shapes import ModelShape
+from manylora_lab.pricing.costs import EVEN, Spread
+from manylora_lab.pricing.ranks import RankLines
+from manylora_lab.pricing.shapes import ModelShape
 
 FORMAT = "manylora-profile-3"
 UNCOLD_FORMAT = "manylora-profile-2"

@@ -1,7 +1,7 @@
 """What a simulated device takes for what it is told: seconds by the numbers that a step, copy or read has.
 
 ``StepCosts`` is what the simulator asks. It is answered by ``DeviceCosts`` from assumed rates (here), by
-``pricing.fit.FittedCosts`` from a profile that ``manylora profile`` measured, and in the laboratory by
+``pricing.fit.FittedCosts`` from a profile that ``manylora profile`` measured, and by
 ``AnalyticalCosts`` from a hardware's data sheet and by others that derive from it.
 """
 

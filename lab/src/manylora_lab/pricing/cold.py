@@ -13,8 +13,8 @@ import numpy as np
 
 from manylora.config import CpuRates
 from manylora.config.cold_start import SLICE_SHARE
-from manylora.pricing.fit import FitError, nonnegative_least_squares, relative_fit
-from manylora.pricing.profile import CpuPoint, Profile
+from manylora_lab.pricing.fit import FitError, nonnegative_least_squares, relative_fit
+from manylora_lab.pricing.profile import CpuPoint, Profile
 
 
 class CpuLine(NamedTuple):

@@ -5,13 +5,13 @@ Owns whose turn it is. The base has turns like an adapter; its own weights serve
 
 from __future__ import annotations
 
-from manylora.config import MergeConfig
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape
-from manylora.policy.sequences import Scheduled, Sequence
+from manylora.config import PolicyConfig
+from manylora.policy.merging.choice import Choice, MergePolicy, MergeView
+from manylora.policy.sequences import Sequence
 from manylora.types import BASE, AdapterId, SequenceId
 
 
-class AlwaysMerged:
+class AlwaysMerged(MergePolicy):
     """The adapter of the oldest request has the turn, with all its requests, until it has none left.
 
     It loses the turn to those that it has paused when they have been paused for ``starve_s``, and where none is
@@ -19,8 +19,8 @@ class AlwaysMerged:
     so that the adapters that take turns come to their end, and the first in line to its turn.
     """
 
-    def __init__(self, config: MergeConfig) -> None:
-        self._starve_s = config.starve_s
+    def __init__(self, config: PolicyConfig, times: object) -> None:
+        self._starve_s = config.merge.starve_s
         self._turn: AdapterId | None = None
         self._first: SequenceId | None = None  # in line, of another
         self._first_since_s = 0.0
@@ -65,19 +65,3 @@ class AlwaysMerged:
         if first.id != self._first:
             self._first, self._first_since_s = first.id, view.now
         return first if view.now - self._first_since_s >= self._starve_s else None
-
-    def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
-        """See MergePolicy."""
-
-    def step_ended(self, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """See MergePolicy."""
-
-    def forget(self, adapter: AdapterId) -> None:
-        """See MergePolicy."""
-
-    def gauges(self) -> MergeGauges:
-        """See MergePolicy."""
-        return MergeGauges()

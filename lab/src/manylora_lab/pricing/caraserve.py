@@ -3,15 +3,20 @@ the objective for the time between tokens (§5)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from manylora.config import ConfigError
-from manylora.config.routing import CaraServeParameters
-from manylora.pricing.costs import StepCosts, StepWork
-from manylora.pricing.profile import Profile
 from manylora.protocol.routing import RankCosts
+from manylora_lab.pricing.costs import StepCosts, StepWork
+from manylora_lab.pricing.profile import Profile
 
 _CONTEXT = 512
+_SOURCES = {
+    "decode_slope_s": "--profile", "decode_base_s": "--profile", "prefill_slope_s": "--profile",
+    "prefill_base_s": "--profile", "slo_s": "--slo-tpot",
+}  # fmt: skip
+"""The option of ``bench simulate`` that each of these parameters comes from."""
 
 
 def merged_step_s(costs: StepCosts) -> float:
@@ -19,12 +24,22 @@ def merged_step_s(costs: StepCosts) -> float:
     return costs.step_s(StepWork(1, 0, _CONTEXT))
 
 
+def slo_factor(text: str) -> float:
+    """The number of an objective: seconds, or with an x behind it merged steps. Raises ConfigError."""
+    try:
+        value = float(text.removesuffix("x"))
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}")
+    return value
+
+
 def slo_of(text: str | None, costs: StepCosts) -> float | None:
-    """The objective for the time between tokens (``Objective``), in seconds."""
+    """The objective for the time between tokens, in seconds."""
     if text is None:
         return None
-    value = float(text.removesuffix("x"))
-    return value * merged_step_s(costs) if text.endswith("x") else value
+    return slo_factor(text) * (merged_step_s(costs) if text.endswith("x") else 1.0)
 
 
 def rank_costs(router: str, pairs: Sequence[tuple[str, str]], profile: Profile | None) -> RankCosts:
@@ -43,8 +58,8 @@ def caraserve_settings(
 ) -> list[tuple[str, str]]:
     """Parameters of the router beside those that are given, ``pairs``. Raises ConfigError."""
     for key, _ in pairs:
-        if key in CaraServeParameters.sources:
-            raise ConfigError(f"{router}.{key} comes from {CaraServeParameters.sources[key]}")
+        if key in _SOURCES:
+            raise ConfigError(f"{router}.{key} comes from {_SOURCES[key]}")
     costs = rank_costs(router, pairs, profile)
     if slo_s is None:
         raise ConfigError(f"router {router} needs --slo-tpot")

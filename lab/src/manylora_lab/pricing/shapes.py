@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable
 
 from manylora.config import ConfigError
+from manylora.models.config import ModelConfig
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
@@ -132,6 +133,23 @@ class ModelShape:
             f"{self.name} ({self.layers} layers of {self.hidden}, {self.heads}/{self.kv_heads} heads, "
             f"{8 * self.itemsize}-bit, {self.fingerprint})"
         )
+
+
+def shape_of(config: ModelConfig, name: str, itemsize: int) -> ModelShape:
+    """The sizes of a model from its config, with ``itemsize`` bytes a number."""
+    return ModelShape(
+        name=name,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        itemsize=itemsize,
+        is_gated=all(layer.mlp.is_gated for layer in config.layers),
+        is_tied=config.tie_embeddings,
+    )
 
 
 SHAPES: dict[str, ModelShape] = {

@@ -1,37 +1,33 @@
-"""The policy's invariants, checked over the whole state. For tests: O(everything)."""
+"""The invariants of a replica's policy, checked over the whole state: O(everything)."""
 
 from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.candidates import CandidateList
 from manylora.policy.cold_start import ColdStarts
 from manylora.policy.merging.dlora import DloraMerging
 from manylora.policy.merging.state import MergeState
+from manylora.policy.pages import PageLedger
 from manylora.policy.queue import WaitingQueue
+from manylora.policy.replica import Replica
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
-from manylora.policy.sequences import RequestState, Scheduled, Stage
-from manylora.policy.tree import HostState, Node, Residence
-from manylora.types import BASE, AdapterId, RequestId
+from manylora.policy.sequences import RequestState, Scheduled, Sequence, Stage
+from manylora.policy.tree import DependencyTree, HostState, Node, Residence
+from manylora.types import BASE, AdapterId, PageId, RequestId
 
 _ON_DEVICE = (Residence.LOADING, Residence.RESIDENT)
 
 
-def check(
-    residency: Residency,
-    held: Reservations,
-    waiting: WaitingQueue,
-    requests: Mapping[RequestId, RequestState],
-    in_flight: Iterable[list[Scheduled]],
-    merging: MergeState | None = None,
-    cold: ColdStarts | None = None,
-    kept: Collection[AdapterId] = (),
-) -> None:
+def check(replica: Replica) -> None:
     """Raise AssertionError, naming the invariant, where one does not hold."""
-    nodes = list(residency.tree.all_nodes())
+    residency, held, waiting = replica._residency, replica._held, replica._waiting
+    merging, cold = replica._merging, replica._cold
+    nodes = list(all_nodes(residency.tree))
     for node in nodes:
         _check_node(node, residency.transfers.current(node) is not None)
         if residency.tree.keeps_dependencies:
@@ -39,15 +35,15 @@ def check(
     _check_turns(residency, nodes)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *kept])
+    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._kept._pinned])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
-    _check_sequences(residency, held, waiting, requests)
+    _check_sequences(residency, held, waiting, replica._requests)
     _check_queue(waiting)
     if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
         assert len(running) <= waiting.adapter_limit[0], "no more adapters run than may"
-    steps = list(in_flight)
+    steps = list(replica._in_flight)
     _check_in_flight(held, [row for rows in steps for row in rows])
     _check_awaiting(residency, held, cold)
     _check_paused(held, merging)
@@ -55,17 +51,31 @@ def check(
         _check_merging(residency, merging, steps)
 
 
+def all_nodes(tree: DependencyTree) -> Iterator[Node]:
+    """Every node that was asked for, parents first."""
+    stack = [node for node in tree._adapters.values() if not isinstance(node, int)]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+def members(waiting: WaitingQueue) -> list[Sequence]:
+    """All that wait: those that returned, then the others, each in arrival order."""
+    return waiting._returned + list(waiting._arrived.values())
+
+
 def _check_queue(waiting: WaitingQueue) -> None:
-    members = waiting.members()
-    in_line = collections.Counter(sequence.adapter for sequence in members)
+    in_queue = members(waiting)
+    in_line = collections.Counter(sequence.adapter for sequence in in_queue)
     assert waiting.num_by_adapter == in_line, "what waits is counted by adapter"
-    assert waiting.first() is min(members, key=waiting.rank, default=None), "the first in line ranks first"
+    assert waiting.first() is min(in_queue, key=waiting.rank, default=None), "the first in line ranks first"
     for adapter in [*in_line, -1]:
-        own = [sequence for sequence in members if sequence.adapter == adapter]
+        own = [sequence for sequence in in_queue if sequence.adapter == adapter]
         first = min(own, key=waiting.rank, default=None)
         assert waiting.first_of(adapter) is first, "so does the first of each adapter"
     if waiting.shares is not None:
-        clients = collections.Counter(waiting.shares.client_of(sequence) for sequence in members)
+        clients = collections.Counter(waiting.shares.client_of(sequence) for sequence in in_queue)
         assert waiting.shares.num_waiting == clients, "waiting sequences are counted by client"
 
 
@@ -96,13 +106,20 @@ def _check_awaiting(residency: Residency, held: Reservations, cold: ColdStarts |
         step: Node | None = sequence.node
         while step is not None:
             is_there = step.residence is Residence.RESIDENT or step.has_landed
-            is_coming = step.residence is Residence.LOADING and cold.is_awaited(
-                sequence.last_step, sequence, step
-            )
+            is_coming = step.residence is Residence.LOADING and _is_awaited(cold, sequence, step)
             assert is_there or is_coming, "a step reads resident pages, or pages that it awaits"
             step = step.parent
-    for step_number in {} if cold is None else cold.awaits():
+    for step_number in () if cold is None else cold._in_flight:
         assert not residency.device.has_ended(step_number), "what ended steps awaited is forgotten"
+
+
+def _is_awaited(cold: ColdStarts, sequence: Sequence, node: Node) -> bool:
+    """Whether the sequence's step awaits the copy that brings the node, or the CPU serves it meanwhile."""
+    copy, step = cold._copies.of_node(node), cold._in_flight.get(sequence.last_step)
+    if copy is None or step is None:
+        return False
+    is_awaited = any(wait.copy == copy and sequence.id in wait.sequences for wait in step.awaits)
+    return is_awaited or any(rows.copy == copy and sequence.id in rows.sequences for rows in step.cpu)
 
 
 def _check_node(node: Node, is_moving: bool) -> None:
@@ -163,12 +180,17 @@ def _check_turns(residency: Residency, nodes: list[Node]) -> None:
 
 
 def _check_candidates(residency: Residency, nodes: list[Node]) -> None:
-    leaving, leaving_host = residency.candidates.leaving()
+    lists = residency.candidates
+    leaving = {*_candidates(lists._leaving), *_candidates(lists._leaving_adapters)}
     assert leaving == {n for n in nodes if residency.tree.may_leave(n)}, (
         "what may leave the device is on its list"
     )
     may_leave_host = {n for n in nodes if residency.tree.may_leave_host(n)}
-    assert leaving_host == may_leave_host, "what may leave the host is on its list"
+    assert {*_candidates(lists._leaving_host)} == may_leave_host, "what may leave the host is on its list"
+
+
+def _candidates(found: CandidateList) -> Iterator[Node]:
+    return (entry[3] for heap in found._buckets.values() for entry in heap if found._is_valid(entry))
 
 
 def _check_counts(residency: Residency, nodes: list[Node]) -> None:
@@ -235,8 +257,8 @@ def _check_merging(residency: Residency, merging: MergeState, steps: list[list[S
 
 
 def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations) -> None:
-    owners: collections.Counter[int] = collections.Counter(residency.device.unowned())
-    host_owners: collections.Counter[int] = collections.Counter(residency.host.unowned())
+    owners: collections.Counter[int] = collections.Counter(_unowned(residency.device))
+    host_owners: collections.Counter[int] = collections.Counter(_unowned(residency.host))
     for node in nodes:
         owners.update(node.pages)
         host_owners.update(node.host_pages)
@@ -253,6 +275,11 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
     )
     if not residency.device.is_step_in_flight:
         assert residency.device.num_deferred == 0, "nothing stays deferred without a step in flight"
+
+
+def _unowned(ledger: PageLedger) -> list[PageId]:
+    """List every page that no node, sequence or copy owns."""
+    return ledger._free + [page for _, pages in ledger._deferred for page in pages]
 
 
 def _check_capacity(residency: Residency, held: Reservations) -> None:
@@ -275,10 +302,10 @@ def _check_sequences(
     waiting: WaitingQueue,
     requests: Mapping[RequestId, RequestState],
 ) -> None:
-    members = waiting.members()
-    assert len(members) == len(waiting), "the queue knows its length"
+    in_queue = members(waiting)
+    assert len(in_queue) == len(waiting), "the queue knows its length"
     for was_admitted in (True, False):
-        orders = [s.order for s in members if s.state.admitted is was_admitted]
+        orders = [s.order for s in in_queue if s.state.admitted is was_admitted]
         assert orders == sorted(orders), "each part of the queue is in arrival order"
     orders = [s.order for s in held.admitted]
     assert orders == sorted(orders), "admitted sequences are sorted"
@@ -286,7 +313,7 @@ def _check_sequences(
     assert held.num_loading == len(loading), "admitted sequences that load are counted"
     known = {id(s) for state in requests.values() for s in state.sequences.values()}
     leaving = [s for state in requests.values() if state.is_leaving for s in state.sequences.values()]
-    placed = {id(s) for s in [*members, *held.admitted, *leaving]}
+    placed = {id(s) for s in [*in_queue, *held.admitted, *leaving]}
     assert known == placed, "each live sequence waits, is admitted, or is about to be let go"
     for sequence in leaving:
         assert sequence.stage is Stage.LEAVING, "a request is let go as a whole"

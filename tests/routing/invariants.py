@@ -1,33 +1,25 @@
-"""What must hold of a router's state after every event. For tests; O(everything)."""
+"""The invariants of a router, checked over the whole state: O(everything)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
+from manylora.policy.router import Router
 from manylora.policy.routing.fleet import Fleet
 from manylora.policy.routing.kinds import Learnt, kind_key, learnt_of
 from manylora.policy.routing.lone import LoneRuns
-from manylora.policy.routing.queue import RouterQueue
 from manylora.policy.routing.replicas import ReplicaLoad, ReplicaState
 from manylora.policy.routing.requests import LiveRequest
-from manylora.types import BASE, RequestId
+from manylora.types import BASE
 
 
-def check(
-    fleet: Fleet,
-    requests: Mapping[RequestId, LiveRequest],
-    queue: RouterQueue,
-    stranded: Mapping[RequestId, LiveRequest],
-    lone: LoneRuns,
-) -> None:
-    """Raises AssertionError where an invariant is broken."""
+def check(router: Router) -> None:
+    """Raise AssertionError where an invariant is broken."""
+    fleet, requests = router._fleet, router._requests
     for name, request in requests.items():
         assert request.id == name
-        check_owner(fleet, request, queue, stranded, lone)
-    assert len(queue) + len(stranded) + len(lone) == sum(
-        request.replica is None for request in requests.values()
-    )
+        check_owner(router, request)
+    assert router.num_waiting == sum(request.replica is None for request in requests.values())
     owned = sum(len(replica.requests) for replica in fleet.up.values())
     assert owned == sum(request.replica is not None for request in requests.values())
     for place, replica in fleet.up.items():
@@ -37,18 +29,14 @@ def check(
         check_homes(fleet, replica)
     check_indexes(fleet)
     check_kinds(fleet)
-    lone.check(fleet)
+    check_lone(router._lone, fleet)
 
 
-def check_owner(
-    fleet: Fleet,
-    request: LiveRequest,
-    queue: RouterQueue,
-    stranded: Mapping[RequestId, LiveRequest],
-    lone: LoneRuns,
-) -> None:
+def check_owner(router: Router, request: LiveRequest) -> None:
     """A live request is in exactly one place: a queue, aside, or on a replica that is up."""
-    is_queued, is_aside = (request in queue) + (request in lone), stranded.get(request.id) is request
+    fleet = router._fleet
+    is_queued = (request in router._queue) + (request in router._lone)
+    is_aside = router._stranded.get(request.id) is request
     is_owned = request.replica is not None
     assert is_queued + is_aside + is_owned == 1, f"{request.id} has {is_queued + is_aside + is_owned} owners"
     if request.replica is not None:
@@ -61,6 +49,15 @@ def check_owner(
         assert request.target is None
     assert not is_aside or not fleet.is_any_right(request)
     assert request.num_generated == sum(request.positions)
+
+
+def check_lone(lone: LoneRuns, fleet: Fleet) -> None:
+    """A replica is reserved for at most one request, and gets no other."""
+    kept = set(lone._kept.values())
+    assert len(kept) == len(lone._kept), "one replica is kept for two requests"
+    for replica in fleet.up.values():
+        assert replica.is_reserved == (replica.id in kept)
+        assert not (replica.is_reserved and replica.is_open)
 
 
 def check_accounts(replica: ReplicaState) -> None:
@@ -120,7 +117,7 @@ def check_indexes(fleet: Fleet) -> None:
     for adapter in set(fleet.adapters).union(*(replica.lacks for replica in fleet.up.values())):
         lacking = {replica.id for replica in fleet.up.values() if adapter in replica.lacks}
         assert fleet.lacking(adapter) == lacking
-    for adapter, homes in fleet.all_homes().items():
+    for adapter, homes in fleet._homes.items():
         assert homes == tuple(sorted(set(homes)))
         for home in homes:
             state = fleet.up[home]

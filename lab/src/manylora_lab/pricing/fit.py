@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.config import ConfigError
-from manylora.pricing.costs import Spread, StepWork
-from manylora.pricing.profile import OverheadPoint, Profile, StepPoint
+from manylora_lab.pricing.costs import Spread, StepWork
+from manylora_lab.pricing.profile import OverheadPoint, Profile, StepPoint
 
 Array = NDArray[np.float64]
 
