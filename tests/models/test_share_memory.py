@@ -20,7 +20,6 @@ BESIDE_BYTES = 48 * 2**20
 
 LOAD = """
 import sys, types
-from pathlib import Path
 import torch
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuts import RankPlace

@@ -129,7 +129,7 @@ class FakeEngine:
             pages_swapped_in=10, pages_swapped_out=20, swap_in_s=0.5, swap_out_s=0.25, swaps_failed=1,
             history_drops=9, host_evictions=13, prefetches=14, invalid_share_sum=1.5, invalid_share_samples=6,
         )  # fmt: skip
-        state = ExecutorState(44, 0.0, 15, 16, 2**33)
+        state = ExecutorState(44, 0.0)
         return EngineStats(gauges, counters, Meters(prompt_tokens=123, generated_tokens=45), state)
 
     def why_unready(self) -> str | None:

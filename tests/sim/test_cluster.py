@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora.solving.highs import solve
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_ROUTERS
 from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.cluster import EAGER_ADAPTERS, MOST_REPORT_DELAY_S, Member, VirtualCluster

@@ -8,10 +8,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
-from manylora.pricing.costs import DeviceCosts
-from manylora.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
-from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora_lab.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
 from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile

@@ -26,7 +26,6 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.client import ClusterClient
-from manylora.cluster.credentials import credentials_of
 from manylora.cluster.exposition import ClusterPage, cluster_operation
 from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial

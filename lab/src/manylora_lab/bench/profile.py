@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import FORMAT, ExchangePoint, Profile, save_profile
-from manylora.pricing.shapes import ModelShape
 
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.engine.driver import Driver
@@ -31,8 +28,7 @@ from manylora.executor.ranks.executor import RankedExecutor, RanksLost
 from manylora.executor.ranks.start import build_ranks
 from manylora.executor.reader import READERS
 from manylora.flags import build_settings
-from manylora.inspection import shape_of
-from manylora.models.config import ModelConfig, ModelError, read_model_config
+from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
 from manylora.protocol import Executor

@@ -14,9 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manylora.pricing.cold import fit_cpu, gate_lines
-from manylora.pricing.profile import CpuPoint, GatePoint, Profile
-
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
 from manylora.devices.select import open_device

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from manylora.pricing.profile import ModePoint, SwitchPoint
-from manylora.pricing.shapes import ModelShape
-
 from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
 from manylora.executor.merge_times import RANK, measure_change
 from manylora.executor.ranks.start import build_ranks, kind_of, pads_steps
 from manylora.flags import build_settings
-from manylora.models.config import ModelConfig
 from manylora.models.spec import ModelConfig
 from manylora_lab.bench.profile_rig import rounded
 from manylora_lab.pricing.profile import ModePoint, SwitchPoint

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 
 from manylora.config import ConfigError
-from manylora.models.config import ModelConfig
+from manylora.models.spec import ModelConfig
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")

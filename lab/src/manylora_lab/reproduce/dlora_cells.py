@@ -9,9 +9,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from manylora.pricing.shapes import ModelShape, shape_named
-from manylora.solving.process import solving
-
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.solving import solving

@@ -10,11 +10,6 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from manylora.pricing.costs import StepWork, prefill_pairs
-from manylora.pricing.ranks import RankedStep, fit_rank_lines
-from manylora.pricing.shapes import shape_named
-from manylora.solving.process import solving
-
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.solving import solving

@@ -8,11 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ModelShape
-
 from manylora.config import ConfigError, CpuRates
 from manylora.protocol import RunStep
 from manylora.types import CopyId
