@@ -54,16 +54,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _kept_loops() -> None:
-    """Loops for the CPU are compiled before the first test: else engines have a compiler beside them at first."""
-    from manylora.kernels import compiled
-    from manylora.kernels.cpu_compiled import CompiledOps
-
-    if not compiled.are_kept():
-        CompiledOps()
-
-
 @pytest.fixture(scope="module")
 def remembered_fits() -> Iterator[None]:
     """Planes are fitted once to the same steps: a fit takes a second, and is not what these tests ask about."""

@@ -149,7 +149,6 @@ def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None, waits_for_
     device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
     ops = ops_for(
         device,
-        compiled=plan.is_small and dtype is torch.float32,
         waits=waits_for_loops,
         attention=attention_shape(plan.config, dtype, max_positions),
     )

@@ -32,28 +32,17 @@ def compiling_ahead(
 def ops_for(
     device: torch.device,
     *,
-    compiled: bool = False,
     waits: bool = True,
     attention: AttentionShape | None = None,
 ) -> Ops:
-    """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
+    """The operations to serve with on the device; Triton is imported only where it is wanted.
 
-    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each.
-    ``waits``: until they are compiled; else torch serves until a process beside has compiled them.
+    ``waits`` does nothing: a CPU's loops are always compiled first.
     ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
     and compiled now; None: choices that hold for any.
     """
     if device.type == "cpu":
         from manylora.kernels.cpu import CpuOps
-
-        if compiled:
-            if waits:
-                from manylora.kernels.cpu_compiled import CompiledOps
-
-                return CompiledOps()
-            from manylora.kernels.coming_loops import ComingOps
-
-            return ComingOps()
 
         return CpuOps()
     if device.type == "cuda":
