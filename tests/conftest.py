@@ -58,9 +58,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _kept_loops() -> None:
     """Loops are compiled before the first test: else the first engines wait for them."""
     from manylora.adapters import loops
-    from manylora.kernels.cpu_compiled import CompiledOps
+    from manylora.kernels.cpu import CpuOps
 
-    CompiledOps()
+    CpuOps()
     loops.prepare()
 
 

@@ -25,7 +25,7 @@ from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
 
@@ -178,7 +178,7 @@ def test_a_wrong_kernel_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(kernels_rig, "ops_for", lambda device, compiled: ops())
+    monkeypatch.setattr(kernels_rig, "ops_for", lambda device: ops())
     assert bench(tmp_path, "--only", kernel, "add_rms_norm") == 1
     printed = capsys.readouterr()
     document = written(tmp_path)
@@ -198,7 +198,7 @@ def test_a_broken_kernel_does_not_stop_the_others(
         def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no such instruction\nand more")
 
-    monkeypatch.setattr(kernels_rig, "ops_for", lambda device, compiled: Broken())
+    monkeypatch.setattr(kernels_rig, "ops_for", lambda device: Broken())
     assert bench(tmp_path, "--only", "add_rms_norm,silu_mul,sampling") == 1
     assert capsys.readouterr().err == "manylora: error: silu_mul failed: RuntimeError: no such instruction\n"
     assert {row["kernel"] for row in written(tmp_path)["rows"]} == {"add_rms_norm", "sampling"}

@@ -40,10 +40,6 @@ class Subject:
             from manylora.kernels.cpu import CpuOps
 
             return CpuOps()
-        if self.kind == "compiled":
-            from manylora.kernels.cpu_compiled import CompiledOps
-
-            return CompiledOps()
         if self.kind == "interpreted" and torch.cuda.is_available():
             pytest.skip("with a GPU the compiled kernels are tested instead")
         pytest.importorskip("triton")
@@ -59,10 +55,9 @@ SUBJECTS = [
         pytest.param(Subject("cpu", dtype), id=f"cpu-{str(dtype)[6:]}")
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ),
-    pytest.param(Subject("compiled", torch.float32), id="compiled-float32"),
-    pytest.param(Subject("compiled", torch.bfloat16), id="compiled-bfloat16"),
     pytest.param(Subject("interpreted", torch.float32), id="interpreted-float32"),
     pytest.param(Subject("interpreted", torch.float16), id="interpreted-float16"),
     pytest.param(Subject("gpu", torch.float32), id="gpu-float32", marks=GPU_MARKS),
     pytest.param(Subject("gpu", torch.bfloat16), id="gpu-bfloat16", marks=GPU_MARKS),
 ]
+FLOAT64 = pytest.param(Subject("cpu", torch.float64), id="cpu-float64")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
-from tests.kernels.implementations import SUBJECTS, Subject
+from tests.kernels.implementations import FLOAT64, SUBJECTS, Subject
 
 REFERENCE = ReferenceOps()
 
@@ -28,7 +28,7 @@ def check(subject: Subject, case: AttentionCase) -> None:
     assert torch.equal(before.nan_to_num(), case.pool.nan_to_num())
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize(
     ("kv_heads", "heads_per_kv", "dim", "page_tokens", "window"),
     [
@@ -65,7 +65,7 @@ def test_random_batches(
     check(subject, case)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("window", [None, 50])
 def test_long_prompts_beside_long_contexts(subject: Subject, window: int | None) -> None:
     """Lengths past every tile and split: several query tiles, several context splits, very short rows."""
@@ -85,13 +85,13 @@ def test_long_prompts_beside_long_contexts(subject: Subject, window: int | None)
     check(subject, case)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 def test_a_full_decode_batch(subject: Subject) -> None:
     lengths = [(1, 1 + (37 * i) % (60 if subject.small else 400)) for i in range(9 if subject.small else 64)]
     check(subject, attention_case(6, device=subject.device, dtype=subject.dtype, lengths=lengths))
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("page_tokens", [1, 4])
 def test_write_kv(subject: Subject, page_tokens: int) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_lab.bench.rounding import Bounded
 
-from manylora.kernels import cpu_lora
-from manylora.kernels.cpu import CpuOps
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import llama_groups, lora_case, lora_truth
-from tests.kernels.implementations import SLOW, SUBJECTS, Subject
+from tests.kernels.implementations import FLOAT64, SLOW, SUBJECTS, Subject
 
 NARROW = llama_groups(40, 48, 24, 72)
 WIDE = llama_groups(300, 160, 80, 530)
@@ -76,7 +74,7 @@ def check(
         assert torch.equal(out[untouched], y[untouched])
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_batches(subject: Subject, seed: int) -> None:
     if subject.small and subject.dtype != torch.float32 and seed:
@@ -90,21 +88,21 @@ def test_random_batches(subject: Subject, seed: int) -> None:
     check(subject, geometry_of(subject.dtype), lengths, [1, 2, 5, 8, 16, 33, 70], seed)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("cell", [8, 16, 32, 64, 192])
 def test_cells_shorter_and_longer_than_rows(subject: Subject, cell: int) -> None:
     """The slab has 192 elements, the rows 24 to 72; a cell of 64 divides it, one of 192 is the whole slab."""
     check(subject, geometry_of(subject.dtype, cell), [(1, 1), (0, 6), (2, 1)], [1, 4, 9])
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
     geometry = geometry_of(subject.dtype, 64, dim=10)
     assert geometry.page.slab_elements % geometry.cell_elements
     check(subject, geometry, [(0, 3), (1, 1)], [2, 7])
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("same_scale", [False, True])
 def test_second_scales(subject: Subject, same_scale: bool) -> None:
     """One-token, short and long segments; the second scale begins at any row, or behind the last."""
@@ -114,7 +112,7 @@ def test_second_scales(subject: Subject, same_scale: bool) -> None:
     check(subject, geometry_of(subject.dtype), lengths, ranks, same_scale=same_scale, two_scales=True)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**16), unused=st.floats(-(2.0**100), 2.0**100, width=32))
 def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: int, unused: float) -> None:
@@ -138,16 +136,16 @@ def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: i
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float64])
 def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dtype) -> None:
     skip_repetition(subject)
-    page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=12, itemsize=pool_dtype.itemsize)
+    page = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=16, itemsize=pool_dtype.itemsize)
     geometry = adapter_geometry(page, [NARROW] * page.layers, subject.dtype.itemsize)
     check(subject, geometry, [(1, 1), (0, 6), (2, 20)], [1, 4, 20], pool_dtype=pool_dtype)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("cell", [8, 32, 64])
 def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
     """300 and 530 columns: several steps and several splits in a shrink, a last one that is cut short."""
@@ -158,7 +156,7 @@ def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
     check(subject, geometry_of(subject.dtype, cell, dim=16, wide=True), lengths, [3, 17])
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("length", [1, 2, 17, 40])
 def test_one_long_segment(subject: Subject, length: int) -> None:
     skip_repetition(subject)
@@ -167,27 +165,20 @@ def test_one_long_segment(subject: Subject, length: int) -> None:
     check(subject, geometry_of(subject.dtype), [(3, length)], [70], missing=0.0, same_scale=True)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("cost", [0, 10**9])
-def test_many_adapters_apart_and_together(
-    subject: Subject, cost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU a free call keeps segments apart, a dear one joins them all; both must be right."""
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
+def test_many_adapters(subject: Subject) -> None:
     skip_repetition(subject)
-    if subject.kind != "cpu" and cost:
-        pytest.skip("this cost is the CPU's")
-    monkeypatch.setattr(cpu_lora, "CALL_COST", cost)
     lengths = [(int(i % 3 == 0), 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
     check(subject, geometry_of(subject.dtype), lengths, [1, 2, 4, 8, 16])
     check(subject, geometry_of(subject.dtype), lengths, [8], missing=0.0, same_scale=True)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
     check(subject, geometry_of(subject.dtype), [(0, 2), (1, 1)], [3], missing=1.0)
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("two_scales", [False, True])
 def test_the_two_halves_with_a_sum_between(subject: Subject, two_scales: bool) -> None:
     """Of parts of the inputs, as ranks have them, the shrunk ones are added up; y is some columns of a matrix."""
@@ -214,7 +205,7 @@ def test_the_two_halves_with_a_sum_between(subject: Subject, two_scales: bool) -
             part[:, other] = 0
             subject.poison()
             shrunk.append(ops.lora_shrink(part, case.pool, case.layer, group, plan))
-        assert shrunk[0].values.dtype is torch.float32
+        assert shrunk[0].values.dtype is (torch.float64 if subject.dtype is torch.float64 else torch.float32)
         shrunk[0].values.add_(shrunk[1].values)
         before = wide.clone()
         y = wide[:, 16 : 16 + group.offsets[-1]]
@@ -228,7 +219,7 @@ def test_the_two_halves_with_a_sum_between(subject: Subject, two_scales: bool) -
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subject) -> None:
     """Its weights are finite, and the others lack the projection that they are of."""
     geometry = geometry_of(subject.dtype)
@@ -251,24 +242,3 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
     ops.lora(y, x, case.pool, case.layer, group, plan)
     assert not y[:3].isfinite().all()
     assert y[3:].isfinite().all()
-
-
-def test_strategies_differ_as_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the guard: the two costs above do choose different products."""
-    geometry = geometry_of(torch.float32)
-    case = lora_case(
-        0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        lengths=[(0, 1 + i) for i in range(5)],
-        ranks=[4],
-        geometry=geometry,
-        missing=0.0,
-    )
-    blocks = []
-    for cost in (0, 10**9):
-        monkeypatch.setattr(cpu_lora, "CALL_COST", cost)
-        plan = CpuOps().plan_lora(case.segments, geometry, torch.device("cpu"))
-        assert plan is not None
-        blocks.append(len(plan.blocks["qkv"]))
-    assert blocks == [5, 1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from manylora.kernels.ops import SampledRows
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.models.load import load_model
 from tests.models.step_builder import Stepper

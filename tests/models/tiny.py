@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 from manylora.models.decoder import Decoder
 from manylora.models.load import load_model
 

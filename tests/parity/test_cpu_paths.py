@@ -1,4 +1,4 @@
-"""The ways a batch can run on a CPU: split among threads or not, with compiled loops or in torch alone."""
+"""The ways a batch can run on a CPU: split among threads or not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.executor import build, shards
-from manylora.kernels.select import ops_for
+from manylora.executor import shards
 from tests.parity.engines import Bench, greedy, random_tokens
 
 NUM_TOKENS = 10
@@ -23,14 +22,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
 def test_every_way_gives_the_same_tokens(
-    bench: Bench, threads: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not is_compiled:
-        monkeypatch.setattr(
-            build, "ops_for", lambda device, **how: ops_for(device, **{**how, "compiled": False})
-        )
     num_parts: list[int] = []
     split = shards.Shards.split
 
@@ -44,7 +38,6 @@ def test_every_way_gives_the_same_tokens(
     prompts = [random_tokens(i, 1 + 3 * (i % 13), vocab) for i in range(30)]
     models = [bench.names[i % len(bench.names)] for i in range(30)]
     with bench.llm() as llm:
-        assert ("compiled" in llm._llm._driver._ports._executor._forward.decoder.ops.name) == is_compiled  # type: ignore[attr-defined]
         bench.check(llm.generate(prompts, greedy(NUM_TOKENS), models), NUM_TOKENS)
         one_alone = llm.generate(prompts[:1], greedy(NUM_TOKENS), models[:1])
         bench.check(one_alone, NUM_TOKENS)

@@ -9,7 +9,7 @@ from manylora_lab.reproduce.lora_rig import LoraRig
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
 from manylora_lab.reproduce.punica_fig8 import step_of
 
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 
 RANK = 4
 

@@ -144,7 +144,6 @@ def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None) -> Decoder
     device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
     ops = ops_for(
         device,
-        compiled=plan.is_small and dtype is torch.float32,
         attention=attention_shape(plan.config, dtype, max_positions),
     )
     _log.info("running on %s with %s kernels", plan.device.name, ops.name)

@@ -1,29 +1,25 @@
-"""The operations on the CPU, in vectorised torch: few large calls, because a call costs 5 to 40 us.
+"""The operations on a CPU: compiled loops for short work, torch for long work, both over the paged pool.
 
-Owns: how keys, values and adapter rows come out of the paged pool into dense matrices. It does not know what
-a page belongs to.
+Owns the choice, and how keys, values and adapter rows come out of the pool into dense matrices. A row of one query
+and a segment of few tokens run in loops over the pool (``loops``), in float32 and in bfloat16. Other rows and
+segments, and those of other types, go to torch one by one: their keys and values or their adapter's rows are
+gathered, then attended to or multiplied. It does not know what a page belongs to.
 
-Both attention and LoRA follow one scheme. The pool is seen as a matrix of equal pieces (a token's keys; a
-cell), a plan holds the piece numbers of layer 0, and a layer's pieces are the same numbers in a view that
-begins later. So a plan serves every layer, and one ``index_select`` brings all that a group of rows needs.
-
-Stale bytes: slots past a row's context are never read (their places in the gathered matrix repeat the row's
-last valid slot, and the mask hides those), so no garbage, NaN or infinity can reach a result. In LoRA the
-tail of a row's last cell is cut off before any arithmetic, and padding repeats rows and tokens of the same
-batch. Adapter weights themselves must be finite: padding is multiplied by zero, and 0 * inf is NaN. The
-adapter loader refuses weights that are not finite.
+Stale bytes: slots past a row's context and the tail of an adapter row's last cell are cut off before any
+arithmetic, so no garbage, NaN or infinity can reach a result.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from manylora.kernels.cpu_attention import CpuAttentionPlan, group_rows
-from manylora.kernels.cpu_lora import CpuLoraPlan, LoraBlock, plan_blocks
+from manylora.kernels import loops
 from manylora.kernels.ops import (
     AttentionRows,
     ComposedLora,
@@ -37,18 +33,90 @@ from manylora.kernels.ops import (
     of_adapters,
     rotated_then_stored,
 )
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 from manylora.kernels.weight import Weight
+
+SHORT_SEGMENT = 32
+"""Tokens of one adapter up to which loops over its rows beat gathering them for a matrix product."""
+
+QUERY_TILE = 128
+"""Queries that attend at a time, so that their mask stays small and they skip the keys that follow them."""
+
+_IN_LOOPS = (torch.float32, torch.bfloat16)
 
 _MERGED_ELEMENTS = 2**18
 """Elements of a weight that are merged at a time."""
 
 
-class _Scratch(threading.local):
-    """Each thread's own buffers: parts of a batch may run side by side."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CpuAttentionPlan:
+    """``singles``: the rows of one query; ``tokens``, ``lengths``, ``page_table``: their places in the batch, their
+    contexts and pages."""
 
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+    rows: AttentionRows
+    singles: np.ndarray
+    tokens: np.ndarray
+    lengths: np.ndarray
+    page_table: np.ndarray
+
+
+class _GroupItems(NamedTuple):
+    """One group's short segments; ``scales[l]`` [N, P, 2] is layer l's, ``size`` the numbers that they shrink to."""
+
+    records: np.ndarray
+    scales: np.ndarray
+    columns: np.ndarray
+    size: int
+
+
+class _Adapted(NamedTuple):
+    """One projection of a segment that has rows: ``columns`` of the group, ``index`` in the geometry's table."""
+
+    segment: int
+    tokens: slice
+    columns: slice
+    projection: Projection
+    index: int
+    first_a: int
+    first_b: int
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CpuLoraPlan:
+    """Segments ``[starts, stops)`` for the loops, and the long ones. A plan may be used as long as the cells that it
+    names hold the same adapters."""
+
+    segments: LoraSegments
+    geometry: AdapterGeometry
+    starts: np.ndarray
+    stops: np.ndarray
+    groups: dict[str, _GroupItems]
+    is_long: np.ndarray
+    pieces: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> Iterator[_Adapted]:
+        """What no loop takes of the group."""
+        segments = self.segments
+        chosen = np.flatnonzero(self.is_long) if dtype in _IN_LOOPS else np.arange(len(segments.start))
+        for segment in chosen.tolist():
+            start = int(segments.start[segment])
+            tokens = slice(start, start + int(segments.length[segment]))
+            for place, projection in enumerate(group.projections):
+                index = self.geometry.projections.index(projection)
+                first_a, first_b, rank, _ = segments.records[segment, index].tolist()
+                columns = slice(group.offsets[place], group.offsets[place + 1])
+                if rank:
+                    yield _Adapted(segment, tokens, columns, projection, index, first_a, first_b, rank)
+
+    def matrix(
+        self, pool: torch.Tensor, dtype: torch.dtype, layer: int, first: int, rank: int, elements: int
+    ) -> torch.Tensor:
+        """The layer's matrix ``[rank, elements]`` whose cells start at entry ``first`` of the cell table."""
+        pieces = self.pieces.get(first)
+        if pieces is None:
+            pieces = self.pieces[first] = _pieces(self.segments.cells, first, rank, elements, self.geometry)
+        return _gathered(pool, dtype, layer, pieces, rank, elements, self.geometry)
 
 
 class CpuOps(ComposedLora):
@@ -57,34 +125,40 @@ class CpuOps(ComposedLora):
     name = "cpu"
 
     def __init__(self) -> None:
-        self._local = _Scratch()
-
-    def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Scratch of this shape; reused, because fresh large allocations cost a page fault per 4 KiB."""
-        buffers = self._local.buffers
-        buffer = buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < rows * columns:
-            buffer = buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
-        return buffer[: rows * columns].view(rows, columns)
-
-    # ---- attention -------------------------------------------------------------------------------------
+        """Compile the loops, or load what an earlier run compiled."""
+        _compile_loops()
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight.data, bias)
 
+    # ---- attention -------------------------------------------------------------------------------------
+
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
-        return CpuAttentionPlan(rows, page)
+        singles = np.flatnonzero(np.diff(rows.query_start) == 1)
+        return CpuAttentionPlan(
+            rows,
+            singles,
+            rows.query_start[singles].astype(np.int64),
+            rows.kv_len[singles].astype(np.int64),
+            np.ascontiguousarray(rows.page_table[singles]),
+        )
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        layers, _, page_tokens, kv_heads, dim = pool.shape[1:]
-        tokens = pool.view(-1, kv_heads * dim)
-        pages = torch.div(slots, page_tokens, rounding_mode="floor")
-        where = slots + pages * ((2 * layers - 1) * page_tokens)
-        for kind, values in enumerate((k, v)):
-            start = (2 * layer + kind) * page_tokens
-            tokens[start:].index_copy_(0, where, values.reshape(-1, kv_heads * dim))
+        page_tokens, kv_heads, dim = pool.shape[3:]
+        loops.store_kv(
+            _numbers(pool.view(-1)),
+            2 * layer * page_tokens * kv_heads * dim,
+            pool.stride(0),
+            page_tokens,
+            _flat(k),
+            k.stride(0),
+            _flat(v),
+            v.stride(0),
+            kv_heads * dim,
+            slots.numpy(),
+        )
 
     def attention(
         self,
@@ -96,32 +170,46 @@ class CpuOps(ComposedLora):
         window: int | None,
     ) -> torch.Tensor:
         num_tokens, heads, dim = q.shape
+        starts = plan.rows.query_start
+        others = np.diff(starts) > 0
+        if q.dtype in _IN_LOOPS and len(plan.singles):
+            out = self._attend_singles(q.float(), pool, layer, plan, scale, window or 0).to(q.dtype)
+            others[plan.singles] = False
+        else:
+            out = q.new_empty(num_tokens, heads * dim)
+        for row in np.flatnonzero(others).tolist():
+            tokens = slice(int(starts[row]), int(starts[row + 1]))
+            context = int(plan.rows.kv_len[row])
+            _attend(q[tokens], pool, layer, plan.rows.page_table[row], context, scale, window, out[tokens])
+        return out
+
+    def _attend_singles(
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scale: float, window: int
+    ) -> torch.Tensor:
+        """float32 ``[T, heads * D]``, written for the rows of one query alone."""
+        num_tokens, heads, dim = q.shape
         page_tokens, kv_heads = pool.shape[3:5]
-        if window not in plan.groups:
-            plan.groups[window] = group_rows(plan.rows, plan.page, window)
-        tokens = pool.view(-1, kv_heads * dim)
-        keys = tokens[2 * layer * page_tokens :]
-        values = tokens[(2 * layer + 1) * page_tokens :]
-        out = q.new_zeros(num_tokens + 1, heads * dim)
-        for group in plan.groups[window]:
-            batch, _, _, length, context = group.visible.shape
-            k = self._buffer("k", batch * context, kv_heads * dim, q.dtype)
-            v = self._buffer("v", batch * context, kv_heads * dim, q.dtype)
-            torch.index_select(keys, 0, group.slots, out=k)
-            torch.index_select(values, 0, group.slots, out=v)
-            shape = (batch, length, kv_heads, heads // kv_heads, dim)
-            # The heads that share a key head become more queries of it: grouped attention without copies.
-            folded = q.index_select(0, group.queries).view(shape).permute(0, 2, 3, 1, 4)
-            result = F.scaled_dot_product_attention(
-                folded.reshape(batch, kv_heads, -1, dim),
-                k.view(batch, context, kv_heads, dim).transpose(1, 2),
-                v.view(batch, context, kv_heads, dim).transpose(1, 2),
-                attn_mask=group.additive_mask(heads // kv_heads, q.dtype),
-                scale=scale,
-            )
-            result = result.view(batch, kv_heads, -1, length, dim).permute(0, 3, 1, 2, 4)
-            out.index_copy_(0, group.targets, result.reshape(batch * length, heads * dim))
-        return out[:num_tokens]
+        out = torch.empty(num_tokens, heads * dim)
+        longest = int(plan.lengths.max())
+        loops.attend(
+            _flat(q),
+            q.stride(0),
+            heads,
+            dim,
+            out.numpy(),
+            _numbers(pool.view(-1)),
+            2 * layer * page_tokens * kv_heads * dim,
+            pool.stride(0),
+            page_tokens,
+            kv_heads,
+            plan.tokens,
+            plan.lengths,
+            plan.page_table,
+            window,
+            scale,
+            np.empty((heads // kv_heads, longest), np.float32),
+        )
+        return out
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
@@ -130,7 +218,21 @@ class CpuOps(ComposedLora):
     ) -> CpuLoraPlan | None:
         if len(segments.start) == 0:
             return None
-        return plan_blocks(segments, geometry)
+        short = np.flatnonzero(segments.length <= SHORT_SEGMENT)
+        starts, lengths = segments.start[short].astype(np.int64), segments.length[short].astype(np.int64)
+        records, scales = segments.records[short], segments.scales[short]
+        groups, first = {}, 0
+        for group in geometry.groups:
+            last = first + len(group.projections)
+            groups[group.name] = _GroupItems(
+                np.ascontiguousarray(records[:, first:last]),
+                np.ascontiguousarray(scales[:, first:last].transpose(3, 0, 1, 2)),
+                np.array(group.offsets, np.int64),
+                int(lengths @ records[:, first:last, 2].sum(axis=1)),
+            )
+            first = last
+        is_long = segments.length > SHORT_SEGMENT
+        return CpuLoraPlan(segments, geometry, starts, starts + lengths, groups, is_long)
 
     def lora(
         self,
@@ -141,27 +243,34 @@ class CpuOps(ComposedLora):
         group: ProjectionGroup,
         plan: CpuLoraPlan,
     ) -> None:
-        pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
-        for block in plan.blocks[group.name]:
-            cells = self._cells(pieces, layer, block.pieces, plan)
-            shrunk = _shrink_block(x, layer, group, block, cells, plan.geometry)
-            _expand_block(y, shrunk, group, block, cells, plan.geometry)
+        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
 
     def lora_shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: CpuLoraPlan
     ) -> Shrunk:
-        pieces = of_adapters(pool, x.dtype).view(-1, plan.piece)
         parts = []
-        for block in plan.blocks[group.name]:
-            of_a = block.num_a_cells(plan.geometry.cells(group.in_features)) * plan.pieces_per_cell
-            cells = self._cells(pieces, layer, block.pieces[:of_a], plan)
-            parts.append(_shrink_block(x, layer, group, block, cells, plan.geometry))
-        if not parts:
-            return Shrunk(x.new_empty(0), ())
-        values = torch.cat([part.reshape(-1) for part in parts])
-        if x.dtype.itemsize < 4:
-            values = values.float()  # rounded once more only when the ranks' parts are added up
-        return Shrunk(values, tuple(part.shape for part in parts))
+        items = plan.groups[group.name]
+        if x.dtype in _IN_LOOPS and items.size:
+            parts.append(torch.empty(items.size))
+            loops.shrink_lora(
+                x.float().contiguous().numpy(),
+                _numbers(of_adapters(pool, x.dtype).view(-1)),
+                layer * plan.geometry.slab_elements,
+                plan.segments.cells.numpy(),
+                plan.geometry.cell_elements,
+                plan.starts,
+                plan.stops,
+                items.records,
+                items.scales[layer],
+                parts[0].numpy(),
+            )
+        for one in plan.by_torch(group, x.dtype):
+            a = plan.matrix(pool, x.dtype, layer, one.first_a, one.rank, group.in_features)
+            scales = torch.from_numpy(plan.segments.row_scales(one.segment, one.index, layer))
+            parts.append(_wide(x[one.tokens] @ a.T).mul_(scales).view(-1))
+        if len(parts) == 1:
+            return Shrunk(parts[0], None)
+        return Shrunk(torch.cat(parts) if parts else _wide(x.new_empty(0)), None)
 
     def lora_expand(
         self,
@@ -172,38 +281,52 @@ class CpuOps(ComposedLora):
         group: ProjectionGroup,
         plan: CpuLoraPlan,
     ) -> None:
-        pieces = of_adapters(pool, y.dtype).view(-1, plan.piece)
-        values = shrunk.values.to(y.dtype)
         begin = 0
-        for block, shape in zip(plan.blocks[group.name], shrunk.parts, strict=True):
-            of_a = block.num_a_cells(plan.geometry.cells(group.in_features))
-            cells = self._cells(pieces, layer, block.pieces[of_a * plan.pieces_per_cell :], plan)
-            end = begin + shape.numel()
-            _expand_block(y, values[begin:end].view(shape), group, block, cells, plan.geometry, of_a)
+        items = plan.groups[group.name]
+        if y.dtype in _IN_LOOPS and items.size:
+            begin = items.size
+            wide = y.float()
+            rows, first = _whole_rows(wide)
+            loops.expand_lora(
+                rows.numpy(),
+                _numbers(of_adapters(pool, y.dtype).view(-1)),
+                layer * plan.geometry.slab_elements,
+                plan.segments.cells.numpy(),
+                plan.geometry.cell_elements,
+                plan.starts,
+                plan.stops,
+                items.records,
+                first,
+                items.columns,
+                shrunk.values[:begin].numpy(),
+            )
+            if wide is not y:
+                y.copy_(wide)
+        for one in plan.by_torch(group, y.dtype):
+            b = plan.matrix(pool, y.dtype, layer, one.first_b, one.rank, one.projection.out_features)
+            columns = y[one.tokens, one.columns]
+            end = begin + len(columns) * one.rank
+            columns.addmm_(shrunk.values[begin:end].view(-1, one.rank).to(y.dtype), b)
             begin = end
-
-    def _cells(
-        self, pieces: torch.Tensor, layer: int, wanted: torch.Tensor, plan: CpuLoraPlan
-    ) -> torch.Tensor:
-        """Cells ``[n, cell_elements]`` by these of a block's pieces, out of the whole pool in pieces, in
-        scratch that the next call overwrites."""
-        offset = layer * plan.geometry.slab_elements // plan.piece
-        scratch = self._buffer("lora", len(wanted), plan.piece, pieces.dtype)
-        torch.index_select(pieces[offset:], 0, wanted, out=scratch)
-        return scratch.view(-1, plan.geometry.cell_elements)
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
         for layer, merged, pristine in layers:
-            lies = (of_adapters(pool, merged.dtype), layer, plan)
             for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
                 begin, end = group.offsets[place], group.offsets[place + 1]
                 if rank == 0:
                     merged[begin:end].copy_(pristine[begin:end])
                     continue
-                a = _adapter_rows(*lies, first_a, rank, projection.in_features)
-                b = _adapter_rows(*lies, first_b, rank, projection.out_features)
+                a, b = (
+                    _wide(
+                        _gathered(
+                            pool, merged.dtype, layer, _pieces(plan.cells, first, rank, elements, plan.geometry),
+                            rank, elements, plan.geometry,
+                        )
+                    )
+                    for first, elements in ((first_a, projection.in_features), (first_b, projection.out_features))
+                )  # fmt: skip
                 _merge(merged[begin:end], pristine[begin:end], a, b, scale)
 
     # ---- small operations ------------------------------------------------------------------------------
@@ -219,18 +342,30 @@ class CpuOps(ComposedLora):
         eps: float,
         adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual.add_(Summands(x, adapted).whole)
+        x = Summands(x, adapted).whole
+        is_plain = x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
+        if x.dtype is torch.float32 and is_plain:
+            out = torch.empty_like(x)
+            loops.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
+            return out, residual
+        residual.add_(x)
         return F.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
 
     def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = _adjacent_heads(q, k)
+        if q.dtype is torch.float32:
+            for x in (q, k) if both is None else (both,):
+                loops.rotate_in_place(
+                    _flat(x), x.stride(0), x.shape[1], cos.numpy(), sin.numpy(), positions.numpy()
+                )
+            return q, k
         c, s = cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None]
-        both = adjacent_heads(q, k)
         if both is not None:
-            turned = rotate(both, c, s)
+            turned = _rotate(both, c, s)
             return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
-        return rotate(q, c, s), rotate(k, c, s)
+        return _rotate(q, c, s), _rotate(k, c, s)
 
     def rotate_and_store(
         self,
@@ -250,8 +385,79 @@ class CpuOps(ComposedLora):
         )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        if gate_up.dtype is not torch.float32:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        inner = gate_up.shape[1] // 2
+        out = torch.empty(gate_up.shape[0], inner)
+        loops.gate(gate_up.numpy(), out.numpy())
+        return out
+
+
+def _attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    page_table: np.ndarray,
+    context: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of one row of a batch, whose last query is the context's last token, into ``out``."""
+    num_queries, heads, dim = q.shape
+    page_tokens, kv_heads = pool.shape[3:5]
+    pages = torch.from_numpy(page_table[: -(-context // page_tokens)])
+    shape = (-1, kv_heads, 1, dim)
+    keys, values = (pool[:, layer, kind].index_select(0, pages).view(shape) for kind in (0, 1))
+    grouped = (-1, kv_heads, heads // kv_heads, dim)
+    for begin in range(0, num_queries, QUERY_TILE):
+        length = min(QUERY_TILE, num_queries - begin)
+        end = context - (num_queries - begin - length)
+        low = 0 if window is None else max(0, end - length - window + 1)
+        result = F.scaled_dot_product_attention(
+            q[begin : begin + length].view(grouped).permute(1, 2, 0, 3),
+            keys[low:end].permute(1, 2, 0, 3).expand(-1, heads // kv_heads, -1, -1),
+            values[low:end].permute(1, 2, 0, 3).expand(-1, heads // kv_heads, -1, -1),
+            attn_mask=_mask(length, end - low, window, q.dtype),
+            scale=scale,
+        )
+        out[begin : begin + length].view(grouped).copy_(result.permute(2, 0, 1, 3))
+
+
+def _mask(num_queries: int, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """``[Q, S]`` of 0 and -inf: what the last Q positions of S do not see. None: they see all."""
+    if num_queries == 1:
+        return None
+    mask = torch.full((num_queries, context), -torch.inf, dtype=dtype).triu_(context - num_queries + 1)
+    if window is not None:
+        mask += torch.full_like(mask, -torch.inf).tril_(context - num_queries - window)
+    return mask
+
+
+def _pieces(
+    cells: torch.Tensor, first: int, rank: int, elements: int, geometry: AdapterGeometry
+) -> torch.Tensor:
+    """int64: the pool's pieces of ``geometry.alignment`` elements in which layer 0 of a matrix ``[rank, elements]``
+    lies. Cells need not be aligned to their own size where a slab is no multiple of it."""
+    piece = geometry.alignment
+    begins = cells[first : first + rank * geometry.cells(elements)].div(piece, rounding_mode="floor")
+    return (begins[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
+
+
+def _gathered(
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    layer: int,
+    pieces: torch.Tensor,
+    rank: int,
+    elements: int,
+    geometry: AdapterGeometry,
+) -> torch.Tensor:
+    """The layer's matrix ``[rank, elements]`` of these pieces."""
+    piece = geometry.alignment
+    lying = of_adapters(pool, dtype).view(-1, piece)[layer * geometry.slab_elements // piece :]
+    return lying.index_select(0, pieces).view(rank, -1)[:, :elements]
 
 
 def _merge(
@@ -265,76 +471,33 @@ def _merge(
         part.copy_((b_part.T @ a).mul_(scale).add_(loaded))
 
 
-def _adapter_rows(
-    pool: torch.Tensor, layer: int, plan: MergePlan, first: int, rank: int, elements: int
-) -> torch.Tensor:
-    """The ``[rank, elements]`` matrix whose cells start at entry ``first`` of the cell table, in float32."""
-    geometry = plan.geometry
-    piece = geometry.alignment
-    begins = plan.cells[first : first + rank * geometry.cells(elements)] + layer * geometry.slab_elements
-    pieces = (begins // piece)[:, None] + torch.arange(geometry.cell_elements // piece)
-    rows = pool.view(-1, piece).index_select(0, pieces.view(-1)).view(rank, -1)[:, :elements]
-    return rows.double() if pool.dtype is torch.float64 else rows.float()
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in the precision in which sums are taken."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
-def _shrink_block(
-    x: torch.Tensor,
-    layer: int,
-    group: ProjectionGroup,
-    block: LoraBlock,
-    cells: torch.Tensor,
-    geometry: AdapterGeometry,
-) -> torch.Tensor:
-    """Scaled: of a single segment, whose tokens are neighbours, ``[n, R]``; else of a padded batch ``[U, N, R]``.
-    ``cells``: A's, and any after them."""
-    batch, ranks = block.segments, block.scales.shape[-1]
-    scales = block.scales[layer if len(block.scales) > 1 else 0]
-    a = cells[: block.num_a_cells(geometry.cells(group.in_features))]
-    if block.tokens is None:
-        a = a.view(ranks, -1)[:, : group.in_features]
-        return (x[block.start : block.stop] @ a.T).mul_(scales[0])
-    a = a.view(batch, ranks, -1)[:, :, : group.in_features]
-    inputs = x.index_select(0, block.tokens).view(batch, -1, group.in_features)
-    shrunk = torch.bmm(inputs, a.transpose(1, 2))
-    if block.lent is not None:
-        shrunk.masked_fill_(block.lent, 0)  # by a scale of zero what is infinite would become NaN
-    return shrunk.mul_(scales)
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as loops take it: what has 16 bits as int16."""
+    array: np.ndarray = (x.view(torch.int16) if x.itemsize == 2 else x).numpy()
+    return array
 
 
-def _expand_block(
-    y: torch.Tensor,
-    shrunk: torch.Tensor,
-    group: ProjectionGroup,
-    block: LoraBlock,
-    cells: torch.Tensor,
-    geometry: AdapterGeometry,
-    skipped: int = 0,
-) -> None:
-    """Plain products added in place where ``shrunk`` is of a single segment, else batched products whose rows are
-    added to the tokens they belong to. ``skipped``: cells of the block before the first of ``cells``."""
-    batch = block.segments
-    added = []
-    for share in block.shares:
-        outputs, first = share.projection.out_features, share.first_cell - skipped
-        b = cells[first : first + batch * share.rank * geometry.cells(outputs)]
-        mine = shrunk[..., share.first_column : share.first_column + share.rank]
-        if block.tokens is None:
-            columns = y[block.start : block.stop, share.first_output : share.first_output + outputs]
-            columns.addmm_(mine, b.view(share.rank, -1)[:, :outputs])
-        else:
-            added.append(torch.bmm(mine, b.view(batch, share.rank, -1)[:, :, :outputs]).view(-1, outputs))
-    if block.tokens is None:
-        return
-    if len(added) == len(group.projections):
-        # Whole rows: index_add_ into a slice of the columns is several times slower.
-        y.index_add_(0, block.tokens, torch.cat(added, dim=1) if len(added) > 1 else added[0])
-        return
-    for share, part in zip(block.shares, added):
-        columns = y[:, share.first_output : share.first_output + share.projection.out_features]
-        columns.index_add_(0, block.tokens, part)
+def _flat(x: torch.Tensor) -> np.ndarray:
+    """x ``[T, heads, D]``, dense but for its row stride, as one array that begins at its first element."""
+    size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2]
+    return _numbers(x.as_strided((size,), (1,)))
 
 
-def adjacent_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _whole_rows(y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The contiguous tensor of whose columns y is some, and the first of them."""
+    width = y.stride(0)
+    if y.is_contiguous() or not len(y):
+        return y, 0
+    begin, first = divmod(int(y.storage_offset()), width)
+    return y.as_strided((len(y), width), (width, 1), begin * width), first
+
+
+def _adjacent_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
     """``[T, heads + kv_heads, D]`` over the memory of q and k, where k directly follows q in each row (views
     of one fused projection): half the calls. None elsewhere."""
     same_rows = q.stride() == k.stride() and q.stride(1) == q.shape[2] and q.stride(2) == 1
@@ -344,7 +507,7 @@ def adjacent_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
     return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x ``[T, heads, D]`` turned by cos, sin ``[T, 1, D/2]`` in their precision, in x's dtype."""
     left, right = x.to(cos.dtype).chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=cos.dtype)
@@ -352,3 +515,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     torch.mul(left, cos, out=low).addcmul_(right, sin, value=-1)
     torch.mul(right, cos, out=high).addcmul_(left, sin)
     return out.to(x.dtype)
+
+
+def _compile_loops() -> None:
+    """Run every loop once on almost nothing, with the types and layouts that serving uses."""
+    zero, one, wide = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 4), np.float32)
+    line = np.zeros(4, np.float32)
+    records, scales = np.zeros((1, 1, 4), np.int64), np.zeros((1, 1, 2), np.float32)
+    for pool in (np.zeros(8, np.float32), np.zeros(8, np.int16)):
+        loops.store_kv(pool, 0, 8, 1, pool[:4], 4, pool[4:], 4, 4, zero)
+        loops.attend(
+            line, 4, 1, 4, wide, pool, 0, 8, 1, 1, zero, one, np.zeros((1, 1), np.int32), 0, 1.0, wide
+        )
+        loops.shrink_lora(wide, pool, 0, zero, 4, zero, one, records, scales, line)
+        loops.expand_lora(wide, pool, 0, zero, 4, zero, one, records, 0, np.array([0, 4]), line)
+    half = np.zeros((1, 2), np.float32)
+    loops.rotate_in_place(line, 4, 1, half, half, zero)
+    loops.add_norm(wide, wide, line, 1e-6, wide)
+    loops.gate(np.zeros((1, 8), np.float32), wide)

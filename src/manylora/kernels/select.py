@@ -32,22 +32,16 @@ def compiling_ahead(
 def ops_for(
     device: torch.device,
     *,
-    compiled: bool = False,
     attention: AttentionShape | None = None,
 ) -> Ops:
-    """The operations to serve with on the device; Triton and Numba are imported only where they are wanted.
+    """The operations to serve with on the device; Triton is imported only where it is wanted.
 
-    ``compiled``: on a CPU, loops over the pool in float32 that run on one thread each, and are compiled now.
     ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
     and compiled now; None: choices that hold for any.
     """
     if device.type == "cpu":
         from manylora.kernels.cpu import CpuOps
 
-        if compiled:
-            from manylora.kernels.cpu_compiled import CompiledOps
-
-            return CompiledOps()
         return CpuOps()
     if device.type == "cuda":
         from manylora.kernels.triton.decode_table import stored_table

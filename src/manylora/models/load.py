@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 
 from manylora.kernels.ops import Ops
-from manylora.kernels.reference import ReferenceOps
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder, RankedModel, build_decoder
 from manylora.models.spec import ModelConfig, ModelError
@@ -82,10 +81,10 @@ def load_model(
     return build_decoder(config, weights, ops, device, max_positions, ranked)
 
 
-def share_bytes(config: ModelConfig, ranked: RankedModel, dtype: torch.dtype) -> int:
+def share_bytes(config: ModelConfig, ops: Ops, ranked: RankedModel, dtype: torch.dtype) -> int:
     """What a rank's share of the weights takes. ``config``: as the loaded decoder has it."""
     plan = PlannedWeights()
-    build_decoder(config, plan, ReferenceOps(), torch.device("meta"), max_positions=1, ranked=ranked)
+    build_decoder(config, plan, ops, torch.device("meta"), max_positions=1, ranked=ranked)
     return planned_bytes(plan.parts, dtype)
 
 

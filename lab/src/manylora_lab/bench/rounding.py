@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary
-from manylora.kernels.reference import ReferenceOps
+from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape
 
 _REFERENCE = ReferenceOps()
@@ -212,7 +212,7 @@ def attention(
 ) -> Bounded:
     """The attention, not yet rounded; weights have been, before they meet the values."""
     dtype, roundoff = q.dtype, accumulator(q.dtype)
-    own = pool[:, layer : layer + 1].double()
+    own = pool[:, layer : layer + 1].to(torch.float64, copy=True)
     plan = _REFERENCE.plan_attention(rows, page, q.device)
     exact = _REFERENCE.attention(q.double(), own, 0, plan, scale, window)
     keys = own[:, 0, 0].nan_to_num().norm(dim=-1).amax((0, 1))  # of each key head, the longest

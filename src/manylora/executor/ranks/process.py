@@ -187,7 +187,6 @@ class _Rank:
             folder,
             ops=ops_for(
                 device.torch_device,
-                compiled=begin.is_compiled,
                 attention=attention_shape(share.config, dtype, begin.max_positions),
             ),
             device=device.torch_device,
@@ -209,7 +208,7 @@ class _Rank:
         if begin.device == "cuda":
             share = begin.settings.cache.gpu_memory_utilization
             held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"), share)
-        size = share_bytes(loaded.decoder.config, loaded.ranked, loaded.dtype)
+        size = share_bytes(loaded.decoder.config, loaded.decoder.ops, loaded.ranked, loaded.dtype)
         return Loaded(size, held, device.name, copy.place, copy.num_bytes)
 
     def _made(self, begin: Begin, loaded: _OwnModel, pools: Pools) -> Worker:

@@ -38,7 +38,6 @@ from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
-from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
@@ -162,8 +161,6 @@ def pads_steps(settings: EngineSettings, kind: Kind) -> bool:
 def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
     """What every rank is to build, but for what is its own."""
     config, dtype, limits = plan.config, plan.dtype, plan.limits
-    # Of the whole model, as are the kernels that are chosen by it.
-    is_small = plan.kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
     is_padded, activations = pads_steps(plan.settings, plan.kind), 0
     captured = graph_bytes(config.num_layers, plan.num_ranks)
     if plan.kind == "cuda":
@@ -175,7 +172,6 @@ def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
         rank=0,
         count=plan.num_ranks,
         is_sharded=plan.sharding == "sharded",
-        is_compiled=is_small and dtype is torch.float32,
         pads_steps=is_padded,
         max_positions=limits.max_model_len,
         activation_bytes=activations,

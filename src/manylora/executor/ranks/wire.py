@@ -31,7 +31,6 @@ class Begin(msgspec.Struct, tag=True):
     rank: int
     count: int
     is_sharded: bool
-    is_compiled: bool
     pads_steps: bool
     max_positions: int
     activation_bytes: int

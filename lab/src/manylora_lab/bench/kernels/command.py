@@ -56,7 +56,7 @@ def add_parser(kinds: Any) -> None:
         help="instead: try launch sizes for the GPU, and write the table of the best and tune_*.json into DIR",
     )  # fmt: skip
     parser.add_argument(
-        "--ops", choices=("auto", "cpu", "compiled", "triton"), default="auto",
+        "--ops", choices=("auto", "cpu", "triton"), default="auto",
         help="which implementation on a CPU; triton is interpreted (default: what serves there)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, fewer repeats")

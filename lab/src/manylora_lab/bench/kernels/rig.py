@@ -18,7 +18,6 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.select import open_device
-from manylora.executor.shards import SMALL_MODEL_BYTES
 from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.ops import AttentionRows, Ops
 from manylora.kernels.select import ops_for
@@ -137,9 +136,7 @@ class KernelRig:
             from manylora.kernels.triton.operations import TritonOps
 
             return TritonOps()
-        is_small = self.shape.weight_bytes // self.shape.itemsize * self.dtype.itemsize <= SMALL_MODEL_BYTES
-        is_served = is_small and self.dtype is torch.float32
-        return ops_for(self.device, compiled=name == "compiled" or (name == "auto" and is_served))
+        return ops_for(self.device)
 
     # ---- memory that cases share -----------------------------------------------------------------------
 

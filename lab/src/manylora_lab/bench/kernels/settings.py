@@ -42,7 +42,7 @@ Queries = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelSettings:
-    """``ops``: auto, or what the CPU is to run: cpu, compiled, triton (interpreted). ``budget_s``: no new cases
+    """``ops``: auto, or what the CPU is to run: cpu, triton (interpreted). ``budget_s``: no new cases
     once so much has passed. ``tune``: measure launch sizes instead, for a table of this name."""
 
     out: Path
