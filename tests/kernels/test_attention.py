@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from manylora_lab.bench.reference import ReferenceOps
+
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import FLOAT64, SUBJECTS, Subject
 
