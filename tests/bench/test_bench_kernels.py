@@ -18,13 +18,13 @@ from manylora_lab.bench.kernels import rig as kernels_rig
 from manylora_lab.bench.kernels.pool import exact_lora, groups_of, page_of, random_pool, segments_for
 from manylora_lab.bench.kernels.rig import Errors, errors
 from manylora_lab.bench.kernels.settings import KERNELS, POPULARITIES, QUICK, check_name, model_counts
+from manylora_lab.bench.reference import ReferenceOps
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
 from manylora.pricing.shapes import ALL_MODULES, ModelShape

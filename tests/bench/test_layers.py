@@ -8,7 +8,6 @@ import pytest
 import torch
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.kernels.layers import LayerCase, LayerRig
-
 from manylora_lab.bench.reference import ReferenceOps
 
 CASES = [LayerCase(20, (1, 1, 1)), LayerCase(33, (2, 1)), LayerCase(16, (4,))]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.bench.reference import ReferenceOps
 
 from manylora.config import MergeConfig, MergeTimes
 from manylora.devices.cpu import CpuCopyLane, CpuDevice
@@ -21,7 +22,6 @@ from manylora.executor import build
 from manylora.executor.worker import Worker
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import MergedLayer, MergePlan
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.memory.pristine import HostPristine
 from manylora.protocol import SetMerged, SwitchDone

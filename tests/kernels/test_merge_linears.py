@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from manylora_lab.bench.reference import ReferenceOps
 from manylora_lab.bench.rounding import Bounded, accumulator, gamma
 
 from manylora.kernels.ops import MergedLayer, MergePlan, Ops
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from tests.kernels.cases import LoraCase, lora_case
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from manylora_lab.bench.reference import ReferenceOps
 
 from manylora.kernels.ops import Rotary
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from tests.kernels.cases import attention_case, error, llama_groups, lora_case
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from manylora_lab.bench.reference import ReferenceOps
 
 from manylora.kernels.ops import SampledRows
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.models.load import load_model
 from tests.models.step_builder import Stepper

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-
 from manylora_lab.bench.reference import ReferenceOps
+
 from manylora.models.decoder import Decoder
 from manylora.models.load import load_model
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from manylora_lab.bench.reference import ReferenceOps
 from manylora_lab.reproduce.lora_operators import gather, weight_elements
 from manylora_lab.reproduce.lora_rig import LoraRig
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
 from manylora_lab.reproduce.punica_fig8 import step_of
-
-from manylora_lab.bench.reference import ReferenceOps
 
 RANK = 4
 

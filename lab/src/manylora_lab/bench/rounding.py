@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary
-from manylora_lab.bench.reference import ReferenceOps
 from manylora.kernels.shapes import PageShape
+from manylora_lab.bench.reference import ReferenceOps
 
 _REFERENCE = ReferenceOps()
 _STEEPEST_SILU = 1.1

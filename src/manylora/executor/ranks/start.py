@@ -38,7 +38,7 @@ from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
-from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
+from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
