@@ -6,6 +6,7 @@ import pytest
 import torch
 from manylora_lab.bench.reference import ReferenceOps
 
+from manylora.kernels import cpu
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import FLOAT64, SUBJECTS, Subject
 
@@ -86,7 +87,12 @@ def test_long_prompts_beside_long_contexts(subject: Subject, window: int | None)
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
-def test_a_full_decode_batch(subject: Subject) -> None:
+@pytest.mark.parametrize("limit", [2**13, 2**20])
+def test_a_full_decode_batch(subject: Subject, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the long contexts by torch, and all in a loop."""
+    if subject.kind != "cpu" and limit != 2**20:
+        pytest.skip("this limit is the CPU's")
+    monkeypatch.setattr(cpu, "SHORT_CONTEXT", limit)
     lengths = [(1, 1 + (37 * i) % (60 if subject.small else 400)) for i in range(9 if subject.small else 64)]
     check(subject, attention_case(6, device=subject.device, dtype=subject.dtype, lengths=lengths))
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_lab.bench.rounding import Bounded
 
+from manylora.kernels import cpu
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import FLOAT64, SLOW, SUBJECTS, Subject
@@ -166,8 +167,13 @@ def test_one_long_segment(subject: Subject, length: int) -> None:
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
-def test_many_adapters(subject: Subject) -> None:
+@pytest.mark.parametrize("limit", [0, 3000, 2**22])
+def test_many_adapters(subject: Subject, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU all segments by torch, some, and all in loops."""
     skip_repetition(subject)
+    if subject.kind != "cpu" and limit:
+        pytest.skip("this limit is the CPU's")
+    monkeypatch.setattr(cpu, "SHORT_SEGMENT", limit)
     lengths = [(int(i % 3 == 0), 1 + (i * 7) % 4) for i in range(6 if subject.small else 24)]
     check(subject, geometry_of(subject.dtype), lengths, [1, 2, 4, 8, 16])
     check(subject, geometry_of(subject.dtype), lengths, [8], missing=0.0, same_scale=True)
@@ -180,11 +186,14 @@ def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("two_scales", [False, True])
-def test_the_two_halves_with_a_sum_between(subject: Subject, two_scales: bool) -> None:
+def test_the_two_halves_with_a_sum_between(
+    subject: Subject, two_scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of parts of the inputs, as ranks have them, the shrunk ones are added up; y is some columns of a matrix."""
     if subject.small and two_scales:
         pytest.skip("the interpreter is slow, and scales are applied in the same kernel")
     skip_repetition(subject)
+    monkeypatch.setattr(cpu, "SHORT_SEGMENT", 20_000)  # torch takes the longest segment
     geometry = geometry_of(subject.dtype)
     lengths = [(1, 1), (0, 6), (2, 20 if subject.small else 40), (0, 1)]
     case = lora_case(

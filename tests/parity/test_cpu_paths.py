@@ -22,9 +22,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_every_way_gives_the_same_tokens(
-    bench: Bench, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_gives_the_same_tokens(bench: Bench, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num_parts: list[int] = []
     split = shards.Shards.split
 

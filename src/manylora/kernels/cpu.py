@@ -1,7 +1,7 @@
 """The operations on a CPU: compiled loops for short work, torch for long work, both over the paged pool.
 
-Owns the choice, and how keys, values and adapter rows come out of the pool into dense matrices. A row of one query
-and a segment of few tokens run in loops over the pool (``loops``), in float32 and in bfloat16. Other rows and
+Owns the choice, and how keys, values and adapter rows come out of the pool into dense matrices. Rows of one query
+and segments of few tokens run in loops over the pool (``loops``), in float32 and in bfloat16. Other rows and
 segments, and those of other types, go to torch one by one: their keys and values or their adapter's rows are
 gathered, then attended to or multiplied. It does not know what a page belongs to.
 
@@ -12,7 +12,7 @@ arithmetic, so no garbage, NaN or infinity can reach a result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,11 +33,14 @@ from manylora.kernels.ops import (
     of_adapters,
     rotated_then_stored,
 )
-from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
+from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
 
-SHORT_SEGMENT = 32
-"""Tokens of one adapter up to which loops over its rows beat gathering them for a matrix product."""
+SHORT_CONTEXT = 2**20
+"""Elements of a row's keys up to which a loop on one thread attends to them; more are for torch's threads."""
+
+SHORT_SEGMENT = 2**22
+"""Multiply-adds of a segment's tokens with its adapter in a layer, likewise."""
 
 QUERY_TILE = 128
 """Queries that attend at a time, so that their mask stays small and they skip the keys that follow them."""
@@ -50,18 +53,20 @@ _MERGED_ELEMENTS = 2**18
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CpuAttentionPlan:
-    """``singles``: the rows of one query; ``tokens``, ``lengths``, ``page_table``: their places in the batch, their
-    contexts and pages."""
+    """Rows for the loop: ``tokens``, ``lengths`` and ``page_table`` are their places in the batch, contexts and
+    pages. ``others``: what is left of ``everything``, all rows that have queries."""
 
     rows: AttentionRows
-    singles: np.ndarray
     tokens: np.ndarray
     lengths: np.ndarray
     page_table: np.ndarray
+    others: list[int]
+    everything: list[int]
 
 
-class _GroupItems(NamedTuple):
-    """One group's short segments; ``scales[l]`` [N, P, 2] is layer l's, ``size`` the numbers that they shrink to."""
+class _Items(NamedTuple):
+    """One group's segments for the loops; ``scales[l]`` [N, P, 2] is layer l's, ``size`` the numbers that they
+    shrink to."""
 
     records: np.ndarray
     scales: np.ndarray
@@ -69,54 +74,55 @@ class _GroupItems(NamedTuple):
     size: int
 
 
-class _Adapted(NamedTuple):
-    """One projection of a segment that has rows: ``columns`` of the group, ``index`` in the geometry's table."""
+class _Block(NamedTuple):
+    """One group of one segment for torch. ``pieces`` int64: the pool's pieces that hold layer 0 of A, R rows of
+    all projections; ``scales`` float32 [L, R]; ``outputs``: columns, rank and pieces of B of each projection."""
 
-    segment: int
     tokens: slice
-    columns: slice
-    projection: Projection
-    index: int
-    first_a: int
-    first_b: int
-    rank: int
+    pieces: torch.Tensor
+    scales: torch.Tensor
+    outputs: list[tuple[slice, int, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CpuLoraPlan:
-    """Segments ``[starts, stops)`` for the loops, and the long ones. A plan may be used as long as the cells that it
-    names hold the same adapters."""
+    """Segments for the loops: tokens ``[starts, stops)`` and each group's ``items``. ``others``: the segments that
+    are left. A plan may be used as long as the cells that it names hold the same adapters."""
 
     segments: LoraSegments
     geometry: AdapterGeometry
     starts: np.ndarray
     stops: np.ndarray
-    groups: dict[str, _GroupItems]
-    is_long: np.ndarray
-    pieces: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    items: dict[str, _Items]
+    others: list[int]
+    blocks: dict[str, list[_Block]] = dataclasses.field(default_factory=dict)
 
-    def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> Iterator[_Adapted]:
+    def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> list[_Block]:
         """What no loop takes of the group."""
-        segments = self.segments
-        chosen = np.flatnonzero(self.is_long) if dtype in _IN_LOOPS else np.arange(len(segments.start))
-        for segment in chosen.tolist():
-            start = int(segments.start[segment])
-            tokens = slice(start, start + int(segments.length[segment]))
-            for place, projection in enumerate(group.projections):
-                index = self.geometry.projections.index(projection)
-                first_a, first_b, rank, _ = segments.records[segment, index].tolist()
-                columns = slice(group.offsets[place], group.offsets[place + 1])
-                if rank:
-                    yield _Adapted(segment, tokens, columns, projection, index, first_a, first_b, rank)
+        if group.name not in self.blocks:
+            chosen = self.others if dtype in _IN_LOOPS else range(len(self.segments.start))
+            blocks = [self._block(group, segment) for segment in chosen]
+            self.blocks[group.name] = [block for block in blocks if block.outputs]
+        return self.blocks[group.name]
 
-    def matrix(
-        self, pool: torch.Tensor, dtype: torch.dtype, layer: int, first: int, rank: int, elements: int
-    ) -> torch.Tensor:
-        """The layer's matrix ``[rank, elements]`` whose cells start at entry ``first`` of the cell table."""
-        pieces = self.pieces.get(first)
-        if pieces is None:
-            pieces = self.pieces[first] = _pieces(self.segments.cells, first, rank, elements, self.geometry)
-        return _gathered(pool, dtype, layer, pieces, rank, elements, self.geometry)
+    def _block(self, group: ProjectionGroup, segment: int) -> _Block:
+        segments, geometry = self.segments, self.geometry
+        pieces = [torch.empty(0, dtype=torch.int64)]
+        scales = [np.empty((geometry.page.layers, 0), np.float32)]
+        outputs = []
+        for place, projection in enumerate(group.projections):
+            index = geometry.projections.index(projection)
+            first_a, first_b, rank, second = segments.records[segment, index].tolist()
+            if rank == 0:
+                continue
+            pieces.append(_pieces(segments.cells, first_a, rank, group.in_features, geometry))
+            before, after = segments.scales[segment, index][:, :, None]
+            scales.append(np.where(np.arange(rank) < second, before, after))
+            of_b = _pieces(segments.cells, first_b, rank, projection.out_features, geometry)
+            outputs.append((slice(*group.offsets[place : place + 2]), rank, of_b))
+        start = int(segments.start[segment])
+        tokens = slice(start, start + int(segments.length[segment]))
+        return _Block(tokens, torch.cat(pieces), torch.from_numpy(np.concatenate(scales, axis=1)), outputs)
 
 
 class CpuOps(ComposedLora):
@@ -134,13 +140,16 @@ class CpuOps(ComposedLora):
     # ---- attention -------------------------------------------------------------------------------------
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
-        singles = np.flatnonzero(np.diff(rows.query_start) == 1)
+        counts = np.diff(rows.query_start)
+        is_short = rows.kv_len <= SHORT_CONTEXT // (page.kv_heads * page.head_dim)
+        singles = np.flatnonzero((counts == 1) & is_short)
         return CpuAttentionPlan(
             rows,
-            singles,
             rows.query_start[singles].astype(np.int64),
             rows.kv_len[singles].astype(np.int64),
             np.ascontiguousarray(rows.page_table[singles]),
+            np.flatnonzero((counts > 1) | (counts == 1) & ~is_short).tolist(),
+            np.flatnonzero(counts).tolist(),
         )
 
     def write_kv(
@@ -169,22 +178,25 @@ class CpuOps(ComposedLora):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        num_tokens, heads, dim = q.shape
-        starts = plan.rows.query_start
-        others = np.diff(starts) > 0
-        if q.dtype in _IN_LOOPS and len(plan.singles):
+        if q.dtype in _IN_LOOPS and len(plan.tokens):
             out = self._attend_singles(q.float(), pool, layer, plan, scale, window or 0).to(q.dtype)
-            others[plan.singles] = False
+            others = plan.others
         else:
-            out = q.new_empty(num_tokens, heads * dim)
-        for row in np.flatnonzero(others).tolist():
-            tokens = slice(int(starts[row]), int(starts[row + 1]))
+            out, others = q.new_empty(len(q), q.shape[1] * q.shape[2]), plan.everything
+        for row in others:
+            tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
             context = int(plan.rows.kv_len[row])
             _attend(q[tokens], pool, layer, plan.rows.page_table[row], context, scale, window, out[tokens])
         return out
 
     def _attend_singles(
-        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scale: float, window: int
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: CpuAttentionPlan,
+        scale: float,
+        window: int,
     ) -> torch.Tensor:
         """float32 ``[T, heads * D]``, written for the rows of one query alone."""
         num_tokens, heads, dim = q.shape
@@ -218,21 +230,22 @@ class CpuOps(ComposedLora):
     ) -> CpuLoraPlan | None:
         if len(segments.start) == 0:
             return None
-        short = np.flatnonzero(segments.length <= SHORT_SEGMENT)
-        starts, lengths = segments.start[short].astype(np.int64), segments.length[short].astype(np.int64)
-        records, scales = segments.records[short], segments.scales[short]
-        groups, first = {}, 0
+        widths = np.array([p.in_features + p.out_features for p in geometry.projections])
+        is_short = segments.length * (segments.records[:, :, 2] @ widths) <= SHORT_SEGMENT
+        starts, lengths = (n[is_short].astype(np.int64) for n in (segments.start, segments.length))
+        records, scales = segments.records[is_short], segments.scales[is_short]
+        items, first = {}, 0
         for group in geometry.groups:
             last = first + len(group.projections)
-            groups[group.name] = _GroupItems(
+            items[group.name] = _Items(
                 np.ascontiguousarray(records[:, first:last]),
                 np.ascontiguousarray(scales[:, first:last].transpose(3, 0, 1, 2)),
                 np.array(group.offsets, np.int64),
                 int(lengths @ records[:, first:last, 2].sum(axis=1)),
             )
             first = last
-        is_long = segments.length > SHORT_SEGMENT
-        return CpuLoraPlan(segments, geometry, starts, starts + lengths, groups, is_long)
+        others = np.flatnonzero(~is_short).tolist()
+        return CpuLoraPlan(segments, geometry, starts, starts + lengths, items, others)
 
     def lora(
         self,
@@ -249,7 +262,7 @@ class CpuOps(ComposedLora):
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: CpuLoraPlan
     ) -> Shrunk:
         parts = []
-        items = plan.groups[group.name]
+        items = plan.items[group.name]
         if x.dtype in _IN_LOOPS and items.size:
             parts.append(torch.empty(items.size))
             loops.shrink_lora(
@@ -264,10 +277,11 @@ class CpuOps(ComposedLora):
                 items.scales[layer],
                 parts[0].numpy(),
             )
-        for one in plan.by_torch(group, x.dtype):
-            a = plan.matrix(pool, x.dtype, layer, one.first_a, one.rank, group.in_features)
-            scales = torch.from_numpy(plan.segments.row_scales(one.segment, one.index, layer))
-            parts.append(_wide(x[one.tokens] @ a.T).mul_(scales).view(-1))
+        for block in plan.by_torch(group, x.dtype):
+            a = _matrix(
+                pool, x.dtype, layer, block.pieces, block.scales.shape[1], group.in_features, plan.geometry
+            )
+            parts.append(_wide(x[block.tokens] @ a.T).mul_(block.scales[layer]).view(-1))
         if len(parts) == 1:
             return Shrunk(parts[0], None)
         return Shrunk(torch.cat(parts) if parts else _wide(x.new_empty(0)), None)
@@ -282,7 +296,7 @@ class CpuOps(ComposedLora):
         plan: CpuLoraPlan,
     ) -> None:
         begin = 0
-        items = plan.groups[group.name]
+        items = plan.items[group.name]
         if y.dtype in _IN_LOOPS and items.size:
             begin = items.size
             wide = y.float()
@@ -302,12 +316,15 @@ class CpuOps(ComposedLora):
             )
             if wide is not y:
                 y.copy_(wide)
-        for one in plan.by_torch(group, y.dtype):
-            b = plan.matrix(pool, y.dtype, layer, one.first_b, one.rank, one.projection.out_features)
-            columns = y[one.tokens, one.columns]
-            end = begin + len(columns) * one.rank
-            columns.addmm_(shrunk.values[begin:end].view(-1, one.rank).to(y.dtype), b)
-            begin = end
+        for block in plan.by_torch(group, y.dtype):
+            rows, ranks = y[block.tokens], block.scales.shape[1]
+            end = begin + len(rows) * ranks
+            values = shrunk.values[begin:end].view(-1, ranks).to(y.dtype)
+            begin, done = end, 0
+            for columns, rank, pieces in block.outputs:
+                b = _matrix(pool, y.dtype, layer, pieces, rank, columns.stop - columns.start, plan.geometry)
+                rows[:, columns].addmm_(values[:, done : done + rank], b)
+                done += rank
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
@@ -318,15 +335,12 @@ class CpuOps(ComposedLora):
                 if rank == 0:
                     merged[begin:end].copy_(pristine[begin:end])
                     continue
+                lengths = (first_a, projection.in_features), (first_b, projection.out_features)
                 a, b = (
-                    _wide(
-                        _gathered(
-                            pool, merged.dtype, layer, _pieces(plan.cells, first, rank, elements, plan.geometry),
-                            rank, elements, plan.geometry,
-                        )
-                    )
-                    for first, elements in ((first_a, projection.in_features), (first_b, projection.out_features))
-                )  # fmt: skip
+                    _wide(_matrix(pool, merged.dtype, layer, pieces, rank, elements, plan.geometry))
+                    for first, elements in lengths
+                    for pieces in (_pieces(plan.cells, first, rank, elements, plan.geometry),)
+                )
                 _merge(merged[begin:end], pristine[begin:end], a, b, scale)
 
     # ---- small operations ------------------------------------------------------------------------------
@@ -438,14 +452,14 @@ def _mask(num_queries: int, context: int, window: int | None, dtype: torch.dtype
 def _pieces(
     cells: torch.Tensor, first: int, rank: int, elements: int, geometry: AdapterGeometry
 ) -> torch.Tensor:
-    """int64: the pool's pieces of ``geometry.alignment`` elements in which layer 0 of a matrix ``[rank, elements]``
-    lies. Cells need not be aligned to their own size where a slab is no multiple of it."""
+    """int64: the pool's pieces, of ``geometry.alignment`` elements, that hold layer 0 of the matrix whose cells
+    begin at entry ``first``. Cells need not be aligned to their own size where a slab is no multiple of it."""
     piece = geometry.alignment
     begins = cells[first : first + rank * geometry.cells(elements)].div(piece, rounding_mode="floor")
     return (begins[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
 
 
-def _gathered(
+def _matrix(
     pool: torch.Tensor,
     dtype: torch.dtype,
     layer: int,

@@ -1,7 +1,8 @@
 """The operations that a decoder needs from a device, and the per-step inputs they share.
 
-One implementation a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy) are built once a step by the executor; ``plan_*`` turns them into
-whatever an implementation wants, once a step; every layer then reuses the plans.
+One implementation a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
+are built once a step by the executor; ``plan_*`` turns them into whatever an implementation wants, once a step;
+every layer then reuses the plans.
 """
 
 from __future__ import annotations
