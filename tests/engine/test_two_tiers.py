@@ -123,7 +123,7 @@ def test_stats_are_the_policys() -> None:
     shown = {field.name for field in dataclasses.fields(EngineStats)}
     assert sum(map(len, owners)) == len(set.union(*owners))
     not_shown = {"preparation_s", "merged", "steps_unmerged"}
-    shown_besides = {"base_running", "base_waiting", "merged_adapter", "pristine_bytes", "cold_start_kinds"}
+    shown_besides = {"merged_adapter", "pristine_bytes", "cold_start_kinds"}
     assert shown == set.union(*owners) - not_shown | shown_besides
     use = {field.name for field in dataclasses.fields(snapshot.adapters[0])}
     assert {field.name for field in dataclasses.fields(AdapterLoad)} == use - {"adapter"} | {"name", "rank"}

@@ -63,7 +63,7 @@ class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort", "error" or,
-    after ``withdraw``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
+    after ``LetGo``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
     sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
     such a token counts in usage but not in the text. ``at_s``: the engine's monotonic clock when the tokens
@@ -161,8 +161,6 @@ class EngineStats:
     host_pages_history: int = 0
     host_pages_adapters: int = 0
     host_pages_pinned: int = 0
-    base_running: int = 0
-    base_waiting: int = 0
     adapters: tuple[AdapterLoad, ...] = ()
     clients: tuple[ClientShare, ...] = ()
     merged_adapter: str | None = None
@@ -294,15 +292,3 @@ class ReplacesAdapters(Protocol):
     async def replace_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the adapter at ``path`` under ``name``; requests that have come are served by the one before.
         Raises AdapterError."""
-
-
-class ClusterEngine(EngineClient, Protocol):
-    """An engine that is one of several for the same requests."""
-
-    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        """Let this attempt at a request go, for another engine to go on with: its open samples end as RELEASED,
-        after the tokens of the steps in flight. Unknown: ignored."""
-
-    async def add_adapter(self, name: str, path: str, adapter: AdapterId | None = None) -> AdapterCard:
-        """See EngineClient. ``adapter``: the version's id where all engines are to have the same; never given
-        twice."""

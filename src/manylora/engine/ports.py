@@ -345,12 +345,9 @@ class EnginePorts:
     def report(self, command: Report, now: float) -> None:
         """Carries out Report: gauges, counters and meters have the names that their fields have in the stats."""
         self.loads.update(command.gauges.adapters)
-        base = command.gauges.adapters[0]
         sources = (command.gauges, command.counters, self._meters, self._state, self._info)
         merged = command.gauges.merged
         stats = EngineStats(
-            base_running=base.running,
-            base_waiting=base.waiting,
             clients=tuple(self._client_shares(command.gauges.clients)),
             merged_adapter=None if merged == BASE else self._name_of(merged),
             credits=tuple(self._credits(command.gauges.credits)),

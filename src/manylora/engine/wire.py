@@ -16,7 +16,7 @@ from manylora.engine.client import AdapterLoad, Delta, EngineStats, GenerationRe
 from manylora.engine.frames import LENGTH
 from manylora.engine.frames import frame as frame  # of this module, too
 from manylora.engine.watchdog import Pulse
-from manylora.types import AdapterCard, AdapterId, EngineInfo
+from manylora.types import AdapterCard, EngineInfo
 
 
 class Start(msgspec.Struct, tag=True):
@@ -39,13 +39,6 @@ class Cancel(msgspec.Struct, tag=True):
     reason: str
 
 
-class Withdrawal(msgspec.Struct, tag=True):
-    """Let an attempt at a request go, for another engine."""
-
-    request: str
-    attempt: int
-
-
 class Call(msgspec.Struct, tag=True):
     """Ask for something that is answered once: add, remove, adapters or stats."""
 
@@ -53,7 +46,6 @@ class Call(msgspec.Struct, tag=True):
     what: str
     name: str = ""
     path: str = ""
-    adapter: AdapterId | None = None
 
 
 class DropCall(msgspec.Struct, tag=True):
@@ -62,7 +54,7 @@ class DropCall(msgspec.Struct, tag=True):
     id: int
 
 
-ToEngine = Start | Submit | Cancel | Withdrawal | Call | DropCall
+ToEngine = Start | Submit | Cancel | Call | DropCall
 
 
 class EngineReady(msgspec.Struct, tag=True):
