@@ -10,9 +10,9 @@ from typing import Literal
 
 from manylora.types import BASE, AdapterId
 
-Which = Literal["all", "busy", "changed"]
-"""Adapters that a snapshot tells of: all of them and the base; those with requests; or the base and those of which
-something may differ from the last snapshot of this kind, or from what it was when they were added: absent."""
+Which = Literal["all", "changed"]
+"""Which adapters a snapshot lists beside the base: all, or those that may have changed since the last snapshot of
+this kind. Of an adapter that was never listed nothing has changed since it was added: it is absent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import cast
 
-from manylora.engine.client import ClusterEngine, Delta, EngineClient, GenerationRequest
+from manylora.engine.client import Delta, EngineClient, GenerationRequest
 from manylora.engine.ledger import Ledger
+from manylora.engine.local import LocalEngine
 from manylora.types import RequestId
 
 MOST_DELTAS = 14
@@ -19,7 +20,7 @@ MOST_DELTAS = 14
 class MovingEngines:
     """Part of an EngineClient: ``generate`` and ``abort``. ``moves``: by what a request had when it was let go."""
 
-    def __init__(self, engines: Sequence[ClusterEngine], seed: int, most_moves: int) -> None:
+    def __init__(self, engines: Sequence[LocalEngine], seed: int, most_moves: int) -> None:
         self.engines = engines
         self.rng = random.Random(seed)
         self.most_moves = most_moves
@@ -55,7 +56,7 @@ class _Moving:
 
     def _withdraw_if_due(self) -> None:
         if self._num_left == 0:
-            self._owner.engines[self._at].withdraw(self._request.id, self._ledger.attempt)
+            self._owner.engines[self._at]._driver.withdraw(self._request.id, self._ledger.attempt)
         if self._num_left is not None:
             self._num_left -= 1
 

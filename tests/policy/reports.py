@@ -17,4 +17,4 @@ def gauges(replica: Machine, which: Which = "all") -> Snapshot:
 
 
 def counters(replica: Machine) -> Counters:
-    return report(replica, "busy").counters
+    return report(replica).counters

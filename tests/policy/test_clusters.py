@@ -165,8 +165,8 @@ def test_steps_have_fewer_adapters(limit: str, admission: str) -> None:
     assert sum(limited) / len(limited) < 0.75 * sum(usual) / len(usual)
     if limit.endswith("hard"):
         assert max(limited) <= 2
-    assert replay.report("busy").counters.adapter_limit_overtaken > 10
-    assert replay.report("busy").gauges.num_waiting == 0
+    assert replay.report().counters.adapter_limit_overtaken > 10
+    assert replay.report().gauges.num_waiting == 0
 
 
 def test_no_request_starves() -> None:
@@ -181,5 +181,5 @@ def test_no_request_starves() -> None:
 
 def test_without_need_nothing_is_overtaken() -> None:
     replay, _ = replayed("8:hard")
-    assert replay.report("busy").counters.adapter_limit_overtaken == 0
+    assert replay.report().counters.adapter_limit_overtaken == 0
     assert [o.end_s for o in replay.outcomes] == [o.end_s for o in replayed(None)[0].outcomes]

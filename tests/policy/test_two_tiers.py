@@ -1,6 +1,5 @@
 """What happens to nodes when room is short, policy by policy, one thing at a time."""
 
-import dataclasses
 
 import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
@@ -367,21 +366,6 @@ def test_policies_without_prefetch_do_not_read_ahead(policy: str) -> None:
     rig.ask("running", BASE, prompt(1, 1), 4)
     rig.ask("queued", 1, prompt(2, 1))
     assert not rig.of(ReadAdapter)
-
-
-def test_a_snapshot_of_busy_adapters_leaves_out_the_idle_ones_alone() -> None:
-    rig = Rig("manylora", num_pages=60, max_num_seqs=2)
-    for adapter in (1, 2, 3):
-        rig.add(adapter, 3)
-    rig.serve("idle", 1, prompt(1, 3))
-    rig.ask("first", 2, prompt(2, 1), 4)
-    rig.ask("second", 2, prompt(2, 1), 4)
-    rig.ask("queued", 3, prompt(3, 1), 4)
-    whole, busy = gauges(rig.replica), gauges(rig.replica, "busy")
-    assert [use.adapter for use in busy.adapters] == [2, 3]
-    assert busy == dataclasses.replace(
-        whole, adapters=tuple(use for use in whole.adapters if use.running or use.waiting)
-    )
 
 
 def test_a_snapshot_of_changes_looks_at_nothing_else() -> None:

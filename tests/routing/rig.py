@@ -10,7 +10,6 @@ from manylora.config.routing import RouterConfig
 from manylora.policy.router import Router
 from manylora.protocol import Status
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     Assign,
     Listed,
@@ -81,10 +80,9 @@ class Rig:
         return target_of(self.tell(asked), name)
 
     def accept(self, *names: str) -> None:
-        """Their replicas have these requests, each in its last attempt."""
+        """Their replicas have these requests, as reports say that have seen them."""
         for name in names:
-            attempt = max(each.attempt for each in of_kind(self.commands, Assign) if each.request == name)
-            self.tell(Accepted(name, attempt))
+            self.router._requests[name].is_accepted = True
 
     def report(self, replica: int, **values: Any) -> list[RouterCommand]:
         """A report that has seen all assignments so far."""

@@ -16,7 +16,6 @@ from manylora.policy.routing.replicas import ReplicaState
 from manylora.policy.routing.requests import INNOCENT_DEATHS, LiveRequest, shape_of
 from manylora.protocol import SetTimer, Status, Timer
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     AskReport,
     Assign,
@@ -645,11 +644,3 @@ def test_bad_router_settings() -> None:
         RouterConfig("nearest")
     with pytest.raises(ConfigError, match="suspect_s must not exceed lease_s"):
         RouterConfig("random", suspect_s=6.0)
-
-
-def test_accepted_needs_the_present_attempt() -> None:
-    rig = Rig(config_of("most-idle"))
-    rig.up(FACTS, FACTS)
-    rig.ask("a")
-    rig.tell(Accepted("a", 2))
-    assert rig.tell(Drain(0, migrate=True)) == []

@@ -17,7 +17,6 @@ from manylora.policy.router import Router
 from manylora.policy.routing import find_router
 from manylora.protocol import SetTimer, Status, Timer
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     AskReport,
     Assign,
@@ -209,7 +208,6 @@ class World:
         client.assigned.append(command.replica)
         if machine.is_alive:
             machine.held[command.request] = command.attempt
-            self.links.append(Accepted(command.request, command.attempt))
 
     def check_fit(self, facts: ReplicaFacts, asked: Asked) -> None:
         """What Replica refuses must not be sent to it."""
@@ -419,7 +417,7 @@ class World:
     def babble(self) -> None:
         """What nobody should say, or has said before."""
         said: list[Any] = [
-            Ended("nothing"), Cancelled("nothing"), Accepted("nothing", 1), Progress("nothing", 0, 1),
+            Ended("nothing"), Cancelled("nothing"), Progress("nothing", 0, 1),
             Withdrawn("nothing", 1), ReplicaDown(9, 1), Drain(9), Unlisted(99), Solved(99),
             MoveAsked("nothing", 0), ReplicaReport(9, 1, 0, Status(1, 0, 0, 1)), Unlisted(0), Lacks(9, 1, (1,)),
         ]  # fmt: skip
@@ -434,7 +432,6 @@ class World:
             said += [
                 Withdrawn(name, 0),
                 Progress(name, 5, 3),
-                Accepted(name, 99),
                 MoveAsked(name, self.random.randrange(5)),
             ]
         self.tell(self.random.choice(said))

@@ -91,7 +91,7 @@ def test_all_of_the_future_saves_reads_of_adapters_that_nobody_asked_for() -> No
             cell, config=dataclasses.replace(own, num_pages=num_pages, num_host_pages=pages // 8)
         )
         replay.run()
-        reads[name] = replay.report("busy").counters.adapter_reads - len(cell_stream(cell).ranks)
+        reads[name] = replay.report().counters.adapter_reads - len(cell_stream(cell).ranks)
     assert 0 <= reads[BELADY] < reads[BELADY_SEEN], reads
 
 

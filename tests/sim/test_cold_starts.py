@@ -258,7 +258,7 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     if mode == "auto":
         assert _TTFT["cpu"] < 0.9 * _TTFT["layerwise"] < _TTFT["wait"]
         assert ttft_s < 1.05 * min(_TTFT.values())
-        counters = replay.report("busy").counters
+        counters = replay.report().counters
         assert counters.cold_starts.get("cpu/host", 0) > 10
         # Of those that are asked for at once, to be warm, reads take turns that nobody foresees.
         before = replay.counters_at_start

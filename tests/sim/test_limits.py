@@ -427,7 +427,7 @@ def test_the_policy_s_own_counters_stay_below_as_well(policy: str, case: str) ->
     """Where every admission led to a start, which is when they count the same."""
     replay, record, config = run(policy, case)
     device, both = bounds(record, config)
-    before, after = replay.counters_at_start, replay.report("busy").counters
+    before, after = replay.counters_at_start, replay.report().counters
 
     def grown(name: str) -> int:
         return int(getattr(after, name) - getattr(before, name))
@@ -455,7 +455,7 @@ def test_the_runs_are_under_pressure_and_most_admissions_are_seen() -> None:
             device, _ = bounds(record, config)
             assert device.pages < limits(record, 10_000).pages, (policy, case)
             queries = (
-                replay.report("busy").counters.prefix_queries_tokens
+                replay.report().counters.prefix_queries_tokens
                 - replay.counters_at_start.prefix_queries_tokens
             )
             num_same += queries == record.tokens_asked

@@ -107,7 +107,7 @@ def test_it_never_loses(load: str, minority: str, seed: int) -> None:
     assert tokens >= (1.05 if load == "identical" else 0.99)
     assert first_token <= 1.01
     replay, found = replayed(*LOADS[load], "manylora", minority, seed)
-    counters = replay.report("busy").counters
+    counters = replay.report().counters
     assert found.num_steps == counters.steps_unmerged + counters.steps_merged + counters.steps_mixed
     assert found.clairvoyant_s <= found.taken_s + 1e-9
     if minority == "mixed" or load not in HELD_BACK:

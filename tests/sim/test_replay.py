@@ -72,7 +72,7 @@ def test_invariants_hold_after_every_event_and_every_turn_ends(policy: str) -> N
         check(replay.replica)
     assert [o.num_tokens for o in replay.outcomes] == [o.request.output_tokens for o in replay.outcomes]
     assert len(replay.outcomes) == 36
-    assert replay.report("busy").counters.pages_swapped_in > 0, "the run is under pressure"
+    assert replay.report().counters.pages_swapped_in > 0, "the run is under pressure"
 
 
 @pytest.mark.parametrize("policy", ALL_CACHE_POLICIES)
@@ -175,7 +175,7 @@ def test_nothing_is_fetched_below_what_leaves() -> None:
     replay = pressed(30, num_turns=5)
     while replay.advance():
         check(replay.replica)
-    assert replay.report("busy").counters.prefetches > 0
+    assert replay.report().counters.prefetches > 0
 
 
 def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
@@ -185,7 +185,7 @@ def test_history_that_nobody_asks_for_again_is_copied_no_more() -> None:
         """Pages saved, and pages that left the device."""
         replay = pressed(1300, num_turns)
         replay.run()
-        counters = replay.report("busy").counters
+        counters = replay.report().counters
         return counters.pages_swapped_out, counters.history_evictions
 
     saved, left = saved_of(num_turns=1)
@@ -286,6 +286,6 @@ def test_history_that_nobody_asks_for_does_not_push_adapters_out_of_the_host() -
         replay = Replay(stream, config, COSTS, [4] * num_adapters)
         replay.run()
         misses[policy] = (
-            replay.report("busy").counters.adapter_misses - num_adapters
+            replay.report().counters.adapter_misses - num_adapters
         )  # each is read once to be warm
     assert misses["manylora"] < num_adapters < misses["lru"]

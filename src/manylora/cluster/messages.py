@@ -12,7 +12,6 @@ from manylora.config import EngineSettings
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     Assign,
     Cancelled,
@@ -69,7 +68,6 @@ class Note(msgspec.Struct, tag=True):
 
     asked: list[Asked] = []
     held: list[Held] = []
-    accepted: list[Accepted] = []
     progress: list[Progress] = []
     withdrawn: list[Withdrawn] = []
     ended: list[Ended] = []

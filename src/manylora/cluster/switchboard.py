@@ -25,7 +25,6 @@ from manylora.config import ConfigError
 from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     AskReport,
     Assign,
@@ -395,7 +394,7 @@ class Switchboard:
         for held in note.held:
             if self._own(member, held.asked):
                 self.tell(held)
-        news: list[Accepted | Progress | Withdrawn] = [*note.accepted, *note.progress, *note.withdrawn]
+        news: list[Progress | Withdrawn] = [*note.progress, *note.withdrawn]
         for event in news:
             if event.request in self._owners:
                 self.tell(event)

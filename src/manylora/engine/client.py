@@ -82,7 +82,7 @@ class Delta(NamedTuple):
     """News of one sample of a request: new tokens, in order, each once; perhaps its end.
 
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort", "error" or,
-    after ``withdraw``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
+    after ``LetGo``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
     sample 0 and an error.
     ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
     such a token counts in usage but not in the text. ``serial``, ``attempt``: the request's; ``start``: how many
@@ -227,15 +227,3 @@ class ReplacesAdapters(Protocol):
     async def replace_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the adapter at ``path`` under ``name``; requests that have come are served by the one before.
         Raises AdapterError."""
-
-
-class ClusterEngine(EngineClient, Protocol):
-    """An engine that is one of several for the same requests."""
-
-    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        """Let this attempt at a request go, for another engine to go on with: its open samples end as RELEASED,
-        after the tokens of the steps in flight. Unknown: ignored."""
-
-    async def add_adapter(self, name: str, path: str, adapter: AdapterId | None = None) -> AdapterCard:
-        """See EngineClient. ``adapter``: the version's id where all engines are to have the same; never given
-        twice."""

@@ -67,7 +67,8 @@ class Driver(Loop):
         self._inbox.put(Abort(request, sample, reason))
 
     def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        """Let an attempt at a request go after the steps in flight; see ``EngineClient.withdraw``."""
+        """Let an attempt at a request go for another engine: its open samples end as RELEASED after the tokens
+        of the steps in flight. Unknown: ignored."""
         self._inbox.put(LetGo(request, attempt))
 
     def keep(self, adapter: AdapterId, is_kept: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.mailboxes import Mailboxes
-from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
+from manylora.types import AdapterCard, EngineInfo, RequestId
 
 
 class LocalEngine:
@@ -49,11 +49,8 @@ class LocalEngine:
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
         self._driver.abort(request, sample, reason)
 
-    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        self._driver.withdraw(request, attempt)
-
-    async def add_adapter(self, name: str, path: str, adapter: AdapterId | None = None) -> AdapterCard:
-        return await asyncio.to_thread(self._driver.add_adapter, name, path, adapter=adapter)
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        return await asyncio.to_thread(self._driver.add_adapter, name, path)
 
     async def remove_adapter(self, name: str) -> None:
         await asyncio.wrap_future(self._driver.remove_adapter(name))

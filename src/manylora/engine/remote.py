@@ -24,6 +24,7 @@ from manylora.processes import LEAST_EFFORT, effort
 from manylora.protocol import AdapterError
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
+from manylora.types import AdapterCard, EngineInfo, RequestId
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """The most bytes of calls that the engine has not read yet. Past them a new call gets EngineBusy."""
@@ -152,13 +153,11 @@ class RemoteEngine:
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise EngineBusy("the engine takes in no more requests at the moment; try again later")
 
-    async def _call(
-        self, what: str, name: str = "", path: str = "", adapter: AdapterId | None = None
-    ) -> wire.Answer:
+    async def _call(self, what: str, name: str = "", path: str = "") -> wire.Answer:
         if self._mailboxes.dead is not None:
             raise self._mailboxes.dead
         self._check_room()
-        call = wire.Call(next(self._call_ids), what, name, path, adapter)
+        call = wire.Call(next(self._call_ids), what, name, path)
         future = self._calls[call.id] = asyncio.get_running_loop().create_future()
         self._send(call)
         try:
@@ -183,12 +182,8 @@ class RemoteEngine:
         if self._mailboxes.dead is None:
             self._send(wire.Cancel(request, sample, reason))
 
-    def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        if self._mailboxes.dead is None:
-            self._send(wire.Withdrawal(request, attempt))
-
-    async def add_adapter(self, name: str, path: str, adapter: AdapterId | None = None) -> AdapterCard:
-        return (await self._call("add", name, path, adapter)).cards[0]
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        return (await self._call("add", name, path)).cards[0]
 
     async def remove_adapter(self, name: str) -> None:
         await self._call("remove", name)

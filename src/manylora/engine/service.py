@@ -142,12 +142,10 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                 driver.submit(request)
             case wire.Cancel(request_id, sample, reason):
                 driver.abort(request_id, sample, reason)
-            case wire.Withdrawal(request_id, attempt):
-                driver.withdraw(request_id, attempt)
             case wire.Call(call, "add") if len(loads) >= MAX_LOADS:
                 sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
-            case wire.Call(call, "add", name, path, adapter):
-                future = loads[call] = loader.submit(driver.add_adapter, name, path, adapter=adapter)
+            case wire.Call(call, "add", name, path):
+                future = loads[call] = loader.submit(driver.add_adapter, name, path)
                 future.add_done_callback(functools.partial(_loaded, call, loads, sender))
             case wire.Call():
                 _answer(message, driver, sender)

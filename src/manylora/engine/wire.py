@@ -18,6 +18,7 @@ from manylora.engine.frames import read_message, receive_message
 from manylora.engine.watchdog import Pulse
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo
+from manylora.types import AdapterCard, EngineInfo
 
 
 class Start(msgspec.Struct, tag=True):
@@ -40,13 +41,6 @@ class Cancel(msgspec.Struct, tag=True):
     reason: str
 
 
-class Withdrawal(msgspec.Struct, tag=True):
-    """Let an attempt at a request go, for another engine."""
-
-    request: str
-    attempt: int
-
-
 class Call(msgspec.Struct, tag=True):
     """Ask for something that is answered once: add, remove, adapters or stats."""
 
@@ -54,7 +48,6 @@ class Call(msgspec.Struct, tag=True):
     what: str
     name: str = ""
     path: str = ""
-    adapter: AdapterId | None = None
 
 
 class DropCall(msgspec.Struct, tag=True):
@@ -63,7 +56,7 @@ class DropCall(msgspec.Struct, tag=True):
     id: int
 
 
-ToEngine = Start | Submit | Cancel | Withdrawal | Call | DropCall
+ToEngine = Start | Submit | Cancel | Call | DropCall
 
 
 class EngineReady(msgspec.Struct, tag=True):

@@ -19,7 +19,6 @@ from manylora.policy.routing.requests import LiveRequest
 from manylora.policy.routing.scaling import ScaleHints
 from manylora.protocol import SetTimer, Timer
 from manylora.protocol.routing import (
-    Accepted,
     Asked,
     AskReport,
     Assign,
@@ -91,10 +90,6 @@ class Router:
                         self._leave_lone(request)
             case ReplicaReport():
                 self._report(event)
-            case Accepted():
-                request = self._requests.get(event.request)
-                if request is not None and request.attempt == event.attempt and request.replica is not None:
-                    request.accept()
             case Ended():
                 self._ended(event)
             case Cancelled():
@@ -436,7 +431,7 @@ class Router:
             return
         had_gap = replica.has_gap
         for name in self._fleet.hear(replica, report):
-            self._requests[name].accept()
+            self._requests[name].is_accepted = True
         if replica.has_gap and not had_gap:
             self._commands.append(AskReport(replica.id))
         self._may_serve = len(self._queue) + len(self._lone) > 0

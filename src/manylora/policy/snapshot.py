@@ -72,8 +72,6 @@ class Gauges:
         )
 
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:
-        if which == "busy":
-            return busy
         if which == "all":
             return [BASE, *self._tree.adapters()]
         before, self._told_busy = self._told_busy, frozenset(busy)

@@ -113,14 +113,6 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Accepted:
-    """The replica of this attempt has the request."""
-
-    request: RequestId
-    attempt: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
     """The sample has this many tokens."""
 
@@ -247,7 +239,7 @@ class Solved:
 
 
 RouterEvent = (
-    Asked | Held | Accepted | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
+    Asked | Held | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
     | MoveAsked | Withdrawn | Listed | Unlisted | Lacks | Solved | Timer
 )  # fmt: skip
 """What a router is told."""

@@ -149,7 +149,7 @@ def measure(data: Path, run: HeldOutRun, settle_s: float = SETTLE_S, counted_s: 
         while replay.advance():
             now_s = replay.since_start_s
             if now_s is not None and now_s < settle_s:
-                replay.counters_at_start = replay.report("busy").counters
+                replay.counters_at_start = replay.report().counters
         replay.run()  # raises where a request was forgotten
     replay.outcomes = [outcome for outcome in replay.outcomes if outcome.handed_s >= settle_s]
     return {**summarize(replay), **ttft_parts_ms(replay.outcomes), "requests": len(replay.outcomes)}

@@ -121,7 +121,7 @@ def simulate(
     replayed.run()
     real_s = time.perf_counter() - began_s
     end_s = max(outcome.end_s for outcome in replayed.outcomes)
-    counters = replayed.report("busy").counters
+    counters = replayed.report().counters
     return {
         "cold_starts": counters.cold_starts,
         "cold_start_stall_s": counters.cold_start_stall_s,

@@ -190,7 +190,7 @@ def measure(case: ColdCase) -> Row:
     """Times in ms, the quantiles of ``QUANTILES`` in lists. Equal cases give equal rows."""
     replay = simulate(case)
     outcomes = replay.outcomes
-    counters = replay.report("busy").counters
+    counters = replay.report().counters
     row: Row = {"requests": len(outcomes)}
     of_token = [outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
     for name, seconds in (

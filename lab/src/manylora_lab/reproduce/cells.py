@@ -124,7 +124,7 @@ def run_cell(cell: Cell, most_ttft_ms: float | None = None, with_limits: bool = 
         if now_s is None:
             continue
         if now_s < cell.settle_s:
-            replay.counters_at_start = replay.report("busy").counters
+            replay.counters_at_start = replay.report().counters
             continue
         if now_s >= next_sample_s:
             usage.note(now_s)
@@ -244,7 +244,7 @@ class _Usage:
         self.samples: list[dict[str, float]] = []
 
     def note(self, at_s: float) -> None:
-        now = self._replay.report("busy").gauges
+        now = self._replay.report().gauges
         total = now.pages_total
         self.samples.append(
             {

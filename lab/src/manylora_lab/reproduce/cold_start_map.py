@@ -90,7 +90,7 @@ def measure(case: MapCase) -> Row:
     stream = Stream("cold", tuple(requests), (case.rank,) * _REQUESTS)
     replay = Replay(stream, config, costs, [pages] * _REQUESTS, cold=cold)
     replay.run()
-    began = replay.report("busy").counters.cold_starts
+    began = replay.report().counters.cold_starts
     return {
         "ttft_ms": round(1e3 * statistics.fmean(o.ttft_s for o in replay.outcomes[_LEFT_OUT:]), 3),
         "began": {key.split("/")[0]: value for key, value in sorted(began.items()) if key.endswith("/host")},

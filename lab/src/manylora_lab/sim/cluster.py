@@ -265,7 +265,7 @@ class VirtualCluster:
     def _begin(self, now: float) -> None:
         """The stream starts now."""
         self.front.began_s = self.front.last_news_s = now
-        self.counters_at_start = [loop.report("busy").counters for loop in self.loops]
+        self.counters_at_start = [loop.report().counters for loop in self.loops]
         for loop in self.loops:
             loop.busy_s = 0.0
         self._put(self.front.next_arrival_s, _NEWS, None)
@@ -453,5 +453,5 @@ class VirtualCluster:
 
 
 def _memory_used(loop: ReplicaLoop) -> float:
-    gauges = loop.report("busy").gauges
+    gauges = loop.report().gauges
     return (gauges.pages_running + gauges.pages_adapters) / gauges.pages_total

@@ -22,7 +22,7 @@ def summarize_cluster(cluster: VirtualCluster, slo_tpot_s: float | None = None) 
     but the time of decisions depends on nothing but the inputs.
     """
     front = cluster.front
-    counters = [loop.report("busy").counters for loop in cluster.loops]
+    counters = [loop.report().counters for loop in cluster.loops]
     grown = [grown_since(before, after) for before, after in zip(cluster.counters_at_start, counters)]
     end_s = max(outcome.end_s for outcome in front.outcomes)
     replicas = []

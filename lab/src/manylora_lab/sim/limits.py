@@ -412,7 +412,7 @@ def reference(stream: Stream, config: PolicyConfig, costs: StepCosts, adapter_pa
     """
     replay = Replay(stream, _endless(stream, config, adapter_pages), costs, adapter_pages)
     replay.run()
-    before, after = replay.counters_at_start, replay.report("busy").counters
+    before, after = replay.counters_at_start, replay.report().counters
     for name in (
         "adapter_hits_host", "adapter_misses", "kv_hit_tokens_host", "preemptions", "adapter_reads",
         "adapter_evictions", "history_evictions", "history_drops", "host_evictions", "prefetches",

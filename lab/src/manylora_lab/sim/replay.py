@@ -234,7 +234,7 @@ class Replay(VirtualLoop):
         """The stream starts now."""
         self._began_s = self.now
         self._look_ahead()
-        self.counters_at_start = self.report("busy").counters
+        self.counters_at_start = self.report().counters
 
     def _hand_over(self, request: StreamRequest, moment: float) -> Event:
         prompt, said = self._prompts.take(request)

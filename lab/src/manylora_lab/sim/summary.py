@@ -20,7 +20,7 @@ def summarize(replay: Replay) -> Summary:
     Of dropped requests nothing counts but the moment of the last end.
     """
     return summary_of(
-        replay.outcomes, [grown_since(replay.counters_at_start, replay.report("busy").counters)]
+        replay.outcomes, [grown_since(replay.counters_at_start, replay.report().counters)]
     )
 
 
@@ -67,7 +67,7 @@ def summary_of(all_outcomes: Sequence[Outcome], counts: Sequence[Mapping[str, fl
 
 def merging(replay: Replay) -> dict[str, float] | None:
     """What a finished replay merged; None where it may not merge. Steps by mode are shares of all."""
-    return merging_of([replay.report("busy").counters])
+    return merging_of([replay.report().counters])
 
 
 def merging_of(replicas: Sequence[Counters]) -> dict[str, float] | None:

@@ -88,9 +88,6 @@ class LiveRequest:
         self.is_accepted = True
         self._bind()
 
-    def accept(self) -> None:
-        self.is_accepted = True
-
     @property
     def can_leave(self) -> bool:
         """Whether its replica has said that it has it, and was not told to let it go."""
