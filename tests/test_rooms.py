@@ -46,7 +46,16 @@ ROOMS: dict[str, set[str]] = {
     "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
-    | {"memory.shares", "metrics", "missing", "models.errors", "models.source", "policy", "pricing", "processes"}
+    | {
+        "memory.shares",
+        "metrics",
+        "missing",
+        "models.errors",
+        "models.source",
+        "policy",
+        "pricing",
+        "processes",
+    }
     | {"server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
@@ -57,12 +66,8 @@ ROOMS: dict[str, set[str]] = {
     "missing": {"config"},
     "progress": set(),
     "signals": set(),
-    "arguments": {"types"},
-    "exits": set(),
-    "feeding": set(),
     "outputs": {"engine.client", "text", "types"},
-    "llm": BOTTOM
-    | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
+    "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "pricing"},
     "cli": {
         "_version",
