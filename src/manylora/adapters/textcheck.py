@@ -6,8 +6,7 @@ import functools
 from pathlib import Path
 
 from manylora.protocol import AdapterError
-from manylora.text.model_text import read_base
-from manylora.text.texts import TEXT_FILES, Texts
+from manylora.text.texts import TEXT_FILES, Texts, read_base
 from manylora.text.tokenizer import TokenizerError
 
 
