@@ -22,8 +22,7 @@ from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app
 from manylora.server.errors import TYPES
 from manylora.server.settings import ServerSettings
-from manylora.text.model_text import ModelText
-from manylora.text.texts import Texts
+from manylora.text.texts import ModelText, Texts
 from tests.engine.test_engine import INFO
 
 STORED = Path(__file__).parent / "surface.json"

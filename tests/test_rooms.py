@@ -57,12 +57,8 @@ ROOMS: dict[str, set[str]] = {
     "missing": {"config"},
     "progress": set(),
     "signals": set(),
-    "arguments": {"types"},
-    "exits": set(),
-    "feeding": set(),
     "outputs": {"engine.client", "text", "types"},
-    "llm": BOTTOM
-    | {"arguments", "exits", "feeding", "flags", "text", "engine", "main", "metrics", "outputs"},
+    "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "tensorfile"},
     "cli": {
         "_version",

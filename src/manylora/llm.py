@@ -6,6 +6,7 @@ Owns the Python interface and the life of an in-process engine; the work is done
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -14,29 +15,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from manylora.arguments import Given, Prompt, as_prompts
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.engine.scopes import CacheScopes
-from manylora.exits import close_at_exit, wait_at_exit
-from manylora.feeding import run_all
 from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
 from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text
-from manylora.text.model_text import ModelText
 from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
-from manylora.text.texts import Texts
+from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams
 
+Prompt = str | Sequence[int]
 Adapter = str | None
 Salt = str | None
 Priority = int | None
@@ -118,8 +116,8 @@ class AsyncLLM:
         self._pid = os.getpid()
         # Ends the driver's thread and frees the pool even where close() is never called.
         self._finalizer = weakref.finalize(self, self._driver.close)
-        self._finalizer.atexit = False  # but by ``exits``
-        close_at_exit(self._driver)
+        self._finalizer.atexit = False  # but by ``_end_all``
+        _open.add(self._driver)
 
     # ------------------------------------------------------------ generating
 
@@ -139,8 +137,8 @@ class AsyncLLM:
         cannot be served, an empty text among them (the beginning-of-text token alone can be given as token ids).
         Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
         """
-        given = Given(params, adapter, cache_salt, priority)
-        return Generation(self, lambda: self._jobs(as_prompts(prompts), given))
+        given = _Given(params, adapter, cache_salt, priority)
+        return Generation(self, lambda: self._jobs(_as_prompts(prompts), given))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
@@ -158,10 +156,10 @@ class AsyncLLM:
         priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
         """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
-        given = Given(params, adapter, cache_salt, priority)
+        given = _Given(params, adapter, cache_salt, priority)
         return Generation(self, lambda: self._chat_jobs(messages, given))
 
-    async def _chat_jobs(self, messages: Any, given: Given) -> list[_Job]:
+    async def _chat_jobs(self, messages: Any, given: _Given) -> list[_Job]:
         self._check_process()
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         texts = await self._texts_of(given, len(conversations))
@@ -171,7 +169,7 @@ class AsyncLLM:
         ]
         return await self._jobs(prompts, given, add_special_tokens=False)
 
-    async def _texts_of(self, given: Given, count: int) -> list[ModelText]:
+    async def _texts_of(self, given: _Given, count: int) -> list[ModelText]:
         """The text side of each prompt's model. Raises InvalidRequest where no adapter has a name."""
         served: dict[Any, AdapterCard | None] = {card.name: card for card in self._driver.adapters()}
         served[None] = None
@@ -181,7 +179,9 @@ class AsyncLLM:
                 raise InvalidRequest(f"no adapter named {adapter!r} is loaded", "adapter")
         return [await self._texts.of(served[adapter]) for adapter in adapters]
 
-    async def _jobs(self, prompts: list[Prompt], given: Given, add_special_tokens: bool = True) -> list[_Job]:
+    async def _jobs(
+        self, prompts: list[Prompt], given: _Given, add_special_tokens: bool = True
+    ) -> list[_Job]:
         """Check everything before anything runs."""
         self._check_process()
         texts = await self._texts_of(given, len(prompts))
@@ -214,15 +214,38 @@ class AsyncLLM:
         return jobs
 
     async def _collect(self, jobs: list[_Job]) -> list[RequestOutput]:
+        """Run any number of jobs, of which the engine gets as many at a time as there is room for; the results in
+        their order. The first failure is raised, and what else runs then is cancelled."""
+        room = self._room()
         streams: list[RecordedStream] = []
+        running: list[asyncio.Task[RequestOutput]] = []
+        has_failed = False
 
-        def start(job: _Job) -> Coroutine[Any, Any, RequestOutput]:
-            streams.append(self._submitted(job))
-            return self._finished(job, streams[-1])
+        def ended(task: asyncio.Task[RequestOutput]) -> None:
+            nonlocal has_failed
+            room.release()
+            has_failed = has_failed or task.cancelled() or task.exception() is not None
 
         try:
-            return await run_all(jobs, start, self._room())
+            for job in jobs:
+                # Submitted at once while there is room, so that jobs that come together start together.
+                await room.acquire()
+                if has_failed:
+                    room.release()
+                    break
+                try:
+                    streams.append(self._submitted(job))
+                    task = asyncio.create_task(self._finished(job, streams[-1]))
+                except BaseException:
+                    room.release()
+                    raise
+                task.add_done_callback(ended)
+                running.append(task)
+            return list(await asyncio.gather(*running))
         finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             for stream in streams:
                 await stream.aclose()
 
@@ -354,7 +377,7 @@ class LLM:
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
             self._llm._check_process()
-            wait_at_exit()
+            _wait_at_exit()
             if not self._finalizer.alive:
                 raise EngineDead("the engine was closed")
         except EngineDead:
@@ -365,7 +388,7 @@ class LLM:
             return future.result()
         except BaseException:
             future.cancel()  # such as KeyboardInterrupt: abort what runs
-            wait_at_exit()
+            _wait_at_exit()
             raise
 
     def generate(
@@ -489,3 +512,81 @@ def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
         job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
         timing.num_cached_tokens, timing.queue_s, timing.adapter_s, timing.kv_s,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what callers write
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list; raises InvalidRequest."""
+    if isinstance(prompts, str):
+        return [_prompt(prompts)]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
+        raise _no_prompt(prompts)
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    return [_prompt(item) for item in listed]
+
+
+def _prompt(item: Any) -> Prompt:
+    """Text or a sequence of token ids, whose values are checked later."""
+    if isinstance(item, str) and not item:
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray | memoryview):
+        raise _no_prompt(item)
+    return item
+
+
+def _no_prompt(found: Any) -> InvalidRequest:
+    kind = type(found).__name__
+    return InvalidRequest(f"prompts must be text, token ids or a list of either, got {kind}", "prompt")
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for all, or one for each."""
+    if value is None or isinstance(value, str | int | SamplingParams):
+        return [value] * count
+    if not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
+    listed = list(value)
+    if len(listed) != count:
+        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
+    return listed
+
+
+class _Given(NamedTuple):
+    """What a call gives beside its prompts, each one for all of them or a list of one for each."""
+
+    params: Any
+    adapter: Any
+    cache_salt: Any
+    priority: Any
+
+    def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
+        """For each of so many prompts; raises InvalidRequest."""
+        return list(zip(*(_spread(value, count, name) for name, value in zip(self._fields, self))))
+
+
+# ---------------------------------------------------------------- the interpreter's end
+
+
+_open: weakref.WeakSet[Driver] = weakref.WeakSet()
+_is_exiting = threading.Event()
+
+
+def _wait_at_exit() -> None:
+    """At exit a daemon thread has no caller to raise to: it waits for the end that is coming."""
+    if _is_exiting.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
+def _end_all() -> None:
+    """End the engines that are still there, after all finalizers; raise nothing: only daemon threads can still
+    wait for one."""
+    _is_exiting.set()
+    for engine in list(_open):
+        engine.close()
+
+
+atexit.register(_end_all)

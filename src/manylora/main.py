@@ -50,8 +50,7 @@ from manylora.policy.caches import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals
-from manylora.text.model_text import read_base
-from manylora.text.texts import Texts
+from manylora.text.texts import Texts, read_base
 from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
 

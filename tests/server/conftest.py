@@ -19,8 +19,7 @@ from starlette.applications import Starlette
 from manylora.server.app import create_app
 from manylora.server.lifecycle import serve
 from manylora.server.settings import ServerSettings
-from manylora.text.model_text import ModelText
-from manylora.text.texts import Texts
+from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeEngine
 from tests.text import made

@@ -17,8 +17,7 @@ from manylora.server import adapters
 from manylora.server.app import create_app
 from manylora.server.errors import TYPES, ApiError
 from manylora.server.settings import ServerSettings
-from manylora.text.model_text import ModelText
-from manylora.text.texts import Texts
+from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, client_of, make_app
 from tests.server.fakes import FakeEngine

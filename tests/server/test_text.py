@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from manylora.text.model_text import read_base
-from manylora.text.texts import Texts
+from manylora.text.texts import Texts, read_base
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard
 from tests.server.conftest import BASE, client_of, make_app

@@ -6,8 +6,7 @@ import concurrent.futures
 
 import pytest
 
-from manylora.text.chat import render_chat
-from manylora.text.deadline import within
+from manylora.text.chat import render_chat, within
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 from tests.text import made

@@ -15,8 +15,7 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from manylora.text.chat import render_chat
-from manylora.text.model_text import ModelText, read_base
-from manylora.text.texts import TEXT_FILES, Texts
+from manylora.text.texts import TEXT_FILES, ModelText, Texts, read_base
 from manylora.text.tokenizer import Tokenizer, TokenizerError
 from manylora.types import AdapterCard, InvalidRequest
 from tests.text import made

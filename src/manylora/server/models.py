@@ -13,8 +13,7 @@ from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, clipped
 from manylora.server.settings import ServerSettings
-from manylora.text.model_text import ModelText
-from manylora.text.texts import Texts
+from manylora.text.texts import ModelText, Texts
 from manylora.types import AdapterCard
 
 

@@ -40,11 +40,10 @@ from manylora.server.requests import (
     run_beside,
 )
 from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
-from manylora.text.chat import render_chat
-from manylora.text.deadline import within
+from manylora.text.chat import render_chat, within
 from manylora.text.generate import TextDelta, TextOutput
-from manylora.text.model_text import ModelText
 from manylora.text.prompts import check_priority, encode_text, encode_texts, fit_params, require_tokenizer
+from manylora.text.texts import ModelText
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams, TokenLogprobs
 

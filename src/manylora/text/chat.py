@@ -6,11 +6,13 @@ messages from anyone.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -18,11 +20,11 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from manylora.text.template_values import ArgumentList, Arguments, Parts, Text
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest
 
 Message = Mapping[str, Any]
+_Result = TypeVar("_Result")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -131,7 +133,8 @@ def _cut_at_mark(text: str, final: str) -> str:
     where = text.rfind(_MARK.strip())
     if where < 0 or final.strip() not in text:
         raise InvalidRequest(
-            "continue_final_message: the final message is not in what the chat template makes of it", "messages"
+            "continue_final_message: the final message is not in what the chat template makes of it",
+            "messages",
         )
     # A template that has trimmed the text, and the mark's space with it, would have trimmed the text's own.
     return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
@@ -209,3 +212,101 @@ def _readable_call(call: Any) -> Any:
     if not isinstance(decoded, dict | None):
         return call
     return {**call, "function": {**function, "arguments": Arguments(decoded or {}, text)}}
+
+
+# Values that a template can read in either of two ways, since templates disagree about what they are given.
+# Sandboxed templates reach none of what begins with an underscore.
+
+
+class Text(str):
+    """A message's text. A template that looks for parts in it finds one, as vLLM gives it."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"type": "text", "text": str(self)}
+
+
+class Parts(list[Any]):
+    """A message's parts. A template that takes them for text finds the joined text, as transformers gives it."""
+
+    def __str__(self) -> str:
+        return " ".join(part["text"] for part in self)
+
+    def __add__(self, other: Any) -> Any:
+        return (str(self) if isinstance(other, str) else list(self)) + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + (str(self) if isinstance(other, str) else list(self))
+
+    def __contains__(self, item: Any) -> bool:
+        return item in str(self) if isinstance(item, str) else super().__contains__(item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(str(self), name)  # such as ``strip`` and ``split``
+
+
+class _Written:
+    """What a client sent as JSON. A template that takes it for text finds that JSON."""
+
+    _text: str
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+class Arguments(_Written, dict[str, Any]):
+    """A call's arguments as an object."""
+
+    def __init__(self, decoded: Mapping[str, Any], text: str) -> None:
+        super().__init__(decoded)
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            raise AttributeError(name)  # an argument, which Jinja looks up next
+        return getattr(self._text, name)
+
+
+class ArgumentList(_Written, list[Any]):  # type: ignore[misc]  # joins text, not lists
+    """A call's arguments, where they are a list."""
+
+    def __init__(self, decoded: Iterable[Any], text: str) -> None:
+        super().__init__(decoded)
+        self._text = text
+
+
+# ---------------------------------------------------------------- an end to what does not end by itself
+
+
+class _TooLate(BaseException):
+    """Raised from outside; a base exception, so that the work does not take it for one of its own."""
+
+
+def within(seconds: float, work: Callable[..., _Result], *args: Any) -> _Result:
+    """Call ``work`` on this thread, not the main one; raises InvalidRequest where the work, in Python, takes
+    longer."""
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooLate))
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    try:
+        try:
+            return work(*args)
+        finally:
+            with lock:
+                is_over = True
+            timer.cancel()
+    except _TooLate:
+        raise InvalidRequest(f"the chat template takes longer than {seconds:g} s", "messages") from None

@@ -6,6 +6,7 @@ Reads adapters' folders; does not know how an adapter came to be served.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,9 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.text.likeness import contradiction, is_same
-from manylora.text.model_text import GENERATION_CONFIG, ModelText, read_generation
 from manylora.text.tokenizer import (
+    MissingTokenizer,
     Tokenizer,
     TokenizerError,
     chat_templates_of,
@@ -26,7 +26,13 @@ from manylora.text.tokenizer import (
     special_config,
     special_tokens_of,
 )
-from manylora.types import AdapterCard, AdapterId, InvalidRequest
+from manylora.types import AdapterCard, AdapterId, InvalidRequest, SamplingParams
+
+GENERATION_CONFIG = "generation_config.json"
+
+_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_DEFAULTS["max_new_tokens"] = "max_tokens"
+"""The settings of generation_config.json that requests take over, as of vLLM: ``do_sample`` is not among them."""
 
 _MIB = 2**20
 TEXT_FILES = {
@@ -39,6 +45,52 @@ _MOST_KEPT = 4096
 _MOST_TOKENIZERS = 16
 _WITHOUT_EFFECT = ("chat_template", "model_max_length", "padding_side", "truncation_side")
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelText:
+    """The text side of a model. ``tokenizer``: None where only token ids can be served. ``eos_ids``: ends beside
+    those that the engine knows. ``defaults``: of SamplingParams, for requests that do not say."""
+
+    tokenizer: Tokenizer | None = None
+    eos_ids: tuple[int, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        return None if self.tokenizer is None else self.tokenizer.chat_templates.get("default")
+
+
+def read_base(
+    folder: Path, template: str | None = None, has_defaults: bool = True, tokenizer_folder: Path | None = None
+) -> ModelText:
+    """Read a base model's text side. ``template``: a chat template in place of the folder's. ``tokenizer_folder``:
+    where the tokenizer is, if not in ``folder``. Raises TokenizerError."""
+    defaults = read_generation(folder)[1] if has_defaults else {}
+    try:
+        tokenizer = Tokenizer.from_folder(tokenizer_folder or folder)
+    except MissingTokenizer as error:
+        if tokenizer_folder not in (None, folder):
+            raise
+        return ModelText(None, (), defaults, (str(error),))
+    if template is not None:
+        tokenizer = tokenizer.described({}, {"default": template})
+    return ModelText(tokenizer, tokenizer.eos_ids, defaults)
+
+
+def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Ends and defaults of a folder's generation_config.json. Raises TokenizerError."""
+    written = read_json(folder / GENERATION_CONFIG)
+    found = written.get("eos_token_id")
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    defaults = {name: written[key] for key, name in _DEFAULTS.items() if written.get(key) is not None}
+    try:
+        params = SamplingParams(stop_token_ids=ends, **defaults)
+    except InvalidRequest as error:
+        raise TokenizerError(f"{folder / GENERATION_CONFIG}: {error}") from error
+    return tuple(token for token in params.stop_token_ids if token >= 0), defaults  # -1 stands for none
 
 
 class Texts:
@@ -138,15 +190,17 @@ class Texts:
         base = self.base.tokenizer
         if base is None:
             return own, ()
-        if reason := contradiction(own, base):
+        if reason := _contradiction(own, base):
             raise TokenizerError(f"its tokenizer is not the base model's: {reason}")
-        if is_same(own, base):
+        if _is_same(own, base):
             return base, ()
         assert self._folder is not None
         rows = read_json(self._folder / "config.json").get("vocab_size", own.vocab_size)
         known = {*base.vocabulary, own.special_tokens.get("pad_token")}
         lacking = [token for token, row in own.vocabulary.items() if row >= rows and token not in known]
-        warning = f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
+        warning = (
+            f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
+        )
         # What decodes is the base's: an adapter brings tokens, not ways to write them.
         return own.decoding_like(base), (warning,) if lacking else ()
 
@@ -159,3 +213,50 @@ def _identity(folder: Path, config: Mapping[str, Any]) -> bytes:
         if (folder / name).is_file():
             state.update(hashlib.blake2b((folder / name).read_bytes()).digest())
     return state.digest()
+
+
+# What ids do not depend on: offsets, and what becomes of a text's pieces that no token stands for.
+_NOT_IDS = ("trim_offsets", "unk_token", "fuse_unk", "dropout")
+
+
+def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
+    """What an adapter's tokenizer gives other ids than its base's by; None where it only adds tokens, or lacks
+    added ones. Pad tokens do not count."""
+    pads = {tokenizer.special_tokens.get("pad_token") for tokenizer in (own, base)}
+    ours, theirs = own.vocabulary, base.vocabulary
+    tokens = {token_id: token for token, token_id in theirs.items()}
+    for token, token_id in ours.items():
+        if token in pads or tokens.get(token_id, token) in pads | {token}:
+            continue
+        if token in theirs:
+            return f"token {token!r} has id {token_id}, in the base's {theirs[token]}"
+        return f"id {token_id} is token {token!r}, in the base's {tokens[token_id]!r}"
+    pipeline, original = own.pipeline, base.pipeline
+    added = {token["content"] for token in original["added_tokens"]}
+    if lacking := next((token for token in theirs if token not in ours and token not in added), None):
+        return f"token {lacking!r} is missing"
+    for part in ("normalizer", "pre_tokenizer"):
+        if _effective(pipeline[part]) != _effective(original[part]):
+            return f"its {part.replace('_', '-')} is another one"
+    model, other = _effective(pipeline["model"]), _effective(original["model"])
+    for name in {**other, **model}:
+        # The vocabulary of a model with scores is a list; ids have been compared.
+        is_compared = name == "vocab" and isinstance(model.get(name), Mapping)
+        if not is_compared and model.get(name) != other.get(name):
+            return f"its {name} differ{'' if name.endswith('s') else 's'}"
+    return None
+
+
+def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
+    """Whether two tokenizers that do not contradict each other do the same with every text."""
+    pipeline, original = own.pipeline, base.pipeline
+    return own.vocabulary == base.vocabulary and all(
+        _effective(pipeline[part]) == _effective(original[part])
+        for part in ("post_processor", "added_tokens")
+    )
+
+
+def _effective(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _effective(v) for k, v in value.items() if k not in _NOT_IDS and v not in ("", None)}
+    return [_effective(item) for item in value] if isinstance(value, list) else value

@@ -19,7 +19,6 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from manylora.text.bytelevel import BYTE_OF_CHAR
 from manylora.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 NAMED_TOKENS = (
@@ -158,7 +157,7 @@ class Tokenizer:
         if self._is_byte_level:
             # As the ByteLevel decoder does: a piece with any character outside its alphabet is plain text.
             try:
-                return bytes([BYTE_OF_CHAR[char] for char in piece])
+                return bytes([_BYTE_OF_CHAR[char] for char in piece])
             except KeyError:
                 return piece.encode()
         if byte := _BYTE_PIECE.fullmatch(piece):
@@ -283,3 +282,18 @@ def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         templates.update({entry["name"]: entry["template"] for entry in inline})
     file = folder / "chat_template.jinja"
     return {"default": file.read_text(encoding="utf-8")} if file.is_file() else templates
+
+
+def _alphabet() -> dict[str, int]:
+    """Give the alphabet of byte-level BPE: each of the 256 bytes as one printable character (GPT-2's choice)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    table = {chr(byte): byte for byte in printable}
+    rest = [byte for byte in range(256) if chr(byte) not in table]
+    return table | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+_BYTE_OF_CHAR = _alphabet()
