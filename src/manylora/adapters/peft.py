@@ -31,8 +31,7 @@ from manylora.adapters.loraconfig import Module, read_config
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol import AdapterError
 from manylora.tensorfile import StoredTensor, shown
-from manylora.text.model_text import read_base
-from manylora.text.texts import TEXT_FILES, Texts
+from manylora.text.texts import TEXT_FILES, Texts, read_base
 from manylora.text.tokenizer import TokenizerError
 
 Side = Literal["A", "B"]

@@ -23,7 +23,6 @@ from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.processes import LEAST_EFFORT, effort
 from manylora.protocol import AdapterError
 from manylora.reports import AdapterUse
-from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 from manylora.types import AdapterCard, EngineInfo, RequestId
 
 MAX_UNSENT_BYTES = 64 * 2**20

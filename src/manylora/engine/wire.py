@@ -17,7 +17,6 @@ from manylora.engine.frames import frame as frame  # of this module, too
 from manylora.engine.frames import read_message, receive_message
 from manylora.engine.watchdog import Pulse
 from manylora.reports import AdapterUse
-from manylora.types import AdapterCard, AdapterId, EngineInfo
 from manylora.types import AdapterCard, EngineInfo
 
 
