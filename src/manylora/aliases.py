@@ -153,10 +153,14 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
+}
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 
-REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {
+    ("merge_minority", "mixed"): "use --merge-minority unmerge (or wait)",
+}
 """By name and value, of settings that are still there."""
 
 

@@ -57,7 +57,7 @@ def truth_of(case: LoraCase, pristine: torch.Tensor, group: ProjectionGroup) -> 
         if pair is None:
             continue
         a, b = (matrix.double() for matrix in pair)
-        scale = float(case.segments.scales[SEGMENT, index, 0, case.layer])
+        scale = float(case.segments.scales[SEGMENT, index, case.layer])
         rows = slice(group.offsets[place], group.offsets[place + 1])
         exact[rows] += scale * (b.T @ a)
         largest = pristine[rows].double().abs() + abs(scale) * (b.abs().T @ a.abs())
@@ -127,7 +127,7 @@ def test_several_layers_at_once_are_as_one_after_the_other(subject: Subject) -> 
     case, group, numbers = case_of(subject, geometry, [4], missing=0.0), geometry.groups[0], [2, 0, 1]
     case.pool.copy_(torch.randn(case.pool.shape, generator=torch.Generator().manual_seed(1)))
     plan = plan_of(case)
-    plan.scales[:, 0] = np.arange(plan.scales[:, 0].size).reshape(plan.scales[:, 0].shape)
+    plan.scales[:] = np.arange(plan.scales.size).reshape(plan.scales.shape)
     pristine = [pristine_of(subject, group) * (1 + number) for number in numbers]
 
     def layers() -> list[MergedLayer]:

@@ -136,8 +136,8 @@ def run(bench: Bench, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch of every adapter, and draws of the base and of one, which are those of an engine of one rank."""
     ranks: dict[str, Any] = {"tensor_parallel_size": way.num_ranks, "lora_sharding": way.sharding}
     if way.merge != "unmerged":
-        ranks |= {"merge": way.merge, "merge_minority": "mixed"}
-        monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(True))
+        ranks |= {"merge": way.merge}
+        monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
         monkeypatch.setattr(start, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     names = bench.names
     prompts = [random_tokens(i, 2 + 5 * (i % 4), bench.checkpoint.vocab_size) for i in range(len(names))]

@@ -198,7 +198,6 @@ class EngineStats:
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
     steps_merged: int = 0
-    steps_mixed: int = 0
     switches_merged: int = 0
     switches_base: int = 0
     switches_failed: int = 0

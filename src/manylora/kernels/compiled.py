@@ -128,15 +128,13 @@ def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
 @fast_loop
 def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
-    rank: int, cell: int, shrunk: np.ndarray, second: int, scales: np.ndarray,
+    rank: int, cell: int, shrunk: np.ndarray, scale: np.float32,
 ) -> None:  # fmt: skip
-    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them;
-    the scale is ``scales[0]`` in rows before ``second``, else ``scales[1]``."""
+    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them."""
     width = x.shape[1]
     a_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * a_cells
-        scale = scales[0] if j < second else scales[1]
         for t in range(start, stop, 4):
             # Past the end the last token is computed again: cheaper than a branch inside the loop.
             t1, t2, t3 = min(t + 1, stop - 1), min(t + 2, stop - 1), min(t + 3, stop - 1)
@@ -191,8 +189,8 @@ def add_lora(
 ) -> None:  # fmt: skip
     """y[t, columns of p] += scale * (x[t] A_p) B_p for every token of every item and every projection p.
 
-    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 4] and ``scales`` float32
-    [N, P, 2] as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
+    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32
+    [N, P] as in LoraSegments, of this group's projections and layer; ``columns`` int64 [P + 1]; ``offset``: the
     layer's, in elements; ``shrunk`` float32 [most tokens, largest rank] is scratch.
     """
     for item in range(starts.shape[0]):
@@ -201,8 +199,7 @@ def add_lora(
             a_first, b_first, rank = records[item, p, 0], records[item, p, 1], records[item, p, 2]
             if rank == 0:
                 continue
-            second, both = records[item, p, 3], scales[item, p]
-            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, second, both)
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, scales[item, p])
             width = columns[p + 1] - columns[p]
             _expand(y, start, stop, columns[p], width, pool, offset, cells, b_first, rank, cell, shrunk)
 
@@ -222,8 +219,7 @@ def shrink_lora(
                 continue
             end = begin + (stop - start) * rank
             mine = shrunk[begin:end].reshape((stop - start, rank))
-            second, both = records[item, p, 3], scales[item, p]
-            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, mine, second, both)
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, mine, scales[item, p])
             begin = end
 
 

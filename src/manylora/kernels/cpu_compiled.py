@@ -45,7 +45,7 @@ class CompiledAttentionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _GroupItems:
-    """One group's short segments; ``scales[l]`` [N, P, 2] is layer l's."""
+    """One group's short segments; ``scales[l]`` [N, P] is layer l's."""
 
     records: np.ndarray
     scales: np.ndarray
@@ -186,7 +186,7 @@ class CompiledOps(CpuOps):
             last = first + len(group.projections)
             groups[group.name] = _GroupItems(
                 np.ascontiguousarray(short.records[:, first:last]),
-                np.ascontiguousarray(short.scales[:, first:last].transpose(3, 0, 1, 2)),
+                np.ascontiguousarray(short.scales[:, first:last].transpose(2, 0, 1)),
                 np.array(group.offsets, np.int64),
             )
             first = last
@@ -363,9 +363,9 @@ def _warm_up(ops: CompiledOps) -> None:
     ops.attention(q, pool, 0, ops.plan_attention(rows, page, zero.device), 1.0, None)
     ops.add_rms_norm(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(4), 1e-6)
     ops.silu_mul(torch.zeros(1, 8))
-    nothing = np.zeros((1, 1, 4), np.int64)
+    nothing = np.zeros((1, 1, 3), np.int64)
     compiled.add_lora(
         torch.zeros(1, 4).numpy(), torch.zeros(1, 4).numpy(), pool.view(-1).numpy(), 0, np.zeros(1, np.int64),
-        4, np.zeros(1, np.int64), np.ones(1, np.int64), nothing, np.zeros((1, 1, 2), np.float32),
+        4, np.zeros(1, np.int64), np.ones(1, np.int64), nothing, np.zeros((1, 1), np.float32),
         np.array([0, 4]), np.zeros((1, 1), np.float32),
     )  # fmt: skip

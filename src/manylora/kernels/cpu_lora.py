@@ -147,8 +147,7 @@ def _block(
         b_cells = geometry.cells(projection.out_features)
         a_parts.append(_cell_entries(records[lender, i, 0], row, a_cells))
         b_parts.append(_cell_entries(records[lender, i, 1], row, b_cells))
-        first, second = segments.scales[chosen, indices.start + i].transpose(1, 2, 0)[..., None]  # [L, U, 1]
-        scale = np.where(np.arange(rank) < records[:, i, 3:], first, second)
+        scale = segments.scales[chosen, indices.start + i].T[:, :, None]  # [L, U, 1]
         scale_parts.append(np.where(np.arange(rank) < own[:, None], scale, np.float32(0)))
         lent_parts.append(np.repeat(own[:, None] == 0, rank, axis=1))
         shares.append(Share(projection, group.offsets[i], cell, column, rank))

@@ -346,12 +346,10 @@ def _clients(stats: EngineStats) -> Iterator[Metric]:
 def _merging(stats: EngineStats, base: str) -> Iterator[Metric]:
     steps = CounterMetricFamily(
         "manylora:steps",
-        "Steps run: without a merged adapter (unmerged), of the merged one alone (merged), with others (mixed).",
+        "Steps run: without a merged adapter (unmerged), or on its weights (merged).",
         labels=["model_name", "mode"],
     )
-    num_unmerged = stats.steps - stats.steps_merged - stats.steps_mixed
-    modes = (("unmerged", num_unmerged), ("merged", stats.steps_merged), ("mixed", stats.steps_mixed))
-    for mode, count in modes:
+    for mode, count in (("unmerged", stats.steps - stats.steps_merged), ("merged", stats.steps_merged)):
         steps.add_metric([base, mode], count)
     switches = CounterMetricFamily(
         "manylora:merge_switches", "Changes of what is merged, by what it is then.", labels=["to"]

@@ -96,8 +96,7 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 class TritonFixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
-    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
-    where segments may have the second.
+    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
     """
 
     def __init__(
@@ -108,9 +107,8 @@ class TritonFixedLora:
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         num_rows: int | None = None,
-        num_scales: int = 1,
     ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows, num_scales)
+        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
         self._kernels = kernels
         self._filled: tuple[LoraSegments | None, int] | None = None
 

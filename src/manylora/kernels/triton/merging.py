@@ -223,7 +223,7 @@ def _of_layers(
         ]
     )
     rows = [plan.geometry.projections.index(projection) for projection in group.projections]
-    scales = plan.scales[rows, 0][:, [each.layer for each in layers]].astype(np.float32)
+    scales = plan.scales[rows][:, [each.layer for each in layers]].astype(np.float32)
     on_device = upload([places.view(np.int32), np.ascontiguousarray(scales).view(np.int32)], device)
     align = math.gcd(16, *places[:2].reshape(-1).tolist())
     return on_device[0].view(torch.int64), on_device[1].view(torch.float32), align

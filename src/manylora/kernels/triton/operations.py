@@ -152,13 +152,11 @@ class TritonOps:
         cells: torch.Tensor,
         device: torch.device,
         num_rows: int | None = None,
-        num_scales: int = 1,
     ) -> TritonFixedLora:
         """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
-        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is.
-        ``num_scales``: 2 where segments may have the second."""
+        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
         kernels = self._adapted(device).kernels
-        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows, num_scales)
+        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows)
 
     def lora(
         self,
