@@ -22,7 +22,6 @@ import torch
 
 from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
-from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import (
     DEFAULT,
     MIXED,
@@ -73,6 +72,13 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
             for most, how in found["beside"]
         )
     return dataclasses.replace(DEFAULT, **{**found, **sizes})
+
+
+def can_depend(device: torch.device) -> bool:
+    """Whether the device has dependent launches: NVIDIA's do from compute capability 9.0 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return bool(torch.get_device_module(device).get_device_capability(device) >= (9, 0))
 
 
 def lora_kernels_on(device: torch.device) -> LoraKernels:

@@ -29,7 +29,6 @@ from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonF
 from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
@@ -55,18 +54,14 @@ class TritonOps:
         products: Products | None = None,
         decoding: DecodeTable | None = None,
         prompts: ComingPrompts | PromptAttention | None = None,
-        dependent: bool = False,
         lora: LoraKernels | None = None,
     ) -> None:
         """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
-
-        ``dependent``: small kernels begin while those before them end, where ``can_depend``. ``lora``: others than
-        those of what is stored for the device.
+        ``lora``: others than those of what is stored for the device.
         """
         report_compilation()
         self._programs = programs
-        self._attention = PagedAttention(programs, decoding, prompts, dependent)
-        self._launching = launch_options(dependent)
+        self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
         self._linears: AdaptedLinears | None = None
@@ -224,12 +219,7 @@ class TritonOps:
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    def pass_gate(
-        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """See executor.gated."""
-        pass_gate(landed, wanted, told, is_first, self._launching)
-
+    pass_gate = staticmethod(pass_gate)  # executor.gated
     await_words = staticmethod(await_words)  # executor.queued
     bring_groups = staticmethod(bring_groups)  # memory.bringing
 
@@ -278,7 +268,6 @@ class TritonOps:
                 ADAPTED=adapted is not None,
                 BLOCK=power_of_two(size),
                 num_warps=8 if size > 4096 else 4 if size > 256 else 1,
-                **self._launching,
             )
         return out
 
@@ -328,7 +317,6 @@ class TritonOps:
                 BLOCK_HALF=power_of_two(half),
                 NORMED=norm is not None,
                 ADAPTED=adapted is not None,
-                **self._launching,
             )
         return q
 
@@ -338,6 +326,6 @@ class TritonOps:
         block = min(1024, power_of_two(size))
         if gate_up.shape[0]:
             silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, block))](
-                gate_up, out, gate_up.stride(0), size, BLOCK=block, **self._launching
+                gate_up, out, gate_up.stride(0), size, BLOCK=block
             )
         return out
