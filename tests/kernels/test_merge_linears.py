@@ -4,7 +4,6 @@ place."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -183,26 +182,12 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", TRITON)
-def test_tiles_and_strips(subject: Subject) -> None:
-    """Strips that end within a block, and tiles of ranks that strips could hold."""
+def test_small_blocks(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     if subject.small and subject.dtype != torch.float32:
         pytest.skip(SLOW)
+    subject.ops()
     from manylora.kernels.triton import merging
 
-    class Launched(ReferenceOps):
-        def __init__(self, launch: merging.MergeLaunch) -> None:
-            self.launch = launch
-
-        def merge_linears(self, layers: Any, pool: torch.Tensor, group: ProjectionGroup, plan: Any) -> None:
-            merging.merge_linears(layers, pool, group, plan, self.launch)
-
-    subject.ops()
-    for launch in (merging.MergeLaunch(16, 32, strip=3, stages=2), merging.TILES):
-        check(subject, geometry_of(subject.dtype), [1, 2, 5], Launched(launch))
-
-
-def test_ranks_that_strips_cannot_hold_run_as_tiles() -> None:
-    from manylora.kernels.triton.merging import STRIPS, TILES, launch_for
-
-    assert [launch_for(rank) for rank in (0, 129, 256)] == [TILES] * 3
-    assert [launch_for(rank) for rank in (1, 32, 33, 128)] == [STRIPS[32]] * 2 + [STRIPS[128]] * 2
+    monkeypatch.setattr(merging, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(merging, "BLOCK_COLUMNS", 32)
+    check(subject, geometry_of(subject.dtype), [1, 2, 5])

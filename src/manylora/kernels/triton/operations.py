@@ -6,8 +6,6 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 
@@ -16,8 +14,6 @@ from manylora.kernels.ops import (
     AttentionRows,
     HeadNorm,
     LoraSegments,
-    MergedLayer,
-    MergePlan,
     Rotary,
     Shrunk,
     Side,
@@ -212,10 +208,7 @@ class TritonOps:
         linears = self._adapted(x.device)
         return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
 
-    def merge_linears(
-        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
-    ) -> None:
-        merge_linears(layers, pool, group, plan)
+    merge_linears = staticmethod(merge_linears)
 
     # ---- gates -----------------------------------------------------------------------------------------
 
