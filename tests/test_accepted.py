@@ -43,7 +43,7 @@ HELD_BY = {
     "adapter_batch_limit": "scheduler.queue.adapter_batch_limit",
     "max_prefills_per_step": "scheduler.max_prefills", "kept_share": "scheduler.kept_share",
     "merge": "scheduler.merge.mode", "merge_copy": "scheduler.merge.copy",
-    "merge_minority": "scheduler.merge.minority", "merge_mixed_16bit": "scheduler.merge.mixed_16bit",
+    "merge_minority": "scheduler.merge.minority",
     "merge_starve": "scheduler.merge.starve_s", "merge_alpha": "scheduler.merge.alpha",
     "merge_beta": "scheduler.merge.beta", "merge_dec": "scheduler.merge.dec",
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
@@ -63,7 +63,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "priority_floor": _PRIORITY, "priority_age": _PRIORITY,
     "fair_by": {**_VTC, "api_key": "k"}, "fair_weights": _VTC, "fair_share": _VTC,
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
-    "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
+    "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
     "cpu_lora_workers": {"cold_start": "auto"},
 }  # fmt: skip
@@ -90,7 +90,7 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority"), "fairness": ("none", "vtc"), "fair_by": ("adapter", "key"),
     "cold_start": COLD_START_MODES, "lora_sharding": ("auto", "sharded", "replicated"),
     "generation_config": ("auto", "none", "vllm"),
-    "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge", "mixed"),
+    "merge": MERGE_MODES, "merge_copy": ("auto", "device", "host"), "merge_minority": ("wait", "unmerge"),
 }  # fmt: skip
 TEXTS = ("host", "trace", "journal", "tokenizer")
 
@@ -141,8 +141,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("priority_floor", 0, 0), ("priority_floor", "-3", -3), ("priority_floor", -(2**31), -(2**31))]
     found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
     found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
-    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
-        found += [(name, is_on, is_on) for is_on in (True, False)]
+    found += [("trust_request_chat_template", is_on, is_on) for is_on in (True, False)]
     found += [("chat_template", "f", ("f",)), ("chat_template", {"a": "f"}, ("a=f",)), ("chat_template", [], ())]
     found += [
         ("merge_alpha", "2", 2.0),
@@ -187,8 +186,7 @@ def refused() -> list[tuple[str, Any]]:
     found += each("fair_weights", "", "1,2", "1,2,0,0", "1;2;0", "-1,2,0", "0,0,1", "1.5,2,0", 1, [1, 2, 0])
     found += each("fair_share", "a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=0.0001", "a=1e3", ["a=1", "a=2"])
     found += each("adapter_batch_limit", 0, "0", -1, "x", "4:soft", "4:", ":hard", True, 1.0, [4])
-    for name in ("merge_mixed_16bit", "trust_request_chat_template"):
-        found += each(name, "true", "yes", 1, 0, "", [True])
+    found += each("trust_request_chat_template", "true", "yes", 1, 0, "", [True])
     found += each("chat_template", "", [" "], 1, [1])
     for name in ("merge_alpha", "merge_beta", "merge_starve", "merge_dec", "merge_mul"):
         found += each(name, 0, -1, "0", "x", "", NAN, INF, "nan", [1], {})

@@ -19,7 +19,7 @@ from manylora.config import (
     CacheSettings,
     ConfigError,
     EngineSettings,
-    MergeConfig,
+    HttpSettings,
     PolicyConfig,
     QueueConfig,
 )
@@ -43,8 +43,9 @@ EXPECTED = CacheSettings(
 class Reached(Exception):
     """The settings came where an engine would be built from them."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, http: HttpSettings | None = None) -> None:
         super().__init__()
+        self.trusts_templates = http is not None and http.trust_request_chat_template
         self.cache = settings.cache
         self.merge = settings.scheduler.merge
 
@@ -53,8 +54,8 @@ class Reached(Exception):
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is served; this process keeps its signal handlers."""
 
-    def reached(settings: EngineSettings, *_: Any) -> None:
-        raise Reached(settings)
+    def reached(settings: EngineSettings, *others: Any) -> None:
+        raise Reached(settings, *others[:1])
 
     monkeypatch.setattr(manylora.main, "run_server", reached)
     monkeypatch.setattr(manylora.main, "build_driver", reached)
@@ -196,10 +197,6 @@ def test_merging_that_cannot_work() -> None:
         ({"merge": "manylora", "merge_alpha": 2}, "--merge-alpha needs --merge dlora"),
         ({"merge": "dlora", "merge_alpha": 0.5}, "--merge-alpha (0.5) must be above --merge-beta (0.556)"),
         ({"merge": "dlora", "merge_mul": "nan"}, "--merge-mul must be more than 1, got nan"),
-        (
-            {"merge": "manylora", "merge_mixed_16bit": "yes"},
-            "--merge-mixed-16bit must be true or false, got 'yes'",
-        ),
     ):
         with pytest.raises(ConfigError) as refused:
             build_settings({"model": "m", **given})
@@ -208,17 +205,16 @@ def test_merging_that_cannot_work() -> None:
 
 @pytest.mark.usefixtures("stopped")
 def test_a_setting_that_is_on_or_off(tmp_path: Path) -> None:
-    """A flag without a value; true or false in a file and in Python."""
+    """A flag without a value; true or false in a file."""
     file = tmp_path / "serve.yaml"
-    file.write_text("merge: manylora\nmerge-minority: mixed\nmerge-mixed-16bit: true\n")
-    words = ["serve", "model", "--merge", "manylora", "--merge-mixed-16bit"]
-    for args in (words, ["serve", "model", "--config", str(file)]):
+    for text, is_on in (("", False), ("trust-request-chat-template: true", True)):
+        file.write_text(text)
         with pytest.raises(Reached) as reached:
-            main(args)
-        assert reached.value.merge.mixed_16bit
+            main(["serve", "model", "--config", str(file)])
+        assert reached.value.trusts_templates is is_on
     with pytest.raises(Reached) as reached:
-        LLM("model", merge="manylora", merge_minority="mixed", merge_mixed_16bit=False)
-    assert reached.value.merge == MergeConfig("manylora", minority="mixed")
+        main(["serve", "model", "--trust-request-chat-template"])
+    assert reached.value.trusts_templates
 
 
 def test_a_share_for_a_client_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

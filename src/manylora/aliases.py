@@ -161,10 +161,13 @@ REMOVED: Mapping[str, str] = {
     "slo_tpot": "give seconds, as --router-set caraserve.slo_s=0.05",
     "adapter_store": "adapters are always read from their own files",
     "adapter_store_size": "adapters are always read from their own files",
+    "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 
-REMOVED_VALUES: Mapping[tuple[str, str], str] = {}
+REMOVED_VALUES: Mapping[tuple[str, str], str] = {
+    ("merge_minority", "mixed"): "use --merge-minority unmerge (or wait)",
+}
 """By name and value, of settings that are still there."""
 
 

@@ -114,9 +114,8 @@ class Counters:
     adapter_limit_overtaken: int = 0
     invalid_share_sum: float = 0.0
     invalid_share_samples: int = 0
-    steps_unmerged: int = 0  # with the next two: of a replica that may merge
+    steps_unmerged: int = 0  # with the next one: of a replica that may merge
     steps_merged: int = 0
-    steps_mixed: int = 0
     switches_merged: int = 0
     switches_base: int = 0
     switches_failed: int = 0

@@ -65,7 +65,7 @@ def test_packed_adapters_give_pefts_delta(kind: str, tmp_path: Path) -> None:
     for layer in range(LAYERS):
         for index, projection in enumerate(shape.projections):
             module = modules[f"base_model.model.{PREFIX}.{layer}.{projection.module}"]
-            rank, scale = spec.ranks[index][layer], packed.layout.scales[index, 0, layer]
+            rank, scale = spec.ranks[index][layer], packed.layout.scales[index, layer]
             a, b = packed.factor(index, layer, "A"), packed.factor(index, layer, "B")
             assert not a[rank:].any()
             assert not b[rank:].any()

@@ -105,7 +105,7 @@ class Packed:
         """[rank, length]: a projection's A, or its B transposed, through records and cells."""
         projection = self.geometry.projections[index]
         length = projection.in_features if side == "A" else projection.out_features
-        first_a, first_b, rank, _ = self.layout.records[index].tolist()
+        first_a, first_b, rank = self.layout.records[index].tolist()
         first, per_row = (first_a if side == "A" else first_b), self.geometry.cells(length)
         starts = self.cells[first : first + rank * per_row] + layer * self.geometry.slab_elements
         within = torch.arange(self.geometry.cell_elements)

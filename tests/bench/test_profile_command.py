@@ -81,7 +81,7 @@ def test_merging_is_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
         (*way, on_host) for way in ((False, True), (True, False), (True, True)) for on_host in (False, True)
     )
     assert [point.num_rows for point in found.modes] == [1, 4, 1]
-    assert all(min(point.seconds, point.merged_s, point.mixed_s) > 0 for point in found.modes)
+    assert all(min(point.seconds, point.merged_s) > 0 for point in found.modes)
     times = measured_times(found, on_host=True)
     assert times is not None
     assert times.steps_wait
@@ -116,8 +116,8 @@ def test_merging_is_measured_and_simulated(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_step_with_the_measured_adapter_gains_as_measured() -> None:
-    """Merged 2 of 3 ms, mixed 4 of 3, whatever the fit says of it."""
-    modes = (ModePoint(1, 1, 2**20, 3e-3, 2e-3, 4e-3), ModePoint(8, 8, 2**20, 6e-3, 5e-3))
+    """Merged 2 of 3 ms, whatever the fit says of it."""
+    modes = (ModePoint(1, 1, 2**20, 3e-3, 2e-3), ModePoint(8, 8, 2**20, 6e-3, 5e-3))
     switches = tuple(
         SwitchPoint(*way, False, 1, seconds)
         for way, seconds in (((False, True), 0.01), ((True, False), 0.02), ((True, True), 0.03))
@@ -136,13 +136,10 @@ def test_a_step_with_the_measured_adapter_gains_as_measured() -> None:
             )
 
         unmerged_s, base_s = step_s(2**20), step_s(0)
-        assert merging.step_s(size, base_s, 0.0) == pytest.approx(unmerged_s * mode.merged_s / mode.seconds)
-        if mode.mixed_s:
-            mixed_s = merging.step_s(size, base_s, step_s(2**21) - base_s)
-            assert mixed_s == pytest.approx(unmerged_s * mode.mixed_s / mode.seconds)
-    low, high = (merging.step_s(size, 1.0, 0.0) for size in (1, 8))
-    assert merging.step_s(4, 1.0, 0.0) == pytest.approx(low + 3 / 7 * (high - low))
-    assert merging.step_s(100, 1.0, 0.0) == pytest.approx(high)
+        assert merging.step_s(size, base_s) == pytest.approx(unmerged_s * mode.merged_s / mode.seconds)
+    low, high = (merging.step_s(size, 1.0) for size in (1, 8))
+    assert merging.step_s(4, 1.0) == pytest.approx(low + 3 / 7 * (high - low))
+    assert merging.step_s(100, 1.0) == pytest.approx(high)
     assert measured_costs(plain, costs, on_host=False) is None, "an older one"
     assert measured_times(found, on_host=True) is None
 

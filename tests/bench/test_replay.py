@@ -159,17 +159,16 @@ def test_a_lost_target_ends_the_replay_and_what_came_is_kept(in_own_time: OwnTim
 
 def test_what_was_merged_by_an_engines_numbers_or_a_servers() -> None:
     stats = {
-        "steps": 100.0, "steps_merged": 60.0, "steps_mixed": 10.0, "switches_merged": 3.0, "merge_switch_s": 0.5,
+        "steps": 100.0, "steps_merged": 70.0, "switches_merged": 3.0, "merge_switch_s": 0.5,
         "longest_pause_s": 1.5,
     }  # fmt: skip
     figures = {
         'manylora:steps_total{mode="unmerged",model_name="base"}': 30.0,
-        'manylora:steps_total{mode="merged",model_name="base"}': 60.0,
-        'manylora:steps_total{mode="mixed",model_name="base"}': 10.0,
+        'manylora:steps_total{mode="merged",model_name="base"}': 70.0,
         'manylora:merge_switches_total{to="merged"}': 3.0, "manylora:merge_switch_seconds_total": 0.5,
         "manylora:longest_pause_seconds": 1.5,
     }  # fmt: skip
-    shares = {"steps_unmerged": 0.3, "steps_merged": 0.6, "steps_mixed": 0.1}
+    shares = {"steps_unmerged": 0.3, "steps_merged": 0.7}
     expected = {**shares, "switches_merged": 3, "switches_base": 0, "switch_s": 0.5, "paused_s": 0}
     assert merging(stats) == merging(figures) == pytest.approx({**expected, "longest_pause_s": 1.5})
     before = {"manylora:longest_pause_seconds": 1.0, "manylora:merge_switch_seconds_total": 0.2}

@@ -130,14 +130,10 @@ def test_products_by_shape_and_bucket(tmp_path: Path) -> None:
     shapes = {(32, 64), (32, 32), (32, 96), (48, 32)}
     assert set(found) == {(tokens, *shape) for tokens in (16, 32) for shape in shapes}
     for (tokens, _, _), config in found.items():
-        assert config == products.LinearConfig(*tune_linear.SHAPES[tokens][2], None)
+        assert config == products.LinearConfig(*tune_linear.SHAPES[tokens][2])
     report = read(tmp_path / "tune_linear.json")
     assert all(row["is_right"] for row in report["rows"] if row["kernel"] == "linear")
-    assert {row["way"] for row in report["rows"] if row["kernel"] == "layer"} == {
-        "cublas",
-        "plain",
-        "dependent",
-    }
+    assert {row["way"] for row in report["rows"] if row["kernel"] == "layer"} == {"cublas", "chosen"}
 
 
 @pytest.mark.usefixtures("first_is_fastest")

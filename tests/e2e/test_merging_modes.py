@@ -35,7 +35,7 @@ def unmerged() -> list[str]:
 
 MODES: list[dict[str, Any]] = [
     {"merge": "merged", "merge_starve": 0.02}, {"merge": "dlora", "merge_starve": 0.05}, {"merge": "manylora"},
-    {"merge": "manylora", "merge_minority": "wait"}, {"merge": "manylora", "merge_minority": "mixed"},
+    {"merge": "manylora", "merge_minority": "wait"},
 ]  # fmt: skip
 
 
@@ -51,15 +51,14 @@ def test_the_tokens_are_the_unmerged_ones(mode: dict[str, Any], unmerged: list[s
         assert figures['manylora:merge_switches_total{to="merged"}'] > 0
 
 
-@pytest.mark.parametrize("minority", ["unmerge", "mixed"])
 def test_so_they_are_where_switches_are_forced(
-    minority: str, unmerged: list[str], monkeypatch: pytest.MonkeyPatch
+    unmerged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
-    texts, figures = answers(merge="manylora", merge_minority=minority)
+    monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
+    texts, figures = answers(merge="manylora")
     assert texts == unmerged
     assert figures['manylora:merge_switches_total{to="merged"}'] > 2
     steps = {name.split('"')[1]: value for name, value in figures.items() if "steps_total" in name}
-    assert steps["merged" if minority == "unmerge" else "mixed"] > 0
+    assert steps["merged"] > 0
     (paused_s,) = (value for name, value in figures.items() if "paused_seconds" in name)
-    assert (paused_s > 0) == (minority == "unmerge")
+    assert paused_s > 0

@@ -20,7 +20,7 @@ from tests.e2e.process import MODEL, REPOSITORY, Json, Server, wait_until
 NAMES = ("french", "german", "spanish", "finnish")
 PROMPTS = ("The first word of the day is", "The last one", "Once upon a time", "What comes next")
 MERGED = 'manylora:merge_switches_total{to="merged"}'
-KINDS = ("unmerged", "merged", "mixed")
+KINDS = ("unmerged", "merged")
 TO_BASE = 'manylora:merge_switches_total{to="base"}'
 SMALL = ("--device-pool", "48MiB", "--max-num-seqs", "8", "--dtype", "float32")
 CLIENTS = 8

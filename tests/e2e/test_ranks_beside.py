@@ -48,7 +48,7 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
         "`--scheduling-policy priority`": {"scheduling_policy": "priority"},
         "`--cold-start block`, `layerwise`, `auto`": {"cold_start": "layerwise", "cold_start_stall": 1.0},
     },
-    {"`--merge`": {"merge": "manylora", "merge_minority": "mixed"}},
+    {"`--merge`": {"merge": "manylora"}},
     {
         "`--fairness vtc`": {"fairness": "vtc"},
         "`--adapter-batch-limit`": {"adapter_batch_limit": "1:hard"},

@@ -18,7 +18,7 @@ import pytest
 from manylora_lab.sim.conformance import replay_difference
 
 from manylora.cluster.recording import without_what_fails
-from manylora.config import EngineSettings, ModelSettings
+from manylora.config import EngineSettings, MergeConfig, ModelSettings
 from manylora.engine import journal
 from manylora.engine.driver import Driver
 from manylora.engine.fingerprint import fingerprint
@@ -49,6 +49,14 @@ from tests.engine.test_engine import CONFIG, INFO, drain, request
 
 START = SequenceStart(1, 0, 2, (5, 6, 7), 3, 0, (9,), SamplingParams(temperature=0), ())
 STEP = RunStep(1, (START,), (StepRow(1, 0, 3, 1, ()),))
+
+
+def test_a_journal_of_what_was_removed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    JournalWriter(path, dataclasses.replace(CONFIG, merge=MergeConfig("manylora", minority="wait"))).close()
+    path.write_text(path.read_text().replace('"minority":"wait"', '"minority":"mixed"'))
+    with pytest.raises(ValueError, match=r"settings: .*--merge-minority must be one of wait, unmerge"):
+        read_journal(path)
 
 
 def test_a_line_an_event(tmp_path: Path) -> None:

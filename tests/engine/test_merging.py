@@ -72,7 +72,7 @@ async def run(executor: FakeExecutor, config: PolicyConfig, folder: Path) -> Eng
 
 KINDS: list[dict[str, Any]] = [
     {"mode": "merged", "starve_s": 0.005}, {"mode": "dlora", "alpha": 0.7, "beta": 0.6}, {"mode": "manylora"},
-    {"mode": "manylora", "minority": "wait"}, {"mode": "manylora", "minority": "mixed"},
+    {"mode": "manylora", "minority": "wait"},
     {"mode": "merged", "times": dataclasses.replace(TIMES, steps_wait=True)},
 ]  # fmt: skip
 
@@ -87,7 +87,6 @@ def test_every_mode_gives_the_same_tokens_and_a_journal_that_replays(
     assert stats.switches_merged == sum(adapter != BASE for adapter in executor.switches)
     assert stats.switches_base == executor.switches.count(BASE)
     assert stats.steps_merged > 0
-    assert (stats.steps_mixed > 0) == (kind.get("minority") == "mixed")
     assert stats.merged_adapter is None, "what was merged has been removed"
 
     found, answered = read_answered(tmp_path / "journal")
@@ -109,7 +108,7 @@ def test_every_mode_gives_the_same_tokens_and_a_journal_that_replays(
 
 
 def test_a_journal_stands_beside_a_clairvoyant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(run(FakeExecutor(), settings(mode="manylora", minority="mixed"), tmp_path))
+    asyncio.run(run(FakeExecutor(), settings(mode="manylora"), tmp_path))
     journal, out = str(tmp_path / "journal"), tmp_path / "lost.json"
     assert main(["bench", "clairvoyant", journal, "--out", str(out)]) == 0
     report = json.loads(out.read_text())

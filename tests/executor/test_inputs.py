@@ -52,8 +52,8 @@ def bench() -> Bench:
 def put(tables: AdapterTables, adapter: int, rank: int | None = None) -> None:
     """By default of its id's rank."""
     rank = rank or adapter
-    records = np.array([[0, rank, rank, rank]], dtype=np.int64)
-    scales = np.full((1, 2, PAGE.layers), adapter, dtype=np.float32)
+    records = np.array([[0, rank, rank]], dtype=np.int64)
+    scales = np.full((1, PAGE.layers), adapter, dtype=np.float32)
     tables.put(adapter, AdapterLayout(2 * rank, 1, records, scales), np.arange(2 * rank))
 
 

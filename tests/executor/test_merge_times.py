@@ -28,12 +28,11 @@ def rig_of(files: Files, folder: Path, **settings: Any) -> Rig:
 
 
 @pytest.mark.parametrize("copy", ["device", "host"])
-@pytest.mark.parametrize("minority", ["unmerge", "mixed"])
 def test_switches_and_steps_are_measured_and_leave_no_trace(
-    files: Files, tmp_path: Path, copy: str, minority: str, monkeypatch: pytest.MonkeyPatch
+    files: Files, tmp_path: Path, copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge_times, "_MOST_S", float("inf"))
-    rig = rig_of(files, tmp_path, merge=MergeConfig(mode="manylora", copy=copy, minority=minority))
+    rig = rig_of(files, tmp_path, merge=MergeConfig(mode="manylora", copy=copy))
     times = rig.policy.merge.times
     assert times.steps_wait == (copy == "host")
     assert times.merge_s > 0
@@ -43,7 +42,6 @@ def test_switches_and_steps_are_measured_and_leave_no_trace(
     for step in times.steps:
         assert step.unmerged_s > 0
         assert step.merged_s > 0
-        assert (step.mixed_s > 0) == (minority == "mixed")
     assert rig.policy.merge.mode == "manylora"
     assert (rig.worker._tables.merged, rig.worker._tables._held) == (BASE, {})
     assert rig.worker._forward is not None
@@ -53,8 +51,9 @@ def test_switches_and_steps_are_measured_and_leave_no_trace(
         rig.serve(adapter, path)
     for sequence in range(4):
         rig.open(sequence, PROMPT, sequence)
+    rig.step(*(rig.row(sequence) for sequence in range(4)))
     rig.merge(2)
-    rig.decode(4, *range(4))
+    rig.decode(4, 2)
     rig.worker.close()
     for held in rig.sequences.values():
         files.reference.check_greedy(PROMPT, held.generated, files.path(held.adapter))
@@ -110,15 +109,6 @@ def test_without_merging_not_a_byte_is_spent(
 
 
 # ---------------------------------------------------------------- refused
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_mixed_steps_of_16_bit_weights_must_be_allowed(files: Files, tmp_path: Path, dtype: str) -> None:
-    merge = MergeConfig(mode="manylora", minority="mixed")
-    with pytest.raises(
-        ConfigError, match=f"--merge-minority mixed with {dtype} weights lets requests of others"
-    ):
-        rig_of(files, tmp_path, merge=merge, dtype=dtype)
 
 
 def test_a_copy_that_does_not_fit_beside_the_pool(

@@ -25,6 +25,7 @@ from tests.executor.drive import Rig
 from tests.executor.test_merging import (  # noqa: F401  # tests
     PROMPT,
     bits,
+    may_run,
     test_a_failed_switch_leaves_the_loaded_weights,
     test_a_lineup_that_stays_is_laid_out_anew_after_a_switch,
     test_rows_of_all_follow_the_switches,
@@ -41,7 +42,7 @@ COPIES = ("device", "host")
 
 
 def rig_of(files: Files, folder: Path, copy: str, dtype: str = "float32", **settings: Any) -> Rig:  # noqa: F811
-    merge = MergeConfig(mode="manylora", copy=copy, minority="mixed", mixed_16bit=True)
+    merge = MergeConfig(mode="manylora", copy=copy)
     page_bytes = PAGE_BYTES if dtype == "float32" else PAGE_BYTES // 2
     made = Rig(
         files.model, folder, num_pages=400, page_bytes=page_bytes, device="cuda", dtype=dtype, max_num_seqs=6,
@@ -94,11 +95,10 @@ def test_captured_graphs_stay_valid(rig: Rig, files: Files) -> None:  # noqa: F8
     before = dict(graphs._captured)
     for merged in (1, 2, BASE, 3):
         assert rig.merge(merged).ok
-        rig.decode_overlapped(3, *range(4))
+        rig.decode_overlapped(3, *may_run(merged))
         rig.decode(1, merged or 1)
     assert all(graphs._captured[bucket] is captured for bucket, captured in before.items())
     assert len(graphs._captured) == len(before)
-    assert {bucket.num_scales for bucket in before} == {1, 2}
     for held in rig.sequences.values():
         files.reference.check_greedy(PROMPT, held.generated, files.path(held.adapter))
 
@@ -117,7 +117,7 @@ def test_a_switch_from_the_devices_copy_waits_for_nothing(files: Files, tmp_path
         first = rig.issue(*(rig.row(sequence) for sequence in range(4)))
         rig.direct.begin(switch)
         rig.merged = 2
-        second = rig.issue(*(rig.row(sequence) for sequence in range(4)))
+        second = rig.issue(rig.row(2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     rig.arrive(first)
@@ -125,7 +125,7 @@ def test_a_switch_from_the_devices_copy_waits_for_nothing(files: Files, tmp_path
     done = rig.direct.wait_for(switch)
     assert done.ok  # type: ignore[union-attr]
     assert 0 < done.switch_s < 1  # type: ignore[union-attr]
-    rig.decode(2, *range(4))
+    rig.decode(2, 2)
     rig.worker.close()
     for held in rig.sequences.values():
         files.reference.check_greedy(PROMPT, held.generated, files.path(held.adapter))
@@ -196,5 +196,5 @@ def test_what_is_measured_before_serving(files: Files, tmp_path: Path) -> None: 
         times = rig.policy.merge.times
         assert times.steps_wait == (copy == "host")
         assert min(times.merge_s, times.restore_s) > 0
-        assert all(min(step.unmerged_s, step.merged_s, step.mixed_s) > 0 for step in times.steps)
+        assert all(min(step.unmerged_s, step.merged_s) > 0 for step in times.steps)
         rig.worker.close()

@@ -7,9 +7,8 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AttentionRows, Rotary
+from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
 from manylora.kernels.weight import Weight
@@ -19,9 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 REPLAYS = 50
-DEPENDS = pytest.mark.skipif(
-    not (torch.cuda.is_available() and can_depend(torch.device("cuda"))), reason="no dependent launches"
-)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -34,12 +30,6 @@ def normal(*shape: int) -> torch.Tensor:
         LinearConfig(64, 64, 2, 4, 3),
         LinearConfig(64, 64, 2, 4, 3, described=True),
         LinearConfig(64, 64, 2, 4, 3, described=True, rows_described=True),
-        pytest.param(LinearConfig(64, 64, 2, 4, 3, ahead=0), marks=DEPENDS),
-        pytest.param(
-            LinearConfig(64, 64, 2, 4, 3, described=True, rows_described=True, ahead=4), marks=DEPENDS
-        ),
-        # Not wider: 128 rows of 256 columns three times over are more shared memory than there is.
-        pytest.param(LinearConfig(32, 128, 1, 4, 3, weights_first=False, ahead=40), marks=DEPENDS),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 17, 64, 128])
@@ -98,10 +88,9 @@ def test_the_other_library_serves_where_the_table_says(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 128), (32, 8, 128), (8, 2, 64), (4, 1, 256)])
-@pytest.mark.parametrize("dependent", [False, pytest.param(True, marks=DEPENDS)])
-def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int, dependent: bool) -> None:
+def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int) -> None:
     """Long and short contexts, so that some are cut into pieces and joined by whoever arrives last."""
-    ops, page = TritonOps(dependent=dependent), PageShape(2, 16, kv_heads, dim, 2)
+    ops, page = TritonOps(), PageShape(2, 16, kv_heads, dim, 2)
     contexts = np.array([1, 4000, 77, 128, 2500], dtype=np.int32)
     counts = -(-contexts // 16)
     pool = normal(int(counts.sum()), 2, 2, 16, kv_heads, dim)
@@ -124,60 +113,3 @@ def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int, depe
         fixed.fill(rows)
         graph.replay()
         assert torch.equal(out, expected)
-
-
-def layers(ops: TritonOps, x: torch.Tensor, pool: torch.Tensor, weights: list[list[Weight]]) -> torch.Tensor:
-    """A few decoder layers; the tokens stand at the ends of contexts that the pool holds."""
-    kv_heads, dim = pool.shape[4:]
-    heads, tokens, context = x.shape[1] // dim, len(x), 48
-    pages = np.arange(3 * tokens, dtype=np.int32).reshape(tokens, 3)
-    rows = AttentionRows(np.arange(tokens + 1, dtype=np.int32), np.full(tokens, context, np.int32), pages)
-    plan = ops.plan_attention(rows, PageShape(len(weights), 16, kv_heads, dim, 2), x.device)
-    slots = torch.from_numpy(pages[:, 2].astype(np.int64)).cuda() * 16 + 15
-    positions = torch.full((tokens,), context - 1, device="cuda")
-    angles = torch.outer(torch.arange(64.0), 1e4 ** -torch.arange(0, 1, 2 / dim)).cuda()
-    rotary, ones = Rotary(angles.cos(), angles.sin()), torch.ones_like(x[0])
-    residual = torch.zeros_like(x)
-
-    def run() -> torch.Tensor:
-        y, total = x.clone(), residual.clone()
-        for layer, (qkv, o, gate_up, down) in enumerate(weights):
-            y, total = ops.add_rms_norm(y, total, ones, 1e-5)
-            widths = [heads * dim, kv_heads * dim, kv_heads * dim]
-            parts = torch.split(ops.linear(y, qkv, None), widths, -1)
-            q, k, v = (torch.unflatten(part, 1, (-1, dim)) for part in parts)
-            q = ops.rotate_and_store(q, k, v, pool, layer, rotary, positions, slots, None)
-            mixed = ops.attention(q, pool, layer, plan, dim**-0.5, None)
-            y, total = ops.add_rms_norm(ops.linear(mixed, o, None), total, ones, 1e-5)
-            y = ops.linear(ops.silu_mul(ops.linear(y, gate_up, None)), down, None)
-        return y
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    found = []
-    for _ in range(REPLAYS):
-        out.fill_(float("nan"))
-        graph.replay()
-        found.append(out.clone())
-    assert all(torch.equal(other, found[0]) for other in found)
-    return found[0]
-
-
-@DEPENDS
-@pytest.mark.parametrize("tokens", [1, 16, 60])
-def test_dependent_launches_change_nothing(tokens: int) -> None:
-    """Kernels that begin before others end, in a chain of layers: the same bits, replay after replay."""
-    sizes = [(1024 + 2 * 256, 1024), (1024, 1024), (2 * 2048, 1024), (1024, 2048)]
-    weights = [[Weight(normal(*size) * size[1] ** -0.5) for size in sizes] for _ in range(4)]
-    x, pool = normal(tokens, 1024), normal(3 * tokens, 4, 2, 16, 2, 128)
-    outs = []
-    for ahead in (None, 0, 4):
-        config = LinearConfig(64, 128, 2, 4, 3, ahead=ahead)
-        table = {(bucket, inputs, outputs): config for bucket in (16, 64) for outputs, inputs in sizes}
-        products = Products(table, torch.cuda.get_device_properties(0).multi_processor_count)
-        ops = TritonOps(products=products, dependent=ahead is not None)
-        outs.append(layers(ops, x, pool.clone(), weights))
-    assert outs[0].isfinite().all()
-    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -113,16 +113,15 @@ def lora_case(
     missing: float = 0.2,
     same_scale: bool = False,
     pool_dtype: torch.dtype | None = None,
-    two_scales: bool = False,
 ) -> LoraCase:
     """``lengths``: per segment (base tokens before it, its tokens); ``ranks`` are drawn from for each
     projection, which is missing with the given probability. ``dtype``: of the adapters; ``pool_dtype``: of
-    keys and values, the same where None. ``two_scales``: the second begins at any rank row."""
+    keys and values, the same where None."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     page, projections = geometry.page, geometry.projections
     layer = int(rng.integers(page.layers))
-    records = np.zeros((len(lengths), len(projections), 4), dtype=np.int64)
+    records = np.zeros((len(lengths), len(projections), 3), dtype=np.int64)
     adapters: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = []
     rows: list[tuple[int, torch.Tensor]] = []  # first entry in the cell table, the row
     entry = 0
@@ -131,7 +130,7 @@ def lora_case(
         for p, projection in enumerate(projections):
             rank = 0 if rng.random() < missing else int(rng.choice(ranks))
             if rank == 0:
-                records[s, p] = (10**6, 10**6, 0, 0)  # positions of absent projections mean nothing
+                records[s, p] = (10**6, 10**6, 0)  # positions of absent projections mean nothing
                 adapter.append(None)
                 continue
             a, b = (
@@ -144,7 +143,7 @@ def lora_case(
                     rows.append((entry, row))
                     entry += geometry.cells(len(row))
             entry += int(rng.integers(0, 3))  # unused entries of the table
-            records[s, p, 2:] = rank, rng.integers(rank + 1) if two_scales else rank
+            records[s, p, 2] = rank
             adapter.append((a.to(device), b.to(device)))
         adapters.append(adapter)
 
@@ -162,7 +161,7 @@ def lora_case(
     for gap, length in lengths:
         starts.append(token + gap)
         token += gap + length
-    scales = rng.uniform(0.25, 4.0, (len(lengths), len(projections), 2, page.layers)).astype(np.float32)
+    scales = rng.uniform(0.25, 4.0, (len(lengths), len(projections), page.layers)).astype(np.float32)
     if same_scale:
         scales[:] = scales[..., :1]
     segments = LoraSegments(
@@ -203,8 +202,8 @@ def lora_truth(
             if pair is None:
                 continue
             tokens, columns = slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1])
-            scales = segments.row_scales(segment, index, case.layer)
-            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scales, parts))
+            scale = float(segments.scales[segment, index, case.layer])
+            added.put(tokens, columns, rounding.lora(x[tokens], *pair, scale, parts))
     return added
 
 

@@ -37,7 +37,7 @@ def step(block, dtype):
         turns.append(block)
         x = torch.zeros(4, 64, dtype=dtype)
         for _ in range(3):  # layers
-            silu_mul_kernel[(4, 1)](x, x, 64, 32, BLOCK=block, DEPENDENT=False)
+            silu_mul_kernel[(4, 1)](x, x, 64, 32, BLOCK=block)
     return run
 
 steps = [step(32, torch.float16), step(64, torch.float16), step(64, torch.bfloat16)]

@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels import cpu
@@ -41,7 +39,6 @@ def check(
     missing: float = 0.2,
     same_scale: bool = False,
     pool_dtype: torch.dtype | None = None,
-    two_scales: bool = False,
 ) -> None:
     case = lora_case(
         seed,
@@ -53,7 +50,6 @@ def check(
         missing=missing,
         same_scale=same_scale,
         pool_dtype=pool_dtype,
-        two_scales=two_scales,
     )
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)
@@ -104,40 +100,6 @@ def test_slab_that_is_no_multiple_of_the_cell(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
-@pytest.mark.parametrize("same_scale", [False, True])
-def test_second_scales(subject: Subject, same_scale: bool) -> None:
-    """One-token, short and long segments; the second scale begins at any row, or behind the last."""
-    if subject.small and (same_scale or subject.dtype != torch.float32):
-        pytest.skip(SLOW)
-    lengths, ranks = [(1, 1), (0, 6), (2, 20 if subject.small else 40), (0, 1), (0, 2)], [1, 4, 20, 33]
-    check(subject, geometry_of(subject.dtype), lengths, ranks, same_scale=same_scale, two_scales=True)
-
-
-@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 2**16), unused=st.floats(-(2.0**100), 2.0**100, width=32))
-def test_a_second_scale_that_no_row_has_changes_no_bit(subject: Subject, seed: int, unused: float) -> None:
-    if subject.small and subject.dtype != torch.float32:
-        pytest.skip(SLOW)
-    geometry = geometry_of(subject.dtype)
-    group = geometry.groups[0]
-    case = lora_case(
-        seed, device=subject.device, dtype=subject.dtype, lengths=[(1, 1), (0, 3)], ranks=[1, 5, 20],
-        geometry=geometry,
-    )  # fmt: skip
-    x = torch.randn(case.num_tokens, group.in_features, generator=torch.Generator().manual_seed(seed))
-    outs = []
-    for second in (0.0, unused):
-        case.segments.scales[:, :, 1] = second
-        ops = subject.ops()
-        plan = ops.plan_lora(case.segments, geometry, subject.device)
-        y = torch.zeros(case.num_tokens, group.offsets[-1], dtype=subject.dtype, device=subject.device)
-        ops.lora(y, x.to(subject.dtype).to(subject.device), case.pool, case.layer, group, plan)
-        outs.append(y)
-    assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float64])
 def test_keys_and_values_of_another_type(subject: Subject, pool_dtype: torch.dtype) -> None:
     skip_repetition(subject)
@@ -185,20 +147,14 @@ def test_adapters_without_any_projection_of_a_group(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
-@pytest.mark.parametrize("two_scales", [False, True])
-def test_the_two_halves_with_a_sum_between(
-    subject: Subject, two_scales: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_two_halves_with_a_sum_between(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parts of the inputs, as ranks have them, the shrunk ones are added up; y is some columns of a matrix."""
-    if subject.small and two_scales:
-        pytest.skip("the interpreter is slow, and scales are applied in the same kernel")
     skip_repetition(subject)
     monkeypatch.setattr(cpu, "SHORT_SEGMENT", 20_000)  # torch takes the longest segment
     geometry = geometry_of(subject.dtype)
     lengths = [(1, 1), (0, 6), (2, 20 if subject.small else 40), (0, 1)]
     case = lora_case(
         3, device=subject.device, dtype=subject.dtype, lengths=lengths, ranks=[1, 4, 20], geometry=geometry,
-        two_scales=two_scales,
     )  # fmt: skip
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)
@@ -237,7 +193,7 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
         geometry=geometry, missing=0.0,
     )  # fmt: skip
     group = geometry.groups[0]
-    (first, _, rank, _), *others = case.segments.records[:, 0]
+    (first, _, rank), *others = case.segments.records[:, 0]
     for record in others:
         record[:] = 0
     cells = case.segments.cells[first : first + rank * geometry.cells(group.in_features)].tolist()

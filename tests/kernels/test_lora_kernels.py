@@ -38,11 +38,10 @@ def case_of(
     lengths: list[tuple[int, int]],
     ranks: list[int],
     seed: int = 0,
-    two_scales: bool = False,
 ) -> LoraCase:
     return lora_case(
         seed, device=subject.device, dtype=subject.dtype, lengths=lengths, ranks=ranks,
-        geometry=geometry_of(subject.dtype), two_scales=two_scales,
+        geometry=geometry_of(subject.dtype),
     )  # fmt: skip
 
 
@@ -151,26 +150,6 @@ def test_tables_are_filled_again(subject: Subject) -> None:
         check(kernels, plan, part, subject, 12, ("down",))
 
 
-@pytest.mark.parametrize("subject", DEVICES)
-def test_reserved_tables_with_second_scales(subject: Subject) -> None:
-    """Filled with segments that have the second scale, others, none; a plan for one scale refuses them."""
-    if subject.small and subject.dtype != torch.float32:
-        pytest.skip(SLOW)
-    runs, ranks = [(0, 1), (1, 2), (0, 1), (1, 9)], [3, 20]
-    both, plain = (case_of(subject, runs, ranks, two_scales=two) for two in (True, False))
-    kernels = LoraKernels(dataclasses.replace(SMALL, long_run=100), 2)
-    plan = kernels.reserve(both.geometry, both.segments.cells, 16, 32, num_scales=2)
-    for case in (both, part_of(plain, [0, 3]), part_of(both, [1])):
-        refilled = dataclasses.replace(plan, cells=case.segments.cells)
-        kernels.refill(refilled, case.segments, 16)
-        check(kernels, refilled, case, subject, 16, ("down",))
-    kernels.refill(plan, None, 16)
-    check(kernels, plan, part_of(both, []), subject, 16)
-    narrow = kernels.reserve(both.geometry, both.segments.cells, 16, 32)
-    with pytest.raises(ValueError, match="no room for a second"):
-        kernels.refill(narrow, both.segments, 16)
-
-
 def test_tables_that_are_too_small_are_refused() -> None:
     subject = Subject("interpreted", torch.float32)
     case = case_of(subject, [(0, 1), (0, 1), (0, 1)], [20])
@@ -182,8 +161,8 @@ def test_tables_that_are_too_small_are_refused() -> None:
 
 def test_runs_cover_every_token_once() -> None:
     segments = LoraSegments(
-        np.array([2, 5], np.int32), np.array([1, 4], np.int32), np.zeros((2, 1, 4), np.int64),
-        np.zeros((2, 1, 2, 1), np.float32), torch.zeros(1, dtype=torch.int64),
+        np.array([2, 5], np.int32), np.array([1, 4], np.int32), np.zeros((2, 1, 3), np.int64),
+        np.zeros((2, 1, 1), np.float32), torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
     owner = np.full(11, -9)
     for first, count, which in runs_of(segments, 11).T.tolist():

@@ -49,12 +49,12 @@ def batches(draw: st.DrawFn) -> tuple[LoraSegments, int]:
         place += gap + tokens
         cells = st.integers(0, 10**6)
         ranks = [draw(RANKS) for _ in range(NUM_PROJECTIONS)]
-        records.append([[draw(cells), draw(cells), rank, draw(st.integers(0, rank))] for rank in ranks])
+        records.append([[draw(cells), draw(cells), rank] for rank in ranks])
     segments = LoraSegments(
         np.array(start, dtype=np.int32),
         np.array(length, dtype=np.int32),
-        np.array(records, dtype=np.int64).reshape(-1, NUM_PROJECTIONS, 4),
-        np.zeros((len(start), NUM_PROJECTIONS, 2, 2), dtype=np.float32),
+        np.array(records, dtype=np.int64).reshape(-1, NUM_PROJECTIONS, 3),
+        np.zeros((len(start), NUM_PROJECTIONS, 2), dtype=np.float32),
         torch.zeros(1, dtype=torch.int64),
     )
     return segments, max(1, place + draw(st.integers(0, 3)))
@@ -75,7 +75,7 @@ def tables_of(work: BatchWork, sizes: TableSizes, before: BatchWork | None = Non
     if before is not None:
         buffer.fill(before)
     buffer.fill(work)
-    scales = work.segments.scales[:, :, : sizes.num_scales]
+    scales = work.segments.scales
     assert buffer.scales[: scales.size].tolist() == scales.reshape(-1).tolist()
     found = {}
     for (name, group), units in zip(buffer.groups.items(), work.units.tolist(), strict=True):
@@ -104,7 +104,7 @@ def test_every_block_has_a_place(
     def most(segments: LoraSegments, num_tokens: int) -> TableSizes:
         rank = max(1, int(segments.records[:, :, 2].max(initial=0)))
         count = max(1, len(segments.start))
-        return largest_sizes(GEOMETRY, num_tokens, count, rank, tile_tokens, entry_tokens, num_scales=2)
+        return largest_sizes(GEOMETRY, num_tokens, count, rank, tile_tokens, entry_tokens)
 
     work, before = of(segments, num_tokens), of(*other)
     exact, largest = sizes_of(work, GEOMETRY), most(segments, num_tokens)
@@ -131,15 +131,15 @@ def united(one: TableSizes, other: TableSizes) -> TableSizes:
         )
         for (name, size), of_other in zip(one.groups.items(), other.groups.values())
     }
-    return TableSizes(groups, max(one.segments, other.segments), max(one.num_scales, other.num_scales))
+    return TableSizes(groups, max(one.segments, other.segments))
 
 
-@pytest.mark.parametrize("less", ["tiles", "entries", "units", "segments", "num_scales"])
+@pytest.mark.parametrize("less", ["tiles", "entries", "units", "segments"])
 def test_work_without_room_is_refused_before_anything_is_written(less: str) -> None:
     """A table that does not fit would overwrite the next one."""
-    records = np.array([[[7, 9, 20, 4]] * NUM_PROJECTIONS] * 2)
+    records = np.array([[[7, 9, 20]] * NUM_PROJECTIONS] * 2)
     start, length = np.array([0, 5], np.int32), np.array([4, 1], np.int32)
-    scales = np.ones((2, NUM_PROJECTIONS, 2, 2), np.float32)
+    scales = np.ones((2, NUM_PROJECTIONS, 2), np.float32)
     segments = LoraSegments(start, length, records, scales, torch.zeros(1, dtype=torch.int64))
     work = work_of(segments, GEOMETRY, runs_of(segments, 6), 16, 16, 1)
     sizes = sizes_of(work, GEOMETRY)
@@ -180,12 +180,12 @@ def check_tiles(
             assert (tokens > 1) == (number < several)
         covered.extend(range(begin, begin + tokens))
         for p in range(count):
-            rank, b_cell, unit, second = tile[4 + 4 * p : 8 + 4 * p]
+            rank, b_cell, unit = tile[4 + 3 * p : 7 + 3 * p]
             if segment < 0:
                 assert rank == 0
                 continue
             assert scale_row == segment * NUM_PROJECTIONS + first
-            assert (rank, second) == tuple(segments.records[segment, first + p, 2:])
+            assert rank == segments.records[segment, first + p, 2]
             if rank:
                 assert b_cell == segments.records[segment, first + p, 1]
                 units.extend(range(unit, unit + -(-rank // ROWS) * tokens))
@@ -202,7 +202,7 @@ def check_entries(
         begin, tokens = tile[:2]
         segment = segment_of(segments, begin)
         for p in range(3):
-            rank, _, unit = tile[4 + 4 * p : 7 + 4 * p]
+            rank, _, unit = tile[4 + 3 * p : 7 + 3 * p]
             for number in range(-(-rank // ROWS)):
                 a_cell = segments.records[segment, first + p, 0] + number * ROWS * a_cells
                 rows = min(ROWS, rank - number * ROWS)

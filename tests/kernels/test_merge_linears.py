@@ -4,7 +4,6 @@ place."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def truth_of(case: LoraCase, pristine: torch.Tensor, group: ProjectionGroup) -> 
         if pair is None:
             continue
         a, b = (matrix.double() for matrix in pair)
-        scale = float(case.segments.scales[SEGMENT, index, 0, case.layer])
+        scale = float(case.segments.scales[SEGMENT, index, case.layer])
         rows = slice(group.offsets[place], group.offsets[place + 1])
         exact[rows] += scale * (b.T @ a)
         largest = pristine[rows].double().abs() + abs(scale) * (b.abs().T @ a.abs())
@@ -127,7 +126,7 @@ def test_several_layers_at_once_are_as_one_after_the_other(subject: Subject) -> 
     case, group, numbers = case_of(subject, geometry, [4], missing=0.0), geometry.groups[0], [2, 0, 1]
     case.pool.copy_(torch.randn(case.pool.shape, generator=torch.Generator().manual_seed(1)))
     plan = plan_of(case)
-    plan.scales[:, 0] = np.arange(plan.scales[:, 0].size).reshape(plan.scales[:, 0].shape)
+    plan.scales[:] = np.arange(plan.scales.size).reshape(plan.scales.shape)
     pristine = [pristine_of(subject, group) * (1 + number) for number in numbers]
 
     def layers() -> list[MergedLayer]:
@@ -183,26 +182,12 @@ def test_keys_and_values_of_another_type(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("subject", TRITON)
-def test_tiles_and_strips(subject: Subject) -> None:
-    """Strips that end within a block, and tiles of ranks that strips could hold."""
+def test_small_blocks(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     if subject.small and subject.dtype != torch.float32:
         pytest.skip(SLOW)
+    subject.ops()
     from manylora.kernels.triton import merging
 
-    class Launched(ReferenceOps):
-        def __init__(self, launch: merging.MergeLaunch) -> None:
-            self.launch = launch
-
-        def merge_linears(self, layers: Any, pool: torch.Tensor, group: ProjectionGroup, plan: Any) -> None:
-            merging.merge_linears(layers, pool, group, plan, self.launch)
-
-    subject.ops()
-    for launch in (merging.MergeLaunch(16, 32, strip=3, stages=2), merging.TILES):
-        check(subject, geometry_of(subject.dtype), [1, 2, 5], Launched(launch))
-
-
-def test_ranks_that_strips_cannot_hold_run_as_tiles() -> None:
-    from manylora.kernels.triton.merging import STRIPS, TILES, launch_for
-
-    assert [launch_for(rank) for rank in (0, 129, 256)] == [TILES] * 3
-    assert [launch_for(rank) for rank in (1, 32, 33, 128)] == [STRIPS[32]] * 2 + [STRIPS[128]] * 2
+    monkeypatch.setattr(merging, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(merging, "BLOCK_COLUMNS", 32)
+    check(subject, geometry_of(subject.dtype), [1, 2, 5])

@@ -19,8 +19,8 @@ def test_segments_of_some_tokens(runs: list[tuple[int, int]], data: st.DataObjec
         start.append(len(adapter_of) - count)
         length.append(count)
     adapter_of += [-1]
-    records = np.arange(len(runs) * 4, dtype=np.int64).reshape(-1, 1, 4)
-    scales = np.arange(len(runs), dtype=np.float32).reshape(-1, 1, 1, 1)
+    records = np.arange(len(runs) * 3, dtype=np.int64).reshape(-1, 1, 3)
+    scales = np.arange(len(runs), dtype=np.float32).reshape(-1, 1, 1)
     segments = LoraSegments(
         np.array(start, np.int32), np.array(length, np.int32), records, scales, torch.zeros(1)
     )
@@ -31,8 +31,8 @@ def test_segments_of_some_tokens(runs: list[tuple[int, int]], data: st.DataObjec
     if found is not None:
         assert found.start.dtype == found.length.dtype == np.int32
         for place, count, record, scale in zip(found.start, found.length, found.records, found.scales):
-            assert np.array_equal(record, records[int(scale[0, 0, 0])])
+            assert np.array_equal(record, records[int(scale[0, 0])])
             for token in range(place, place + count):
                 assert got[token] == -1
-                got[token] = int(scale[0, 0, 0])
+                got[token] = int(scale[0, 0])
     assert got == [adapter_of[token] for token in tokens]

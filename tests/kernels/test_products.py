@@ -71,22 +71,15 @@ def test_stored_choices_are_of_one_device(tmp_path: Path) -> None:
     path.write_text(json.dumps({"GPU A": [row]}))
     assert stored_choices("GPU A", path) == {(16, 64, 96): LinearConfig(32, 32, 2, 4, 3)}
     assert stored_choices("GPU B", path) == {}
-    ahead = {**row, "out": 128, "ahead": 2, "rows_described": True}
+    described = {**row, "out": 128, "ahead": None, "rows_described": True}
     other = {"tokens": 32, "in": 64, "out": 96}
-    path.write_text(json.dumps({"GPU A": [row, ahead, other]}))
+    path.write_text(json.dumps({"GPU A": [row, described, other]}))
     assert stored_choices("GPU A", path) == {
         (16, 64, 96): LinearConfig(32, 32, 2, 4, 3),
-        (16, 64, 128): LinearConfig(32, 32, 2, 4, 3, rows_described=True, ahead=2),
+        (16, 64, 128): LinearConfig(32, 32, 2, 4, 3, rows_described=True),
         (32, 64, 96): None,
     }
     assert stored_choices("GPU A", tmp_path / "absent.json") == {}
-
-
-def test_some_or_none_are_dependent_launches() -> None:
-    plain, ahead = LinearConfig(32, 32, 1, 4, 2), LinearConfig(32, 32, 1, 4, 2, ahead=0)
-    assert not Products({}, 1).depends
-    assert not Products({(16, 64, 96): plain, (32, 64, 96): None}, 1).depends
-    assert Products({(16, 64, 96): plain, (32, 64, 96): ahead}, 1).depends
 
 
 def test_the_shipped_choices_can_be_read() -> None:

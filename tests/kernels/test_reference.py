@@ -46,8 +46,7 @@ def test_attention_is_unpaged_attention(window: int | None, kv_heads: int, heads
     assert error(out, torch.cat(expected)) < 1e-12
 
 
-@pytest.mark.parametrize("two_scales", [False, True])
-def test_lora_is_dense_products(two_scales: bool) -> None:
+def test_lora_is_dense_products() -> None:
     page = PageShape(layers=2, page_tokens=4, kv_heads=2, head_dim=12, itemsize=8)
     geometry = adapter_geometry(page, [llama_groups(40, 48, 24, 72)] * page.layers)
     case = lora_case(
@@ -57,7 +56,6 @@ def test_lora_is_dense_products(two_scales: bool) -> None:
         lengths=[(1, 3), (0, 1), (2, 4)],
         ranks=[1, 3, 8],
         geometry=geometry,
-        two_scales=two_scales,
     )
     plan = OPS.plan_lora(case.segments, geometry, CPU)
     assert plan is not None
@@ -72,10 +70,8 @@ def test_lora_is_dense_products(two_scales: bool) -> None:
                 if pair is None:
                     continue
                 first, length = int(case.segments.start[s]), int(case.segments.length[s])
-                second = int(case.segments.records[s, index, 3])
-                one, other = case.segments.scales[s, index, :, case.layer].tolist()
-                scaled = torch.cat((one * pair[1][:second], other * pair[1][second:]))
-                delta = x[first : first + length] @ pair[0].T @ scaled
+                scale = float(case.segments.scales[s, index, case.layer])
+                delta = x[first : first + length] @ pair[0].T @ pair[1] * scale
                 expected[first : first + length, group.offsets[i] : group.offsets[i + 1]] += delta
             index += 1
         OPS.lora(y, x, case.pool, case.layer, group, plan)

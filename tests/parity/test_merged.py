@@ -69,7 +69,7 @@ def rig(family: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         num_pages=2000,
         page_bytes=PAGE_TOKENS * family.checkpoint.token_bytes,
         page_tokens=PAGE_TOKENS,
-        merge=MergeConfig(mode="manylora", minority="mixed"),
+        merge=MergeConfig(mode="manylora"),
     )
     for adapter, name in enumerate(family.names):
         if name is not None:
@@ -97,13 +97,14 @@ def answer(rig: Rig, family: Bench, adapters: list[int]) -> dict[int, list[int]]
     return found
 
 
-def test_each_merged_in_turn_with_rows_of_all(family: Bench, rig: Rig) -> None:
+def test_each_merged_in_turn(family: Bench, rig: Rig) -> None:
     """Straight from one adapter to the next, and by way of the base."""
     everything = list(range(len(family.names)))
     for merged in [*everything[1:], BASE, everything[1]]:
         done = rig.merge(merged)
         assert done.ok, done.error
-        for adapter, tokens in answer(rig, family, everything).items():
+        rows = everything if merged == BASE else [merged]
+        for adapter, tokens in answer(rig, family, rows).items():
             name = family.names[adapter]
             assert_greedy(family.reference, prompt_of(family, adapter), name, tokens)
 
@@ -123,12 +124,13 @@ def test_a_sequence_goes_on_through_switches(family: Bench, rig: Rig) -> None:
     everything = list(range(len(family.names)))
     for adapter in everything:
         rig.open(adapter, prompt_of(family, adapter), adapter)
+    rig.step(*map(rig.row, everything))
     for merged in [*everything[1:], BASE]:
         rig.merge(merged)
-        rig.decode(1, *everything)
+        rig.decode(2, *(everything if merged == BASE else [merged]))
     for adapter in everything:
         name, tokens = family.names[adapter], rig.sequences[adapter].generated
-        assert len(tokens) == len(everything)
+        assert len(tokens) == 3 + 2 * (adapter != BASE)
         assert_greedy(family.reference, prompt_of(family, adapter), name, tokens)
 
 
@@ -137,7 +139,6 @@ MODES: dict[str, dict[str, Any]] = {
     "dlora": {"merge": "dlora", "merge_starve": 0.02, "merge_alpha": 0.3, "merge_beta": 0.1},
     "unmerge": {"merge": "manylora"},
     "wait": {"merge": "manylora", "merge_minority": "wait"},
-    "mixed": {"merge": "manylora", "merge_minority": "mixed"},
 }
 CASES = [(family, mode) for family in sorted(FAMILIES) for mode in MODES]
 
@@ -161,11 +162,9 @@ def check_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch, **othe
     for start in (build, ranks_start):
         monkeypatch.setattr(start, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     if MODES[mode]["merge"] == "manylora":
-        monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
+        monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
     with family.llm(max_num_seqs=6, **MODES[mode], **others) as llm:
         outputs = llm.generate(prompts, greedy(8), adapter=adapters)
         figures = llm.metrics()
     family.check(outputs, 8)
     assert figures['manylora:merge_switches_total{to="merged"}'] > 0
-    if mode == "mixed":
-        assert sum(value for name, value in figures.items() if 'steps_total{mode="mixed"' in name) > 0

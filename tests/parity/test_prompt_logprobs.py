@@ -120,11 +120,10 @@ def test_a_prompt_as_long_as_the_context(bench: Bench) -> None:
             llm.generate([prompt], asked(1))
 
 
-@pytest.mark.parametrize("minority", ["unmerge", "mixed"])
-def test_on_merged_weights(bench: Bench, monkeypatch: pytest.MonkeyPatch, minority: str) -> None:
+def test_on_merged_weights(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
-    monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps(config.merge.is_mixed))
-    limits: Any = {"max_num_seqs": 6, "max_batch_tokens": 16, "merge": "manylora", "merge_minority": minority}
+    monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
+    limits: Any = {"max_num_seqs": 6, "max_batch_tokens": 16, "merge": "manylora"}
     with bench.llm(**limits) as llm:
         check(bench, llm.generate(prompts_of(bench), asked(8), names_of(bench)))
         figures = llm.metrics()

@@ -17,8 +17,8 @@ CASES = [
     if count == 2 or (family == "ranks-12-1" and copy == "device")
 ]
 IN_CI = (
-    ("ranks-8-4", 2, "sharded", "mixed", "device"),
-    ("opt-350m", 2, "replicated", "mixed", "host"),
+    ("ranks-8-4", 2, "sharded", "wait", "device"),
+    ("opt-350m", 2, "replicated", "unmerge", "host"),
     ("ranks-12-1", 3, "sharded", "unmerge", "device"),
 )
 

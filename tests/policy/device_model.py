@@ -68,18 +68,15 @@ class DeviceModel:
 
     What a step reads and writes it reads and writes when it ends: whatever was taken from it too early is seen.
 
-    The base's weights are a state: no adapter is merged into them, or one is. ``corrects``: rows of others come
-    out right all the same. ``steps_wait``: weights are half restored until a switch is answered. A switch fails
-    where ``fails_switch`` says so; its answer may come late.
+    The base's weights are a state: no adapter is merged into them, or one is, whose rows alone come out right.
+    ``steps_wait``: weights are half restored until a switch is answered. A switch fails where ``fails_switch``
+    says so; its answer may come late.
     """
 
-    def __init__(
-        self, page_tokens: int, most_steps: int = 1, corrects: bool = False, steps_wait: bool = False
-    ) -> None:
+    def __init__(self, page_tokens: int, most_steps: int = 1, steps_wait: bool = False) -> None:
         self.page_tokens = page_tokens
         self.long_from: int | None = None  # what ``PolicyConfig`` says
         self.most_steps = most_steps
-        self.corrects = corrects
         self.steps_wait = steps_wait
         self.weights = BASE
         self.fails_switch = False
@@ -87,7 +84,7 @@ class DeviceModel:
         self.switches: list[tuple[SetMerged, bool]] = []  # not answered yet, and whether it has worked
         self.named = BASE  # what the last SetMerged said, BASE from when it is known to have failed
         self.needed: set[int] = set()  # adapters whose weights are merged, or go in or out
-        self.num_merged_steps = self.num_mixed_steps = self.num_switches = 0
+        self.num_merged_steps = self.num_switches = 0
         self.content: dict[tuple[int, int], object] = {}
         self.host: dict[tuple[int, int], object] = {}
         self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
@@ -187,10 +184,7 @@ class DeviceModel:
         assert not beside & {state.start.adapter for state, _, tier in rows if tier == "host"}, (
             "rows begin alike"
         )
-        own = {sequence.start.adapter for sequence, _, _ in rows}
-        if step.merged != BASE:
-            self.num_merged_steps += own == {step.merged}
-            self.num_mixed_steps += own != {step.merged}
+        self.num_merged_steps += step.merged != BASE
         self.steps.append(_Step(step, rows, weights, self.has_failed_switch))
 
     def _switch(self, command: SetMerged) -> None:
@@ -218,7 +212,7 @@ class DeviceModel:
         """Whether a row of the adapter comes out right."""
         if step.weights is None or (step.weights != step.command.merged and not step.has_failed_switch):
             return False
-        return self.corrects or step.weights in (BASE, adapter)
+        return step.weights in (BASE, adapter)
 
     def _check_adapter(self, adapter: int, pages: tuple[int, ...], tier: str = "device") -> None:
         for index, page in enumerate(pages):

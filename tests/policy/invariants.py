@@ -248,8 +248,7 @@ def _check_merging(residency: Residency, merging: MergeState, steps: list[list[S
     for shape, rows in zip(shapes, steps, strict=True):
         own = {sequence.adapter for sequence, _, _ in rows}
         assert shape.rows.keys() == own, "a step's shape is its rows'"
-        is_pure = shape.merged == BASE or own == {shape.merged}
-        assert is_pure or merging.is_mixed, "beside a merged adapter's rows others run only in mixed steps"
+        assert shape.merged == BASE or own == {shape.merged}, "beside a merged adapter's rows no others run"
     if isinstance(merging.policy, DloraMerging):
         credits = merging.policy.credits
         beyond = sum(credit - credits.start for credit in credits.all().values())

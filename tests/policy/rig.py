@@ -63,7 +63,7 @@ class Rig:
             merge=merge,
         )
         self.replica = Replica(self.config)
-        self.device = DeviceModel(PAGE, pipeline_depth, merge.is_mixed, merge.times.steps_wait)
+        self.device = DeviceModel(PAGE, pipeline_depth, merge.times.steps_wait)
         self.copy_page_s = copy_page_s
         self.now = 0.0
         self.timer: float | None = None

@@ -10,8 +10,7 @@ from manylora.types import BASE
 class EveryFewSteps(MergePolicy):
     """Merges another adapter every few steps, and none every now and then, whatever it is worth."""
 
-    def __init__(self, is_mixed: bool) -> None:
-        self._is_mixed = is_mixed
+    def __init__(self) -> None:
         self._num_steps = 0
 
     def choose(self, view: MergeView) -> Choice:
@@ -20,7 +19,7 @@ class EveryFewSteps(MergePolicy):
         target = targets[self._num_steps // 3 % len(targets)]
         if not view.may_switch_to(target):
             target = view.merged
-        if not self._is_mixed and not view.ready[target] and view.may_switch_to(BASE):
+        if not view.ready[target] and view.may_switch_to(BASE):
             target = BASE
         return Choice(target, reason="by the script")
 

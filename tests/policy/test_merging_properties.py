@@ -23,7 +23,6 @@ from manylora.config import (
 from manylora.protocol import AdapterRead, AdapterRemoved, Report, ReportDue
 from manylora.types import BASE
 from tests.policy.device_model import DeviceModel
-from tests.policy.switching import EveryFewSteps
 from tests.policy.test_replica_properties import EVENT_S, QUEUES, ReplicaMachine
 
 STEPS = (StepTimes(1, 1, 0.5, 0.3, 0.32), StepTimes(8, 8, 0.6, 0.3, 0.35))
@@ -32,13 +31,11 @@ KINDS: list[dict[str, Any]] = [
     {"mode": "merged"}, {"mode": "dlora", "alpha": 0.6, "beta": 0.3, "window": 4}, {"mode": "dlora"},
     {"mode": "manylora"}, {"mode": "manylora", "minority": "wait"},
 ]  # fmt: skip
-MIXED: list[dict[str, Any]] = [{"mode": "manylora", "minority": "mixed"}]
 
 
 class MergingMachine(ReplicaMachine):
     """As there, with few adapters, so that one has most requests, and more requests than may run."""
 
-    kinds = KINDS
     counts: ClassVar = collections.defaultdict[str, float](float)
     """What all examples together have shown."""
 
@@ -52,10 +49,9 @@ class MergingMachine(ReplicaMachine):
         admission=st.sampled_from(["fcfs", "fcfs", *ADMISSIONS]),
         pipeline_depth=st.sampled_from([1, 2]),
         queue=st.sampled_from([{}] * 2 * len(QUEUES) + QUEUES),
-        kind=st.runner().flatmap(lambda machine: st.sampled_from(machine.kinds)),
+        kind=st.sampled_from(KINDS),
         starve_s=st.sampled_from([0.5, 2.0, 8.0]),
         steps_wait=st.booleans(),
-        by_script=st.booleans(),
         opening=st.sampled_from([0, 8, 8, 16]),
         first_fails=st.booleans(),
     )
@@ -73,7 +69,6 @@ class MergingMachine(ReplicaMachine):
         kind: dict[str, Any],
         starve_s: float,
         steps_wait: bool,
-        by_script: bool,
         opening: int,
         first_fails: bool,
     ) -> None:
@@ -83,11 +78,8 @@ class MergingMachine(ReplicaMachine):
             CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0, trace=True), admission, 5.0,
             pipeline_depth, None, QueueConfig(**queue), merge,
         )  # fmt: skip
-        self.begin(config, DeviceModel(page_tokens, pipeline_depth, merge.is_mixed, steps_wait))
+        self.begin(config, DeviceModel(page_tokens, pipeline_depth, steps_wait))
         self.device.fails_switch = first_fails
-        if merge.is_mixed and by_script:
-            assert self.replica._merging is not None
-            self.replica._merging.policy = EveryFewSteps(is_mixed=True)
         for num_adapter_pages in (2, 1):
             self.add_adapter(num_adapter_pages)
         if opening:  # most are of one adapter, and steps end well for a while
@@ -165,24 +157,15 @@ class MergingMachine(ReplicaMachine):
         if hasattr(self, "device"):
             self.counts["switches"] += self.device.num_switches
             self.counts["merged"] += self.device.num_merged_steps
-            self.counts["mixed"] += self.device.num_mixed_steps
             (report,) = self.replica.handle(ReportDue(), self.now)
             assert isinstance(report, Report)
             counters = report.counters
-            assert counters.steps_mixed == self.device.num_mixed_steps, "steps are counted by mode"
-            assert counters.steps_merged == self.device.num_merged_steps
+            assert counters.steps_merged == self.device.num_merged_steps, "steps are counted by mode"
             num_ended = counters.switches_merged + counters.switches_base + counters.switches_failed
             assert num_ended == self.device.num_switches
             assert report.gauges.merged == self.device.named
             self.counts["failed"] += counters.switches_failed
             self.counts["paused"] += counters.paused_s
-
-
-class MixedMachine(MergingMachine):
-    """Others always run beside the merged adapter; in half of the examples switches are a script's."""
-
-    kinds = MIXED
-    counts: ClassVar = collections.defaultdict[str, float](float)
 
 
 SETTINGS = settings(
@@ -194,18 +177,13 @@ SETTINGS = settings(
 )
 # Far below what is seen: hypothesis draws constants of the modules that are loaded, so that a run of other files
 # has other examples.
-MACHINES = [
-    (MergingMachine, 160, {"switches": 100, "failed": 3, "merged": 500, "paused": 2}),
-    (MixedMachine, 120, {"switches": 100, "failed": 3, "merged": 200, "mixed": 50}),
-]
+EXAMPLES, LEAST = 160, {"switches": 100, "failed": 3, "merged": 500, "paused": 2}
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("machine", "examples", "least"), MACHINES, ids=["pure", "mixed"])
-def test_every_history(
-    machine: type[MergingMachine], examples: int, least: dict[str, int], times: int
-) -> None:
-    machine.counts.clear()
-    found = settings(SETTINGS, max_examples=times * examples, derandomize=times == 1)
-    run_state_machine_as_test(machine, settings=found)
-    assert all(machine.counts[name] >= times * number for name, number in least.items()), machine.counts
+def test_every_history(times: int) -> None:
+    counts = MergingMachine.counts
+    counts.clear()
+    found = settings(SETTINGS, max_examples=times * EXAMPLES, derandomize=times == 1)
+    run_state_machine_as_test(MergingMachine, settings=found)
+    assert all(counts[name] >= times * number for name, number in LEAST.items()), counts

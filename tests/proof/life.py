@@ -124,7 +124,7 @@ DEEP = Scene(
 )  # fmt: skip
 """Chains of 5,000 pages, of which either tier holds two: whatever walks them must not do so by recursion."""
 
-_STEPS = (StepTimes(1, 1, 0.004, 0.002, 0.003), StepTimes(8, 8, 0.006, 0.003, 0.004))
+_STEPS = (StepTimes(1, 1, 0.004, 0.002), StepTimes(8, 8, 0.006, 0.003))
 
 
 def _merging(mode: str, steps_wait: bool = False, **merge: Any) -> Scene:
@@ -140,7 +140,6 @@ MERGING_SCENES: dict[str, Scene] = {
     "merged": _merging("merged", starve_s=0.5),
     "dlora": _merging("dlora", alpha=0.7, starve_s=0.5),
     "regret": _merging("manylora", steps_wait=True),
-    "mixed": _merging("manylora", minority="mixed"),
 }
 """With one cache policy, since merging does not ask for it."""
 
@@ -172,7 +171,7 @@ class Life:
         )  # fmt: skip
         self._replica = Replica(self.config)
         waits = scene.merge.times.steps_wait
-        self._device = DeviceModel(scene.page_tokens, pipeline_depth, scene.merge.is_mixed, waits)
+        self._device = DeviceModel(scene.page_tokens, pipeline_depth, waits)
         self._most_pages = min(scene.most_adapter_pages, adapter_pages_limit(self.config))
         self._now = 0.0
         self._timer: float | None = None

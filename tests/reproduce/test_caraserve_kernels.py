@@ -37,7 +37,7 @@ def test_every_kernel_adds_what_adapters_of_their_own_ranks_add(rig: LoraRig, ke
     case = case_of(rig, batch, kernel)
     records = case.segments.records.copy()
     per_row = 1 if kernel == "ours" else ROWS_AN_ADAPTER
-    records[:, :, 2:] = torch.tensor(batch.ranks).repeat_interleave(per_row).numpy()[:, None, None]
+    records[:, :, 2] = torch.tensor(batch.ranks).repeat_interleave(per_row).numpy()[:, None]
     own = dataclasses.replace(case.segments, records=records)
     truth = exact_lora(case.x, rig.pool, 0, rig.group, own, rig.geometry)
     case.y.zero_()

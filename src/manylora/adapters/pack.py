@@ -60,8 +60,8 @@ WritePage = Callable[[int, torch.Tensor], None]
 class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
-    ``records`` int64 [P, 4]: (first A cell, first B cell, rank, first row of the second scale), cells counted from
-    the adapter's first; rank 0 rows are all 0. ``scales`` float32 [P, 2, L].
+    ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first; rank 0
+    rows are all 0. ``scales`` float32 [P, L].
     """
 
     num_cells: int
@@ -71,7 +71,7 @@ class AdapterLayout:
 
     @functools.cached_property
     def shifted(self) -> np.ndarray:
-        """int64 [P, 4]: 1 where a number of ``records`` is a cell's, which lies elsewhere in a table, else 0."""
+        """int64 [P, 3]: 1 where a number of ``records`` is a cell's, which lies elsewhere in a table, else 0."""
         found = np.zeros_like(self.records)
         found[self.records[:, 2] > 0, :2] = 1
         return found
@@ -84,13 +84,13 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """The layout of an adapter with one rank a projection; ``scales`` float32 [P, L]. No row has the second."""
-    records = np.zeros((len(geometry.projections), 4), dtype=np.int64)
+    """The layout of an adapter with one rank a projection; ``scales`` float32 [P, L]."""
+    records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
         if rank:
             first_b = num_cells + rank * geometry.cells(projection.in_features)
-            records[index] = num_cells, first_b, rank, rank
+            records[index] = num_cells, first_b, rank
             num_cells = first_b + rank * geometry.cells(projection.out_features)
     num_pages = -(-num_cells // geometry.cells_per_page)
     if geometry.widest is not None:
@@ -99,7 +99,7 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
         num_cells=num_cells,
         num_pages=num_pages,
         records=records,
-        scales=np.stack((scales, np.zeros_like(scales)), axis=1),
+        scales=scales,
     )
 
 
@@ -121,7 +121,7 @@ def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequen
 def pages_of_b(layout: AdapterLayout, geometry: AdapterGeometry) -> np.ndarray:
     """bool [num_pages]: which of the adapter's pages hold rows of B, some of them beside rows of A."""
     found = np.zeros(layout.num_pages, dtype=bool)
-    for (_, first_b, rank, _), projection in zip(layout.records.tolist(), geometry.projections, strict=True):
+    for (_, first_b, rank), projection in zip(layout.records.tolist(), geometry.projections, strict=True):
         end = first_b + rank * geometry.cells(projection.out_features)
         if rank:
             found[first_b // geometry.cells_per_page : -(-end // geometry.cells_per_page)] = True
@@ -346,7 +346,7 @@ class _Loader:
     ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
         """For each A and B that has a part in these images: its projection, its bytes in a layer, its parts."""
         for index, projection in enumerate(self._geometry.projections):
-            first_a, first_b, rank, _ = self._layout.records[index].tolist()
+            first_a, first_b, rank = self._layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
                 ("A", first_a, projection.in_features),
                 ("B", first_b, projection.out_features),

@@ -16,7 +16,7 @@ MERGE_MODES = ("unmerged", *MERGE_POLICIES)
 _MERGING = MERGE_MODES[1:]
 _OF_DLORA, _OF_MANYLORA = ("dlora",), ("manylora",)
 SETTING_MODES = {
-    "copy": _MERGING, "starve_s": _MERGING, "minority": _OF_MANYLORA, "mixed_16bit": _OF_MANYLORA,
+    "copy": _MERGING, "starve_s": _MERGING, "minority": _OF_MANYLORA,
     "alpha": _OF_DLORA, "beta": _OF_DLORA, "dec": _OF_DLORA, "mul": _OF_DLORA, "window": _OF_DLORA,
 }  # fmt: skip
 """For which modes a setting says anything; the first two for another distribution's modes too."""
@@ -39,7 +39,7 @@ class StepTimes(NamedTuple):
     """Seconds of a step of ``num_rows`` rows and ``num_tokens`` tokens, measured before serving.
 
     ``unmerged_s``: all rows of one adapter, none merged; ``merged_s``: of the merged adapter, so as of the base
-    alone; ``mixed_s``: of another adapter than the merged one, where such rows may run, else 0.
+    alone. ``mixed_s`` says nothing: journals of earlier releases have it.
     """
 
     num_rows: int
@@ -80,17 +80,10 @@ class MergeConfig(Section):
         "(auto) on the device where they take at most 15%% of what the pool would get",
         name="merge_copy",
     )
-    minority: Annotated[str, one_of(("wait", "unmerge", "mixed"))] = setting(
+    minority: Annotated[str, one_of(("wait", "unmerge"))] = setting(
         "unmerge",
-        "--merge manylora: while an adapter is merged, requests of others wait, end it, or run beside it with a "
-        "correction",
+        "--merge manylora: while an adapter is merged, requests of others wait, or end it",
         name="merge_minority",
-    )
-    mixed_16bit: bool = setting(
-        False,
-        "allow --merge-minority mixed with 16-bit weights, where requests of others then see the rounding of the "
-        "merged weights",
-        name="merge_mixed_16bit",
     )
     starve_s: Seconds = setting(
         2.0,
@@ -131,11 +124,6 @@ class MergeConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.mode != "unmerged"
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether steps may hold rows of others than the merged adapter."""
-        return self.mode == "manylora" and self.minority == "mixed"
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MergeConfig)}

@@ -123,7 +123,6 @@ def _planned(settings: EngineSettings) -> _Plan:
     kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
     settings = with_gates(settings, kind, device.launches_wait)
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
-    check_mixed(settings.scheduler.merge, dtype)
     page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
     geometry = _geometry(page, config)
     asked_pool = settings.cache.device_pool
@@ -204,16 +203,6 @@ def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> Eng
         _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", found.mode)
         found = ColdStartConfig("wait")
     return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
-
-
-def check_mixed(merge: MergeConfig, dtype: torch.dtype) -> None:
-    """Raises ConfigError where rows beside a merged adapter would see the rounding of its weights unasked."""
-    if merge.is_mixed and dtype.itemsize < 4 and not merge.mixed_16bit:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"--merge-minority mixed with {name} weights lets requests of others than the merged adapter see the "
-            "rounding of its weights: allow it by --merge-mixed-16bit, or serve in float32"
-        )
 
 
 def _with_workers(

@@ -329,9 +329,9 @@ class ColdRows:
             parts: list[ProductPart] = []
             column = 0
             for index, projection in enumerate(group.projections, first):
-                records = [tuple(adapter.layout.records[index, :3].tolist()) for adapter in self._adapters]
+                records = [tuple(adapter.layout.records[index].tolist()) for adapter in self._adapters]
                 width = self._width(projection, [rank for _, _, rank in records])
-                scales = [adapter.layout.scales[index, 0].tolist() for adapter in self._adapters]
+                scales = [adapter.layout.scales[index].tolist() for adapter in self._adapters]
                 parts.append(ProductPart(column, width, records, scales))
                 column += width
             first += len(group.projections)
@@ -388,7 +388,7 @@ class ShrunkRows(ColdRows):
     ) -> torch.Tensor:
         """float32 B ``[rank, out]`` of an adapter's projection."""
         geometry, segments = self._geometry, self._segments
-        _, first_b, rank, _ = segments.records[self._chosen[place], index].tolist()
+        _, first_b, rank = segments.records[self._chosen[place], index].tolist()
         elements = geometry.projections[index].out_features
         if (place, index) not in self._pieces:
             pieces = pieces_of(segments.cells, first_b, rank, elements, geometry)

@@ -65,7 +65,6 @@ class _FixesLora(Protocol):
         cells: torch.Tensor,
         device: torch.device,
         num_rows: int,
-        num_scales: int,
     ) -> FixedLora: ...
 
 
@@ -93,12 +92,11 @@ def fixed_lora(
     geometry: AdapterGeometry,
     cells: torch.Tensor,
     device: torch.device,
-    num_scales: int = 1,
 ) -> FixedLora:
     """A plan for up to ``num_tokens`` tokens in ``num_rows`` rows, of one token each if the two are equal, and
-    ranks up to ``max_rank``; ``num_scales``: 2 where segments may have the second."""
+    ranks up to ``max_rank``."""
     if isinstance(ops, _FixesLora):
-        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, num_rows, num_scales)
+        return ops.fixed_lora(num_tokens, max_rank, geometry, cells, device, num_rows)
 
     def plan(segments: LoraSegments | None, num_tokens: int) -> Any | None:
         return None if segments is None else ops.plan_lora(segments, geometry, device)

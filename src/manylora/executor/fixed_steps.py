@@ -45,9 +45,8 @@ def steps_of_fixed_sizes(
     if peers is not None:
         tables.fix(num_cells)
     elif device.captures:
-        # A table that moves must be captured again: make room for all that the pool can hold, within reason,
-        # and for as much again where they are entered beside a merged adapter.
-        tables.reserve(min(num_cells * (1 + limits.has_second_scales), _MOST_CELLS))
+        # A table that moves must be captured again: make room for all that the pool can hold, within reason.
+        tables.reserve(min(num_cells, _MOST_CELLS))
     else:
         return graphs
     if rehearse is not None:

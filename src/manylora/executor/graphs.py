@@ -60,8 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none) with
-    ``num_scales`` scales (2: beside a merged adapter).
+    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none).
 
     As many rows as tokens: a decoding step, every row of which has one token.
     """
@@ -69,7 +68,6 @@ class Bucket:
     num_tokens: int
     num_rows: int
     max_rank: int
-    num_scales: int = 1
 
     @property
     def is_decoding(self) -> bool:
@@ -78,15 +76,13 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``has_second_scales``: they
-    may hold rows of others beside a merged adapter. ``num_groups``: of layers, in which what they await lands; 0:
-    they await nothing. ``max_bytes``: what captures may hold."""
+    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``num_groups``: of
+    layers, in which what they await lands; 0: they await nothing. ``max_bytes``: what captures may hold."""
 
     max_num_seqs: int
     max_batch_tokens: int
     max_model_len: int
     max_adapter_rank: int | None = None
-    has_second_scales: bool = False
     num_groups: int = 0
     max_bytes: int = MAX_BYTES
 
@@ -100,7 +96,6 @@ class GraphLimits:
             limits.max_batch_tokens,
             limits.max_model_len,
             max_adapter_rank,
-            limits.merge.is_mixed,
             limits.cold_start.num_groups,
             max_bytes,
         )
@@ -179,7 +174,6 @@ class StepGraphs:
         """Nothing more is captured."""
         self._segments: LoraSegments | None = None
         self._rank = 0
-        self._num_scales = 1
         self.ran: Bucket | None = None
         """What the last step ran in; None: eagerly."""
 
@@ -215,7 +209,7 @@ class StepGraphs:
         """The steps that ``capture_all`` captures, on padding, by a forward pass of fewer layers; the first so
         many, one for each rank, tell whether kernels have been compiled."""
         buckets = self._ahead_of_time()
-        firsts = {(bucket.max_rank, bucket.num_scales): bucket for bucket in reversed(buckets)}
+        firsts = {bucket.max_rank: bucket for bucket in reversed(buckets)}
         ordered = [*firsts.values(), *(bucket for bucket in buckets if bucket not in firsts.values())]
 
         def rehearse(bucket: Bucket) -> None:
@@ -231,11 +225,8 @@ class StepGraphs:
     def _ahead_of_time(self) -> list[Bucket]:
         """What is captured at the start: decoding steps, which gain most where there is no room for all, and of
         each kind the largest first, whose memory the others use again."""
-        kinds = [(rank, 1) for rank in self._common_ranks]
-        if self._limits.has_second_scales:
-            kinds += [(rank, 2) for rank in self._common_ranks if rank]
         sizes = [*((size, size) for size in self._sizes), *map(self._mixed_size, self._mixed)]
-        wanted = {Bucket(*size, *kind) for kind in kinds for size in sizes}
+        wanted = {Bucket(*size, rank) for rank in self._common_ranks for size in sizes}
         return sorted(wanted, key=lambda each: (each.is_decoding, dataclasses.astuple(each)), reverse=True)
 
     @property
@@ -284,9 +275,8 @@ class StepGraphs:
         if inputs.lora is not self._segments:
             self._segments = inputs.lora
             self._rank = int(inputs.lora.records[:, :, 2].max(initial=0))
-            self._num_scales = 2 if inputs.lora.has_second_scales else 1
         fitting = next((rank for rank in self._ranks if self._rank <= rank), None)
-        return None if fitting is None else Bucket(*size, fitting, self._num_scales)
+        return None if fitting is None else Bucket(*size, fitting)
 
     def _size(self, num_tokens: int, num_rows: int) -> tuple[int, int] | None:
         if num_rows > self._limits.max_num_seqs:
@@ -385,7 +375,7 @@ class StepGraphs:
         cells = self._tables.cells
         lora = None
         if bucket.max_rank:
-            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device, bucket.num_scales)
+            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device)
         numbers, wanted = self._numbers(bucket)
         gates = self._gates_of(bucket)
         before_layer = None if gates is None else gates.before_layer(wanted)

@@ -18,7 +18,7 @@ from manylora.executor.sequences import Composition, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.types import AdapterId
+from manylora.types import BASE, AdapterId
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -183,7 +183,8 @@ class InputBuilder:
         self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray
     ) -> tuple[LoraSegments | None, tuple[AdapterId, ...]]:
         """The runs of equal ``adapters`` among sorted rows, with these, but for those that the weights are right
-        for: the merged adapter's, where one is, else the base model's."""
+        for: the merged adapter's, where one is, else the base model's. Raises ValueError where others stand beside
+        the merged adapter's."""
         edges = np.flatnonzero(np.concatenate(([True], adapters[1:] != adapters[:-1])))
         start = first[edges]
         length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)
@@ -191,6 +192,8 @@ class InputBuilder:
         edges, start, length = edges[others], start[others], length[others]
         if len(edges) == 0:
             return None, ()
+        if self._tables.merged != BASE:
+            raise ValueError(f"the step has rows of others than the merged adapter {self._tables.merged}")
         names = adapters[edges].tolist()
         rows = self._tables.rows(names)
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())

@@ -81,7 +81,7 @@ def measure_merging(
         for num_rows, num_tokens in _sizes(limits):
             if steps and time.perf_counter() - steps_began > _MOST_S:
                 break
-            steps.append(_times(rig, num_rows, num_tokens, limits.merge.is_mixed))
+            steps.append(_times(rig, num_rows, num_tokens))
     except RuntimeError as error:
         _log.warning("merging was not measured: %s", error)
         return MergeTimes(steps_wait)
@@ -124,13 +124,12 @@ def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
         yield 1, chunk
 
 
-def _times(rig: _Rig, num_rows: int, num_tokens: int, is_mixed: bool) -> StepTimes:
+def _times(rig: _Rig, num_rows: int, num_tokens: int) -> StepTimes:
     unmerged_s = rig.steps(num_rows, num_tokens, _MERGED)
     rig.switch(_MERGED)
     merged_s = rig.steps(num_rows, num_tokens, _MERGED)
-    mixed_s = rig.steps(num_rows, num_tokens, _OTHER) if is_mixed else 0.0
     rig.switch(BASE)
-    return StepTimes(num_rows, num_tokens, unmerged_s, merged_s, mixed_s)
+    return StepTimes(num_rows, num_tokens, unmerged_s, merged_s)
 
 
 class _Rig:

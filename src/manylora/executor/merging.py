@@ -203,10 +203,10 @@ class MergedWeights:
     def _rows(self, adapter: AdapterId) -> MergeRows:
         """Of the adapter, which is resident; the base's are none."""
         count = len(self._geometry.projections)
-        records = np.zeros((count, 4), np.int64)
-        scales = np.zeros((count, 2, self._geometry.page.layers), np.float32)
+        records = np.zeros((count, 3), np.int64)
+        scales = np.zeros((count, self._geometry.page.layers), np.float32)
         if adapter != BASE:
-            (records,), (scales,) = self._tables.entries(np.array([self._tables.own_row(adapter)]))
+            (records,), (scales,) = self._tables.entries(self._tables.rows([adapter]))
         self._tables.send()
         plan = MergePlan(records[:, 2] > 0, records, scales, self._tables.cells, self._geometry)
         pool = self._arena.pool

@@ -55,7 +55,7 @@ class RankedMerging:
         """The plan's adapter, whose cells lie in the pool, as this rank's part of the weights needs it."""
         if not self._sharded or not plan.records[:, 2].any():
             return MergeRows(dataclasses.replace(plan, geometry=self.geometry), pool)
-        layout = layout_for(plan.records[:, 2].tolist(), plan.scales[:, 0], self.geometry)
+        layout = layout_for(plan.records[:, 2].tolist(), plan.scales, self.geometry)
         target = pool.new_zeros((layout.num_pages, *pool.shape[1:]))
         offsets = cell_offsets(layout, self.geometry, range(layout.num_pages))
         cells = torch.from_numpy(offsets).to(plan.cells.device)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from manylora.adapters.pack import AdapterLayout
-from manylora.adapters.pairs import Placed, correction, nothing
 from manylora.devices.device import Device
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.types import BASE, AdapterId
@@ -60,20 +58,21 @@ class RangeAllocator:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Held:
-    """An entry: its row, its first cell in the table, and what it was made of."""
+    """An entry: its row, its first cell in the table, and what it was made of (``offsets``: as of
+    ``cell_offsets``)."""
 
     row: int
     first: int
-    placed: Placed
+    layout: AdapterLayout
+    offsets: np.ndarray
 
 
 class AdapterTables:
     """Entries of resident adapters. Used by the step loop's thread only; writes are ordered with its steps.
 
     What entries say of cells is on the device after ``send``, which comes before whatever reads ``cells`` there.
-    While an adapter is merged into the base's weights its own rows need no entry, and all others, the base's too,
-    need one that takes it off again (``pair``). ``version`` changes whenever an entry does: what was built from an
-    older one is to be built again.
+    While an adapter is merged into the base's weights, its own rows alone may run, and need no entry. ``version``
+    changes whenever an entry does: what was built from an older one is to be built again.
     """
 
     def __init__(self, device: Device, geometry: AdapterGeometry) -> None:
@@ -81,13 +80,10 @@ class AdapterTables:
         self._geometry = geometry
         self._ranges = RangeAllocator(_FIRST_CELLS)
         self._held: dict[AdapterId, _Held] = {}
-        self._paired: dict[
-            AdapterId, _Held
-        ] = {}  # by the adapter beside the merged one; BASE: beside it none
         self._free_rows: list[int] = []
         num_projections = len(geometry.projections)
-        self._records = np.zeros((0, num_projections, 4), dtype=np.int64)
-        self._scales = np.zeros((0, num_projections, 2, geometry.page.layers), dtype=np.float32)
+        self._records = np.zeros((0, num_projections, 3), dtype=np.int64)
+        self._scales = np.zeros((0, num_projections, geometry.page.layers), dtype=np.float32)
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
         self._unsent: dict[int, _Held] = {}  # entries whose cells the device has not, by row
         self.merged: AdapterId = BASE
@@ -100,64 +96,36 @@ class AdapterTables:
     def put(self, adapter: AdapterId, layout: AdapterLayout, offsets: np.ndarray) -> None:
         """Add an entry, in place of the adapter's old one. ``offsets``: ``cell_offsets`` of its pages."""
         self.drop(adapter)
-        self._held[adapter] = self._enter(Placed(layout, offsets))
+        first = self._take_cells(len(offsets)) if len(offsets) else 0
+        self._held[adapter] = self._written(_Held(self._take_row(), first, layout, offsets))
 
     def drop(self, adapter: AdapterId) -> None:
         """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``. The merged
         adapter's goes when it is merged no longer."""
         if adapter == self.merged:
             self.merge(BASE)
-        for entries in (self._held, self._paired):
-            held = entries.pop(adapter, None)
-            if held is not None:
-                self._leave(held)
+        held = self._held.pop(adapter, None)
+        if held is not None:
+            self._leave(held)
 
     def merge(self, adapter: AdapterId) -> None:
         """This adapter, which is resident, is merged from now on; BASE: none is."""
-        if adapter == self.merged:
-            return
-        for held in self._paired.values():
-            self._leave(held)
-        self._paired = {}
-        self.merged = adapter
-        self.version += 1
-
-    def pair(self, adapters: Iterable[AdapterId]) -> None:
-        """While an adapter is merged: have the entries that rows of these need. Those that are not resident are
-        left to ``rows``."""
-        if self.merged == BASE:
-            return
-        for adapter in adapters:
-            if adapter in self._paired or adapter == self.merged:
-                continue
-            if adapter == BASE:
-                own = nothing(self._geometry)
-            elif adapter in self._held:
-                own = self._held[adapter].placed
-            else:
-                continue
-            merged = self._held[self.merged].placed
-            self._paired[adapter] = self._enter(correction(merged, own, self._geometry))
+        if adapter != self.merged:
+            self.merged = adapter
+            self.version += 1
 
     def rows(self, adapters: list[AdapterId]) -> np.ndarray:
-        """int64 [S]: the adapters' rows, for ``entries``. Raises KeyError for one that is not resident, or, while
-        another is merged, not paired."""
-        entries = self._held if self.merged == BASE else self._paired
-        return np.array([entries[adapter].row for adapter in adapters], dtype=np.int64)
-
-    def own_row(self, adapter: AdapterId) -> int:
-        """The adapter's own row, whatever is merged. Raises KeyError for one that is not resident."""
-        return self._held[adapter].row
+        """int64 [S]: the adapters' rows, for ``entries``. Raises KeyError for one that is not resident."""
+        return np.array([self._held[adapter].row for adapter in adapters], dtype=np.int64)
 
     def entries(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Records int64 [S, P, 4], positions in ``cells``, and scales float32 [S, P, 2, L]: copies."""
+        """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
         return self._records[rows], self._scales[rows]
 
     def send(self) -> None:
         """Have ``cells`` hold what the entries say."""
         for row, held in list(self._unsent.items()):
-            offsets = held.placed.offsets
-            self._device.send(offsets, self.cells[held.first : held.first + len(offsets)])
+            self._device.send(held.offsets, self.cells[held.first : held.first + len(held.offsets)])
             del self._unsent[row]
 
     def close(self) -> None:
@@ -179,25 +147,20 @@ class AdapterTables:
         self.reserve(num_cells)
         self._is_fixed = True
 
-    def _enter(self, placed: Placed) -> _Held:
-        first = self._take_cells(len(placed.offsets)) if len(placed.offsets) else 0
-        return self._written(_Held(self._take_row(), first, placed))
-
     def _written(self, held: _Held) -> _Held:
         """An entry, now that it is one."""
-        layout, offsets = held.placed.layout, held.placed.offsets
-        if len(offsets):
+        if len(held.offsets):
             self._unsent[held.row] = held
-        self._records[held.row] = layout.records + held.first * layout.shifted
-        self._scales[held.row] = layout.scales
+        self._records[held.row] = held.layout.records + held.first * held.layout.shifted
+        self._scales[held.row] = held.layout.scales
         self.version += 1
         return held
 
     def _leave(self, held: _Held) -> None:
         self._free_rows.append(held.row)
         self._unsent.pop(held.row, None)
-        if len(held.placed.offsets):
-            self._ranges.give(held.first, len(held.placed.offsets))
+        if len(held.offsets):
+            self._ranges.give(held.first, len(held.offsets))
         self.version += 1
 
     def _take_cells(self, count: int) -> int:
@@ -214,11 +177,10 @@ class AdapterTables:
         """Have all entries lie one after the other, so that what is free is one piece. Raises RuntimeError where
         that is fewer than so many cells. Steps that were issued before read the table as it was."""
         capacity, end = self._ranges.capacity, 0
-        for entries in (self._held, self._paired):
-            for adapter, held in entries.items():
-                if held.first != end:
-                    entries[adapter] = self._written(dataclasses.replace(held, first=end))
-                end += len(held.placed.offsets)
+        for adapter, held in self._held.items():
+            if held.first != end:
+                self._held[adapter] = self._written(dataclasses.replace(held, first=end))
+            end += len(held.offsets)
         self._ranges = RangeAllocator(capacity)
         if end:
             self._ranges.take(end)

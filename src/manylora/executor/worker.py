@@ -261,8 +261,6 @@ class Worker:
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
             rows = self._sequences.rows(step.rows)
-            if merged != BASE:
-                self._tables.pair(np.unique(self._sequences.adapters[rows.composition.slots]).tolist())
             awaited = self._coming.awaited(step) if step.awaits else None
             cold = self._coming.cold(step) if step.cpu else None
             sampled = self._run(rows, awaited, cold)

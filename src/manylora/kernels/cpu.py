@@ -65,7 +65,7 @@ class CpuAttentionPlan:
 
 
 class _Items(NamedTuple):
-    """One group's segments for the loops; ``scales[l]`` [N, P, 2] is layer l's, ``size`` the numbers that they
+    """One group's segments for the loops; ``scales[l]`` [N, P] is layer l's, ``size`` the numbers that they
     shrink to."""
 
     records: np.ndarray
@@ -112,12 +112,11 @@ class CpuLoraPlan:
         outputs = []
         for place, projection in enumerate(group.projections):
             index = geometry.projections.index(projection)
-            first_a, first_b, rank, second = segments.records[segment, index].tolist()
+            first_a, first_b, rank = segments.records[segment, index].tolist()
             if rank == 0:
                 continue
             pieces.append(_pieces(segments.cells, first_a, rank, group.in_features, geometry))
-            before, after = segments.scales[segment, index][:, :, None]
-            scales.append(np.where(np.arange(rank) < second, before, after))
+            scales.append(np.repeat(segments.scales[segment, index][:, None], rank, axis=1))
             of_b = _pieces(segments.cells, first_b, rank, projection.out_features, geometry)
             outputs.append((slice(*group.offsets[place : place + 2]), rank, of_b))
         start = int(segments.start[segment])
@@ -239,7 +238,7 @@ class CpuOps(ComposedLora):
             last = first + len(group.projections)
             items[group.name] = _Items(
                 np.ascontiguousarray(records[:, first:last]),
-                np.ascontiguousarray(scales[:, first:last].transpose(3, 0, 1, 2)),
+                np.ascontiguousarray(scales[:, first:last].transpose(2, 0, 1)),
                 np.array(group.offsets, np.int64),
                 int(lengths @ records[:, first:last, 2].sum(axis=1)),
             )
@@ -535,7 +534,7 @@ def _compile_loops() -> None:
     """Run every loop once on almost nothing, with the types and layouts that serving uses."""
     zero, one, wide = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 4), np.float32)
     line = np.zeros(4, np.float32)
-    records, scales = np.zeros((1, 1, 4), np.int64), np.zeros((1, 1, 2), np.float32)
+    records, scales = np.zeros((1, 1, 3), np.int64), np.zeros((1, 1), np.float32)
     for pool in (np.zeros(8, np.float32), np.zeros(8, np.int16)):
         loops.store_kv(pool, 0, 8, 1, pool[:4], 4, pool[4:], 4, 4, zero)
         loops.attend(

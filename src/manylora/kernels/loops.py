@@ -89,7 +89,7 @@ def _exp(value: float) -> float:
     p = p * r + np.float32(0.5)
     p = p * r + np.float32(1.0)
     p = p * r + np.float32(1.0)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
 
 
 @fast_loop
@@ -171,15 +171,13 @@ def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
 @fast_loop
 def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
-    rank: int, cell: int, shrunk: np.ndarray, second: int, scales: np.ndarray,
+    rank: int, cell: int, shrunk: np.ndarray, scale: np.float32,
 ) -> None:  # fmt: skip
-    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them;
-    the scale is ``scales[0]`` in rows before ``second``, else ``scales[1]``."""
+    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them."""
     width = x.shape[1]
     a_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * a_cells
-        scale = scales[0] if j < second else scales[1]
         for t in range(start, stop, 4):
             # Past the end the last token is computed again: cheaper than a branch inside the loop.
             t1, t2, t3 = min(t + 1, stop - 1), min(t + 2, stop - 1), min(t + 3, stop - 1)
@@ -234,7 +232,7 @@ def shrink_lora(
 ) -> None:  # fmt: skip
     """scale * (x[t] A_p) of every token t of every item and every projection p, one after another in ``shrunk``.
 
-    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 4] and ``scales`` float32
+    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32
     [N, P, 2] as in LoraSegments, of one group's projections and one layer; ``offset``: the layer's, in elements;
     ``shrunk`` float32 [sum of tokens * ranks].
     """
@@ -247,8 +245,7 @@ def shrink_lora(
                 continue
             end = begin + (stop - start) * rank
             mine = shrunk[begin:end].reshape((stop - start, rank))
-            second, both = records[item, p, 3], scales[item, p]
-            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, mine, second, both)
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, mine, scales[item, p])
             begin = end
 
 

@@ -40,13 +40,11 @@ class LoraSegments:
     """Runs of tokens that share an adapter; tokens in no segment belong to the base model.
 
     ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
-    ``records`` int64 [S, P, 4]: per segment and projection (table order of AdapterGeometry.projections):
-    (position of its first A cell in ``cells``, position of its first B cell, rank, the rank row at which the
-    second scale begins); rank 0: not adapted; the rank again: no row has the second scale. So one segment may
-    hold the rows of two adapters, one after the other.
+    ``records`` int64 [S, P, 3]: per segment and projection (table order of AdapterGeometry.projections):
+    (position of its first A cell in ``cells``, position of its first B cell, rank); rank 0: not adapted.
     A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
     ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
-    ``scales`` float32 [S, P, 2, L]: lora_alpha / r (or rsLoRA's) per layer, the first and the second; finite.
+    ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer; finite.
     ``cells`` int64 tensor on the device: at how many adapter elements into the pool a cell's *layer 0* begins, a
     multiple of ``geometry.alignment``; layer l lies ``l * geometry.slab_elements`` further. Shared by all steps.
     """
@@ -56,16 +54,6 @@ class LoraSegments:
     records: np.ndarray
     scales: np.ndarray
     cells: torch.Tensor
-
-    @property
-    def has_second_scales(self) -> bool:
-        return bool((self.records[..., 3] < self.records[..., 2]).any())
-
-    def row_scales(self, segment: int, projection: int, layer: int) -> np.ndarray:
-        """float32 [rank]: the scale of each rank row."""
-        rank, second = self.records[segment, projection, 2:].tolist()
-        first_scale, second_scale = self.scales[segment, projection, :, layer]
-        return np.asarray(np.where(np.arange(rank) < second, first_scale, second_scale))
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
         """The segments of these tokens alone, ascending int [M]; None where none of them has an adapter."""
@@ -83,8 +71,8 @@ class LoraSegments:
 class MergePlan:
     """One pass over the base's weights: which projections' rows are written, and of which adapter.
 
-    ``wanted`` bool [P]: others keep theirs. ``records`` int64 [P, 4] and ``scales`` float32 [P, 2, L]: a
-    segment's, as in LoraSegments, without rows of the second scale. Rank 0: the rows become the pristine ones,
+    ``wanted`` bool [P]: others keep theirs. ``records`` int64 [P, 3] and ``scales`` float32 [P, L]: a
+    segment's, as in LoraSegments. Rank 0: the rows become the pristine ones,
     bit for bit. ``cells``: LoraSegments'.
     """
 
@@ -100,8 +88,8 @@ class MergePlan:
         for place, projection in enumerate(group.projections):
             index = self.geometry.projections.index(projection)
             if self.wanted[index]:
-                first_a, first_b, rank, _ = self.records[index].tolist()
-                scale = float(self.scales[index, 0, layer])
+                first_a, first_b, rank = self.records[index].tolist()
+                scale = float(self.scales[index, layer])
                 found.append(MergePart(place, projection, first_a, first_b, rank, scale))
         return found
 

@@ -45,19 +45,16 @@ def ops_for(
         return CpuOps()
     if device.type == "cuda":
         from manylora.kernels.triton.decode_table import stored_table
-        from manylora.kernels.triton.dependent import can_depend
         from manylora.kernels.triton.operations import TritonOps
         from manylora.kernels.triton.products import products_on
 
         products = products_on(device)
-        dependent = products.depends and can_depend(device)
         if attention is None:
-            return TritonOps(products=products, dependent=dependent)
+            return TritonOps(products=products)
         name = torch.get_device_module(device).get_device_properties(device).name
         return TritonOps(
             products=products,
             decoding=stored_table(name, attention.heads // attention.kv_heads, attention.head_dim),
             prompts=serving_prompts(attention, device),
-            dependent=dependent,
         )
     raise ValueError(f"no kernels for device type {device.type!r}: use cpu or cuda")

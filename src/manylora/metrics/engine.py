@@ -104,9 +104,8 @@ def _pages(view: _View) -> Samples:
 
 def _steps(view: _View) -> Samples:
     counters = view.stats.counters
-    merged, mixed = counters.steps_merged, counters.steps_mixed
-    unmerged = view.stats.meters.steps - merged - mixed
-    for mode, count in (("unmerged", unmerged), ("merged", merged), ("mixed", mixed)):
+    merged = counters.steps_merged
+    for mode, count in (("unmerged", view.stats.meters.steps - merged), ("merged", merged)):
         yield (view.base, mode), count
 
 
@@ -218,7 +217,7 @@ _COUNTERS: tuple[_Row, ...] = (
      lambda view: [((client.name,), client.service) for client in view.stats.gauges.clients],
      "Weighted tokens that a client was served."),
     ("manylora:steps{model_name,mode}", _steps,
-     "Steps run: without a merged adapter (unmerged), of the merged one alone (merged), with others (mixed)."),
+     "Steps run: without a merged adapter (unmerged), or on its weights (merged)."),
     ("manylora:merge_switches{to}", _each("counters.switches_{}", "merged", "base"),
      "Changes of what is merged, by what it is then."),
     ("manylora:cold_starts{mode,source}", _cold_starts,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
 from manylora.executor.merge_times import RANK, measure_change
-from manylora.executor.ranks.start import build_ranks, kind_of, pads_steps
+from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
 from manylora.models.spec import ModelConfig
 from manylora_lab.bench.profile_rig import rounded
@@ -35,11 +35,9 @@ def measure_merging(
     progress: Callable[[str, int, int], None],
 ) -> Merging:
     """Switches with the copy in either place, and steps with it on the device. ``engine``: settings by flag name.
-    Of several ranks that capture their steps, mixed ones are left out, beside which these capture nothing. Raises
-    ConfigError."""
+    Raises ConfigError."""
     plain = build_settings(engine)[0]
     count = plain.tensor_parallel_size
-    is_mixed = count == 1 or not pads_steps(plain, kind_of(plain.model.device, count))
     held = held_shape(shape, count)
     switches: list[SwitchPoint] = []
     modes: tuple[ModePoint, ...] = ()
@@ -50,8 +48,6 @@ def measure_merging(
     for done, copy in enumerate(places):
         progress("merging", done, len(places))
         asked: dict[str, Any] = {"merge": "manylora", "merge_copy": copy}
-        if is_mixed:
-            asked |= {"merge_minority": "mixed", "merge_mixed_16bit": True}
         build = build_worker if count == 1 else build_ranks
         worker, policy, _ = build(build_settings({**engine, **asked})[0])
         try:
@@ -76,7 +72,7 @@ def measure_merging(
             modes = tuple(
                 ModePoint(
                     step.num_rows, step.num_tokens, num_bytes,
-                    rounded(step.unmerged_s), rounded(step.merged_s), rounded(step.mixed_s),
+                    rounded(step.unmerged_s), rounded(step.merged_s),
                 )
                 for step in times.steps
             )  # fmt: skip

@@ -57,7 +57,6 @@ class _Adapted(NamedTuple):
     first_a: int
     first_b: int
     rank: int
-    second: int
 
 
 def _parts(group: ProjectionGroup, plan: ReferenceLoraPlan) -> Iterator[_Adapted]:
@@ -65,10 +64,10 @@ def _parts(group: ProjectionGroup, plan: ReferenceLoraPlan) -> Iterator[_Adapted
     for segment, (start, length) in enumerate(zip(segments.start.tolist(), segments.length.tolist())):
         for place, projection in enumerate(group.projections):
             index = geometry.projections.index(projection)
-            first_a, first_b, rank, second = segments.records[segment, index].tolist()
+            first_a, first_b, rank = segments.records[segment, index].tolist()
             if rank:
                 tokens = slice(start, start + length)
-                yield _Adapted(segment, tokens, place, index, first_a, first_b, rank, second)
+                yield _Adapted(segment, tokens, place, index, first_a, first_b, rank)
 
 
 class ReferenceOps(ComposedLora):
@@ -173,14 +172,8 @@ class ReferenceOps(ComposedLora):
                 self._rows(pool, y.dtype, layer, geometry, segments.cells, part.first_b, part.rank, width)
             )
             columns = y[part.tokens, first : first + width]
-            total = wide(columns)
-            for rows, scale in zip(
-                (slice(part.second), slice(part.second, part.rank)),
-                segments.scales[part.segment, part.entry, :, layer].tolist(),
-            ):
-                if rows.start != rows.stop:
-                    total = total + values[:, rows] @ b[rows] * scale
-            columns.copy_(total)
+            scale = float(segments.scales[part.segment, part.entry, layer])
+            columns.copy_(wide(columns) + values @ b * scale)
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan

@@ -16,7 +16,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary
@@ -115,11 +114,11 @@ def lora(
     x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    scales: np.ndarray | float,
+    scale: float,
     parts: Sequence[slice] = (slice(None),),
 ) -> Bounded:
-    """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out],
-    ``scales`` [rank], or one for all rows. ``parts``: inputs that are shrunk each by themselves and added up.
+    """What one adapter adds to one projection of its tokens, as stored; ``a`` [rank, in], ``b`` [rank, out].
+    ``parts``: inputs that are shrunk each by themselves and added up.
 
     What shrinking gives, the sum of its parts and that times the scale may each have been stored before
     expanding."""
@@ -128,8 +127,7 @@ def lora(
     shrunk = first
     for other in others:
         shrunk = shrunk.plus(other).rounded(dtype)
-    scale = torch.as_tensor(scales, dtype=torch.float64, device=x.device)
-    scaled = Bounded(shrunk.exact * scale, shrunk.error * scale.abs()).rounded(dtype)
+    scaled = Bounded(shrunk.exact * scale, shrunk.error * abs(scale)).rounded(dtype)
     return product(scaled, b, dtype).rounded(dtype)
 
 

@@ -300,7 +300,7 @@ def notes_of(configs: Mapping[str, PolicyConfig], target: SimulatedTarget) -> li
     if any(config.queue.has_priorities for config in configs.values()):
         notes.append("a workload has no priorities: all requests have the usual one, 0")
     if any(config.merge.is_on and target.merge_times(config) is None for config in configs.values()):
-        notes.append("merged and mixed steps were not measured: they are priced by steps of the base alone")
+        notes.append("merged steps were not measured: they are priced by steps of the base alone")
     if target.profile is None:
         return notes
     measured, depth = target.profile.page_tokens, target.profile.steps_in_flight

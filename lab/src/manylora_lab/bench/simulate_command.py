@@ -42,7 +42,7 @@ FLAG_NAMES = (
     "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
     "scheduling_policy", "priority_floor", "priority_age", "fairness", "fair_by", "fair_weights", "fair_share",
     "adapter_batch_limit", "merge_copy", "merge_minority",
-    "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
+    "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
     "max_prefills_per_step", "kept_share",
     "cold_start", "cold_start_stall", "cpu_lora_workers", "copy_limit",
 )  # fmt: skip

@@ -119,15 +119,15 @@ def merging(grown: Mapping[str, float]) -> dict[str, float] | None:
         names = [name for name in grown if name.startswith(metric) and all(label in name for label in labels)]
         return grown.get(field, sum(grown[name] for name in names))
 
-    modes = {mode: of(f"steps_{mode}", _STEPS, f'mode="{mode}"') for mode in ("merged", "mixed")}
+    num_merged = of("steps_merged", _STEPS, 'mode="merged"')
     total = of("steps", _STEPS)
     switches = {to: of(f"switches_{to}", _SWITCHES, f'to="{to}"') for to in ("merged", "base")}
-    if not total or not any((*modes.values(), *switches.values())):
+    if not total or not any((num_merged, *switches.values())):
         return None
     longest_s = next((grown[name] for name in _LONGEST if name in grown), None)
     return {
-        "steps_unmerged": 1 - sum(modes.values()) / total,
-        **{f"steps_{mode}": count / total for mode, count in modes.items()},
+        "steps_unmerged": 1 - num_merged / total,
+        "steps_merged": num_merged / total,
         **{f"switches_{to}": count for to, count in switches.items()},
         "switch_s": of("merge_switch_s", "manylora:merge_switch_seconds_total"),
         "paused_s": of("paused_s", "manylora:paused_seconds_total"),

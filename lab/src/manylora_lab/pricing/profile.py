@@ -108,14 +108,13 @@ class SwitchPoint:
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModePoint:
     """A step with one adapter of ``adapter_bytes`` on all rows, as an engine measures it before serving: unmerged
-    (``seconds``), with that adapter merged, and with another one merged; 0 where that was not measured."""
+    (``seconds``), and with that adapter merged."""
 
     num_rows: int
     num_tokens: int
     adapter_bytes: int
     seconds: float
     merged_s: float
-    mixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -78,7 +78,7 @@ class LoraRig:
     def clear_b(self, case: LoraBatch, layer: int, model: int, rank: int) -> None:
         """Zeros in B of one model's rows from ``rank`` on: its product is then that of an adapter of this rank."""
         geometry, records = self.geometry, case.segments.records
-        _, first_b, rows, _ = records[model, 0].tolist()
+        _, first_b, rows = records[model, 0].tolist()
         cells_a_row = geometry.cells(self.h2)
         cells = case.segments.cells[first_b + rank * cells_a_row : first_b + rows * cells_a_row]
         begins = cells + layer * geometry.slab_elements
@@ -111,7 +111,7 @@ class LoraRig:
         for model in range(len(case.counts)):
             rows_a, rows_b = adapter_of(self.pool, layer, 0, model, case.segments, self.geometry)
             a.append(rows_a.T)
-            b.append(rows_b * float(case.segments.scales[model, 0, 0, layer]))
+            b.append(rows_b * float(case.segments.scales[model, 0, layer]))
         return torch.stack(a), torch.stack(b)
 
     def seconds(self, steps: Sequence[Step], repeats: int) -> list[float]:

@@ -40,10 +40,7 @@ SYSTEMS: dict[str, tuple[CacheConfig, MergeConfig]] = {
     "dlora, patient": (CacheConfig(), MergeConfig("dlora", copy="device", starve_s=1e4)),
     "manylora": (CacheConfig(), MergeConfig("manylora", copy="device")),
     "manylora, wait": (CacheConfig(), MergeConfig("manylora", copy="device", minority="wait")),
-    "manylora, mixed": (
-        CacheConfig(), MergeConfig("manylora", copy="device", minority="mixed", mixed_16bit=True)
-    ),
-}  # fmt: skip
+}
 """What keeps pages, and when an adapter is merged; copies of the base's weights lie on the device, out of the
 pool. ``dlora, patient``: starvation acts after hours only, as in dLoRA's artifact, where credits hardly act."""
 FREE = "free switching"
@@ -158,7 +155,6 @@ def simulate(
         "ttft_mean_s": round(statistics.fmean(outcome.ttft_s for outcome in outcomes), 5),
         "tokens_per_s": round(sum(tokens) / max(outcome.end_s for outcome in outcomes), 2),
         "steps_merged": of_merging.get("steps_merged", 0.0),
-        "steps_mixed": of_merging.get("steps_mixed", 0.0),
         "switches": of_merging.get("switches_merged", 0) + of_merging.get("switches_base", 0),
         "switch_share": round(switch_s / (switch_s + costs.steps_s), 5),
         "longest_pause_s": of_merging.get("longest_pause_s", 0.0),

@@ -33,7 +33,7 @@ PROMPT = 64
 NUM_ADAPTERS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 MOST_PAUSELESS = ("unmerged", "manylora", FREE)
-SYSTEMS = ("unmerged", "merged", "dlora", "manylora", "manylora, wait", "manylora, mixed", FREE)
+SYSTEMS = ("unmerged", "merged", "dlora", "manylora", "manylora, wait", FREE)
 MEMORY_GIB, SHORT_GIB = 40, 14
 """For pages and a copy of the weights, which is 12.1 GiB; of 14 GiB it leaves room for some 20 requests of 32."""
 LOAD_S = 30.0

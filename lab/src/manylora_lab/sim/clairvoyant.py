@@ -57,13 +57,11 @@ class Hindsight(NamedTuple):
 class Clairvoyant:
     """Told of a run's commands in order; ``hindsight`` may be asked at any time.
 
-    An adapter's weights fit a step whose rows are all its own; any step, where steps may be mixed; the base's
-    fit every step.
+    An adapter's weights fit a step whose rows are all its own; the base's fit every step.
     """
 
     def __init__(self, merge: MergeConfig) -> None:
         self._times = StepSeconds(merge.times)
-        self._is_mixed = merge.is_mixed
         self._adapters: dict[SequenceId, AdapterId] = {}
         self._best: dict[AdapterId, float] = {
             BASE: 0.0
@@ -112,8 +110,6 @@ class Clairvoyant:
 
     def _states(self, shape: StepShape) -> set[AdapterId]:
         """The weights on which the step could have run."""
-        if self._is_mixed:
-            return {*self._best, *shape.rows, BASE}
         return {*shape.rows, BASE} if len(shape.rows) == 1 else {BASE}
 
     def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:

@@ -46,35 +46,30 @@ class MergeCosts:
     """What a step takes on merged weights, by its tokens, as measured with one adapter, beside ``StepCosts``.
 
     ``change_s``: a switch from one adapter to another. For each of the ascending ``num_tokens``: ``merged``, a
-    merged step over one of the base alone by ``StepCosts``; ``corrections``, what correcting rows adds over what
-    both adapters' bytes add by it. Between two sizes it is between theirs.
+    merged step over one of the base alone by ``StepCosts``. Between two sizes it is between theirs.
     """
 
     change_s: float
     num_tokens: tuple[int, ...]
     merged: tuple[float, ...]
-    corrections: tuple[float, ...]
 
-    def step_s(self, num_tokens: int, base_s: float, adapters_s: float) -> float:
-        """A step that takes ``base_s`` on the base alone and ``adapters_s`` more for what is corrected."""
+    def step_s(self, num_tokens: int, base_s: float) -> float:
+        """A merged step that takes ``base_s`` on the base alone."""
         sizes = self.num_tokens
         place = bisect.bisect_left(sizes, num_tokens)
         high = min(place, len(sizes) - 1)
         low = max(high - 1, 0) if place < len(sizes) else high
         part = (num_tokens - sizes[low]) / (sizes[high] - sizes[low]) if high > low else 0.0
         part = max(part, 0.0)
-        merged = self.merged[low] + part * (self.merged[high] - self.merged[low])
-        corrections = self.corrections[low] + part * (self.corrections[high] - self.corrections[low])
-        return merged * base_s + corrections * adapters_s
+        return (self.merged[low] + part * (self.merged[high] - self.merged[low])) * base_s
 
 
 class SimulatedDevice:
     """Prices commands. Moments are seconds of the caller's clock, which never goes back. A new device that is
     told the same at the same moments takes as long: what is drawn comes from one seed.
 
-    A switch of what is merged takes ``switches`` of the compute timeline. Rows of the merged adapter go through no
-    adapter's bytes, those of others through their own and the merged one's; ``merging`` says how far that is from
-    what was measured, where it was.
+    A switch of what is merged takes ``switches`` of the compute timeline. Merged steps read no adapter's
+    bytes; ``merging`` says how far that is from what was measured, where it was.
 
     ``kernel``: which adapters' bytes a step reads. shared: those of each distinct one, once. mbgmv: those of each
     row's, also where rows share one. bgmv: for each row as many as the largest one has (CaraServe §2.3).
@@ -147,9 +142,7 @@ class SimulatedDevice:
                 decodes -= 1
                 prefill += num_tokens
                 pairs += prefill_pairs(first, num_tokens)
-            if step.merged != BASE:
-                num_bytes = 0 if adapter == step.merged else num_bytes + self._adapter_bytes[step.merged]
-            if num_bytes:
+            if num_bytes and step.merged == BASE:
                 adapters[adapter] = num_bytes
                 token_bytes += num_tokens * num_bytes
             if num_samples:
@@ -161,8 +154,7 @@ class SimulatedDevice:
         costs = self._costs
         seconds = costs.step_s(work)
         if step.merged != BASE and self._merging is not None:
-            base_s = costs.step_s(step_work((decodes, prefill, kv, 0, 0, pairs, 0)))
-            seconds = self._merging.step_s(decodes + prefill, base_s, seconds - base_s)
+            seconds = self._merging.step_s(decodes + prefill, seconds)
         factors = costs.spread.prefills if prefill else costs.spread.decodes
         if factors:
             seconds *= self._drawn(factors)

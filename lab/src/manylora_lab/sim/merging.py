@@ -28,7 +28,7 @@ def measured_times(profile: Profile, *, on_host: bool) -> MergeTimes | None:
     if not profile.modes or not {_MERGE, _RESTORE, _CHANGE} <= switches.keys():
         return None
     steps = tuple(
-        StepTimes(point.num_rows, point.num_tokens, point.seconds, point.merged_s, point.mixed_s)
+        StepTimes(point.num_rows, point.num_tokens, point.seconds, point.merged_s)
         for point in profile.modes
     )
     return MergeTimes(on_host, switches[_MERGE], switches[_RESTORE], steps)
@@ -46,15 +46,12 @@ def measured_costs(profile: Profile, costs: StepCosts, *, on_host: bool) -> Merg
         if point.on_host == on_host and (point.from_adapter, point.to_adapter) == _CHANGE
     )
     points = {point.num_tokens: point for point in sorted(profile.modes, key=lambda point: -point.num_rows)}
-    sizes, merged, corrections = sorted(points), [], []
+    sizes, merged = sorted(points), []
     for size in sizes:
         point = points[size]
         priced = _step(costs, point.adapter_bytes, size, point.num_rows == size)
         merged.append(point.merged_s / point.seconds * priced.unmerged_s / priced.merged_s)
-        added_s = priced.mixed_s - priced.merged_s
-        measured_s = (point.mixed_s - point.merged_s) / point.seconds * priced.unmerged_s
-        corrections.append(max(measured_s / added_s, 0.0) if added_s > 0 and point.mixed_s else 1.0)
-    return MergeCosts(change_s, tuple(sizes), tuple(merged), tuple(corrections))
+    return MergeCosts(change_s, tuple(sizes), tuple(merged))
 
 
 DEVICE_SHARE = 0.15
@@ -122,4 +119,4 @@ def _step(costs: StepCosts, adapter_bytes: int, num_tokens: int, is_decode: bool
         return costs.step_s(StepWork(decodes, prefill, kv_tokens, *adapters))
 
     num_rows = num_tokens if is_decode else 1
-    return StepTimes(num_rows, num_tokens, seconds(adapter_bytes), seconds(0), seconds(2 * adapter_bytes))
+    return StepTimes(num_rows, num_tokens, seconds(adapter_bytes), seconds(0))

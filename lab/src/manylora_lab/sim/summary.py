@@ -74,7 +74,7 @@ def merging_of(replicas: Sequence[Counters]) -> dict[str, float] | None:
     """What replicas merged, by what each has counted since it began; None where they may not merge."""
     counts = [numbers_of(each) for each in replicas]
     total = {name: sum(each[name] for each in counts) for name in counts[0]}
-    num_steps = {mode: total[f"steps_{mode}"] for mode in ("unmerged", "merged", "mixed")}
+    num_steps = {mode: total[f"steps_{mode}"] for mode in ("unmerged", "merged")}
     if not sum(num_steps.values()):
         return None
     return {

@@ -30,7 +30,7 @@ from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_shar
 from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.select import open_device
-from manylora.executor.build import CopyOfWeights, check_mixed, with_gates
+from manylora.executor.build import CopyOfWeights, with_gates
 from manylora.executor.graphs import graph_bytes
 from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
@@ -131,7 +131,6 @@ def _planned(settings: EngineSettings) -> _Plan:
     kind = kind_of(settings.model.device, count)
     settings = with_gates(settings, kind, kind == "cuda" and launches_wait())
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
-    check_mixed(settings.scheduler.merge, dtype)
     sharding = lora_sharding_of(settings.lora_sharding, count)
     share = ModelShare(config, RankPlace(0, count), sharding == "sharded")
     lies = settings.cache.page_tokens, dtype.itemsize
@@ -149,13 +148,7 @@ def _planned(settings: EngineSettings) -> _Plan:
 
 def pads_steps(settings: EngineSettings, kind: Kind) -> bool:
     """Whether ranks run steps at fixed sizes and capture them."""
-    if kind == "cpu" or settings.cuda_graphs == "off":
-        return False
-    if settings.scheduler.merge.is_mixed:
-        # Entries beside a merged adapter may be more than a table has room for that must stay where it is.
-        _log.warning("steps of several ranks are not captured with --merge-minority mixed")
-        return False
-    return True
+    return kind != "cpu" and settings.cuda_graphs != "off"
 
 
 def _begin(plan: _Plan, registry_path: Path | None) -> Begin:

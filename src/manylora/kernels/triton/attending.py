@@ -19,7 +19,6 @@ from manylora.kernels.triton.attention_plans import (
 from manylora.kernels.triton.attention_tables import BLOCK_TOKENS
 from manylora.kernels.triton.counters import LaunchCounters
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
-from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
 
@@ -39,7 +38,7 @@ class PagedAttention:
     """Attention on one device. Calls must be ordered on the device: they share counters.
 
     ``programs``: how many programs keep the device busy. ``prompts``: serves long ones in steps that are not
-    captured, if given. ``dependent``: decoding begins while the kernel before it ends.
+    captured, if given.
     """
 
     def __init__(
@@ -47,12 +46,10 @@ class PagedAttention:
         programs: int,
         decoding: DecodeTable | None = None,
         prompts: ComingPrompts | PromptAttention | None = None,
-        dependent: bool = False,
     ) -> None:
         self._programs = programs
         self._decoding = decoding or DecodeTable()
         self._prompts = prompts
-        self._launching = launch_options(dependent)
         self._counters = LaunchCounters()
 
     def close(self) -> None:
@@ -149,7 +146,6 @@ class PagedAttention:
             WINDOWED=window is not None,
             PRECISION=precision(q.dtype),
             **sizes,
-            **self._launching,
         )
 
 

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from manylora.kernels.triton.dependent import ask_for
 
 RECORD = tl.constexpr(8)
 
@@ -57,7 +54,6 @@ def attend_kernel(
     TILE_BLOCK_N: tl.constexpr,
     TILE_STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (pieces * TILE / BLOCK_Q, kv_heads), or the other way round where TILE > 1: then the first records'
@@ -66,8 +62,6 @@ def attend_kernel(
     float32 ``partial`` [places, heads, DIM] and ``statistics`` [places, heads, 2] (largest exponent, sum);
     ``arrivals`` int32 [counters, TILE / BLOCK_Q, kv_heads] is zero before and after. BLOCK_N and STAGES are for
     tiles of one query, TILE_BLOCK_N and TILE_STAGES for others; ``scale_log2`` is positive."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     PARTS: tl.constexpr = TILE // BLOCK_Q
     if TILE == 1:
         program, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -77,8 +71,6 @@ def attend_kernel(
     part = program % PARTS
     tokens = tl.load(record + 2)
     if tokens <= part * BLOCK_Q:
-        if DEPENDENT:
-            gdc_wait()
         return
     several = tokens > 1 if TILE > 1 else False
     if several:
@@ -112,7 +104,6 @@ def attend_kernel(
             TILE_BLOCK_N,
             TILE_STAGES,
             WINDOWED,
-            DEPENDENT,
             PRECISION,
         )
     else:
@@ -146,7 +137,6 @@ def attend_kernel(
             BLOCK_N,
             STAGES,
             WINDOWED,
-            DEPENDENT,
             PRECISION,
         )
 
@@ -182,7 +172,6 @@ def _attend(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program's work: queries ``part * BLOCK_Q`` to at most BLOCK_Q more of the record's tile."""
@@ -203,16 +192,6 @@ def _attend(
     begin = low + piece * length
     stop = tl.minimum(begin + length, end)
     keys = pool + layer_offset + kv_head * DIM
-    if DEPENDENT:
-        # No kernel writes the tables, and few of the keys and values are of this step.
-        row_bytes: tl.constexpr = DIM * pool.dtype.element_ty.primitive_bitwidth // 8
-        if (begin < stop) & (row_bytes % 16 == 0):
-            n = tl.minimum(begin + tl.arange(0, BLOCK_N), stop - 1)
-            pages = tl.load(table + n // PAGE_TOKENS).to(tl.int64)
-            rows = keys + pages * page_stride + n % PAGE_TOKENS * token_stride
-            ask_for(rows, row_bytes)
-            ask_for(rows + value_offset, row_bytes)
-        gdc_wait()
 
     m = tl.arange(0, BLOCK_M)
     query = m // HEADS_PADDED

@@ -58,7 +58,7 @@ def attention_plan(
     found = _counted(rows, page, tile, _Wanted.of(page.kv_heads, config, programs))
     pieces = np.empty((found.records, RECORD), dtype=np.int32)
     pages = np.empty(found.pages, dtype=np.int32)
-    _write(rows, page, tile, found, False, pieces, pages)
+    _write(rows, page, tile, found, pieces, pages)
     page_table, records = upload([pages, pieces], device)
     return TritonAttentionPlan(
         page_table,
@@ -131,7 +131,7 @@ class TritonFixedAttention:
         size = self._num_records * RECORD
         stage = upload_buffers(self._memory.device).stage(size + found.pages)
         records, pages = stage.numbers[:size].reshape(-1, RECORD), stage.numbers[size:]
-        _write(rows, self._page, self._tile, found, True, records[: found.records], pages)
+        _write(rows, self._page, self._tile, found, records[: found.records], pages)
         write_rest(records[found.records :], rows.query_start[-1], self._num_tokens, self._tile)
         stage.send(self._memory[: len(stage.numbers)])
 
@@ -166,14 +166,8 @@ def _counted(rows: AttentionRows, page: PageShape, tile: int, wanted: _Wanted) -
 
 
 def _write(
-    rows: AttentionRows,
-    page: PageShape,
-    tile: int,
-    found: Pieces,
-    spreads: bool,
-    records: Table,
-    pages: Table,
+    rows: AttentionRows, page: PageShape, tile: int, found: Pieces, records: Table, pages: Table
 ) -> None:
     write_pieces(
-        rows.query_start, rows.kv_len, rows.page_table, page.page_tokens, tile, found, spreads, records, pages
+        rows.query_start, rows.kv_len, rows.page_table, page.page_tokens, tile, found, records, pages
     )

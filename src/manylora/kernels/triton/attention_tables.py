@@ -20,9 +20,6 @@ LEAST_BLOCKS = 2
 LEAST_TILE_BLOCKS = 12
 """The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
 
-SPREAD = 0.5
-"""Over which part of a captured step's other pieces its tiles are spread: tiles calculate while others read."""
-
 
 class Pieces(NamedTuple):
     """Of a step: its records, and how many of them are of rows with several queries; places and counters of
@@ -94,11 +91,11 @@ def count_pieces(
 @loop
 def write_pieces(
     query_start: np.ndarray, kv_len: np.ndarray, pages: np.ndarray, page_tokens: int, tile: int,
-    found: Pieces, spreads: bool, records: np.ndarray, table: np.ndarray,
+    found: Pieces, records: np.ndarray, table: np.ndarray,
 ) -> None:  # fmt: skip
     """``records`` int32 [found.records, RECORD]: those of tiles of rows with several queries, of the longest
-    contexts first, then those of rows with one, in their order; if ``spreads``, some of each side by side.
-    ``table`` int32 [found.pages]: the rows' pages, one row after the other."""
+    contexts first, then those of rows with one, in their order. ``table`` int32
+    [found.pages]: the rows' pages, one row after the other."""
     first_page = np.empty(len(kv_len), dtype=np.int64)
     place = 0
     for row in range(len(kv_len)):
@@ -119,7 +116,6 @@ def write_pieces(
                 at -= 1
             rows[at], insides[at], contexts[at] = row, inside, context
             number += 1
-    places = _places(found.of_prompts, found.records - found.of_prompts, spreads)
     written, shared, joined = 0, 0, 0
     for number in range(found.tiles + len(kv_len)):
         if number < found.tiles:
@@ -133,7 +129,7 @@ def write_pieces(
         context = kv_len[row] - (query_start[row + 1] - begin)
         pieces = _num_pieces(context + queries, blocks)
         for piece in range(pieces):
-            record = records[places[written]]
+            record = records[written]
             record[0], record[1], record[2], record[3] = first_page[row], begin, queries, context
             record[4], record[5], record[6], record[7] = piece, pieces, shared, joined
             written += 1
@@ -149,20 +145,3 @@ def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> N
     for number, first in enumerate(range(begin, num_tokens, tile)):
         record = records[number]
         record[1], record[2], record[3], record[5] = first, min(num_tokens - first, tile), -tile, 1
-
-
-@loop
-def _places(tiles: int, others: int, spreads: bool) -> np.ndarray:
-    """Where the pieces of tiles and then the others lie among all: these begin at even steps from 0 to 1, and, if
-    ``spreads``, tiles at even steps from 0 to SPREAD."""
-    places = np.arange(tiles + others)
-    if spreads and tiles > 0 and others > 0:
-        tile, other = 0, 0
-        for place in range(tiles + others):
-            if tile < tiles and (other == others or tile * (SPREAD / tiles) <= other / others):
-                places[tile] = place
-                tile += 1
-            else:
-                places[tiles + other] = place
-                other += 1
-    return places

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.dependent import begin_dependent
-
 
 @triton.jit
 def added(one, other):
@@ -32,13 +30,10 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     ADAPTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
     is contiguous in ``residual`` (which becomes x + residual, if ADD), in ``out``, and in ``adapted``, which is
     added to x first, if ADAPTED."""
-    if DEPENDENT:
-        begin_dependent()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < size
@@ -59,10 +54,8 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
     """Grid (T, blocks of columns)."""
-    if DEPENDENT:
-        begin_dependent()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size

@@ -8,14 +8,11 @@ Owns the bound of these waits in time. Does not know what is awaited; later work
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait, globaltimer
+from triton.language.extra.cuda import globaltimer
 
-from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.plans import power_of_two
 
 _LOOK_NS = 100_000
@@ -38,13 +35,10 @@ def pass_gate_kernel(
     FIRST: tl.constexpr,
     HAS_CLOCK: tl.constexpr,
     LOOK_NS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Ends once ``landed`` [2] is at least ``wanted[1:]``, or the step's gates have been shut for ``wanted[0]``
     nanoseconds in all. ``told``: for how many they were, and whether that was too long; the FIRST gate of a step
     begins it anew. All int64. One program."""
-    if DEPENDENT:
-        gdc_wait()  # and lets the next kernel begin at its end alone, which is to find what has landed
     left = tl.load(wanted)
     number = tl.load(wanted + 1)
     following = tl.load(wanted + 2)
@@ -69,14 +63,8 @@ def pass_gate_kernel(
     tl.store(told + 1, was_late | is_late)
 
 
-def pass_gate(
-    landed: torch.Tensor,
-    wanted: torch.Tensor,
-    told: torch.Tensor,
-    is_first: bool,
-    launching: Mapping[str, bool] = launch_options(False),
-) -> None:
-    """Launch it. ``launching``: as ``launch_options`` gives them."""
+def pass_gate(landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool) -> None:
+    """Launch it."""
     pass_gate_kernel[(1,)](
         landed,
         wanted,
@@ -85,7 +73,6 @@ def pass_gate(
         HAS_CLOCK=landed.is_cuda,
         LOOK_NS=_LOOK_NS,
         num_warps=1,
-        **launching,
     )
 
 

@@ -5,9 +5,6 @@ once) and each tile into steps of BLOCK_K; a program takes an equal run of all t
 begin and end (Stream-K, Osama et al. 2023), so that no multiprocessor idles in a last wave. A tile that several
 programs share is added up by the one that arrives last, in the order of the steps: results do not depend on
 timing. The shares' float32 sums go through ``partial``; ``arrivals`` counts, and is left at zero.
-
-A dependent launch (Hopper and later) begins while the kernel before it still runs, and asks for its first weights,
-which no kernel writes, before it waits for that kernel's results.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -18,14 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.dependent import ask_for, begin_dependent
-
 
 @triton.jit(do_not_specialize=["num_tokens", "share"])
 def linear_kernel(
     x,
     weight,
-    raw_weight,
     bias,
     out,
     partial,
@@ -44,17 +38,13 @@ def linear_kernel(
     DESCRIBED: tl.constexpr,
     ROWS_DESCRIBED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """``out`` [T, N] = ``x`` [T, K] times ``weight`` [N, K] transposed (+ ``bias`` [N]); grid (programs,).
 
     ``share``: steps of one program. WEIGHTS_FIRST: weights are the left operand, so that few tokens do not
     waste the tensor cores' rows; DESCRIBED: ``weight`` is a tensor descriptor of blocks [BLOCK_N, BLOCK_K], and
-    ROWS_DESCRIBED: ``x`` one of blocks [BLOCK_M, BLOCK_K]. ``raw_weight``: [N, K] itself, in any case.
-    DEPENDENT: a dependent launch; AHEAD: so many steps' weights are asked for before the wait (where K is whole
-    BLOCK_Ks).
+    ROWS_DESCRIBED: ``x`` one of blocks [BLOCK_M, BLOCK_K].
     ``partial`` float32 [2 * programs, BLOCK_N * BLOCK_M], where a tile has several programs.
     """
     program = tl.program_id(0)
@@ -62,11 +52,6 @@ def linear_kernel(
     tiles = tl.cdiv(out_features, BLOCK_N)
     begin = program * share
     end = tl.minimum(begin + share, tiles * tile_steps)
-    if DEPENDENT:
-        for later in tl.static_range(AHEAD):
-            wanted = tl.minimum(begin + later, end - 1)
-            _ask_for_weights(raw_weight, wanted, tile_steps, out_features, in_features, BLOCK_N, BLOCK_K)
-        begin_dependent()
     if begin >= end:
         return
     m = tl.arange(0, BLOCK_M)
@@ -121,23 +106,6 @@ def linear_kernel(
                 tl.store(arrivals + tile, 0)
         if finished:
             _store(total, bias, out, m, n, n_ok, num_tokens, out_features, BIASED, WEIGHTS_FIRST)
-
-
-@triton.jit
-def _ask_for_weights(
-    raw_weight,
-    step,
-    tile_steps,
-    out_features,
-    in_features,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Start to fetch the weights of one step (counted through all tiles) into the L2 cache, a row at a time."""
-    n = step // tile_steps * BLOCK_N + tl.arange(0, BLOCK_N)
-    n = tl.minimum(n, out_features - 1).to(tl.int64)
-    size: tl.constexpr = BLOCK_K * raw_weight.dtype.element_ty.primitive_bitwidth // 8
-    ask_for(raw_weight + n * in_features + step % tile_steps * BLOCK_K, size)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ import torch
 
 from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
-from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import (
     DEFAULT,
     MIXED,
@@ -75,6 +74,13 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
     return dataclasses.replace(DEFAULT, **{**found, **sizes})
 
 
+def can_depend(device: torch.device) -> bool:
+    """Whether the device has dependent launches: NVIDIA's do from compute capability 9.0 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return bool(torch.get_device_module(device).get_device_capability(device) >= (9, 0))
+
+
 def lora_kernels_on(device: torch.device) -> LoraKernels:
     """The LoRA kernels of a CUDA device; on a CPU, for the interpreter."""
     if device.type == "cpu":
@@ -96,8 +102,7 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 class TritonFixedLora:
     """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
 
-    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them. ``num_scales``: 2
-    where segments may have the second.
+    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
     """
 
     def __init__(
@@ -108,9 +113,8 @@ class TritonFixedLora:
         geometry: AdapterGeometry,
         cells: torch.Tensor,
         num_rows: int | None = None,
-        num_scales: int = 1,
     ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows, num_scales)
+        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
         self._kernels = kernels
         self._filled: tuple[LoraSegments | None, int] | None = None
 

@@ -202,11 +202,9 @@ class LoraKernels:
         tokens: int,
         max_rank: int,
         rows: int | None = None,
-        num_scales: int = 1,
     ) -> LoraPlan:
         """A plan for batches of up to so many tokens and segments (``rows``; None: one a token), to be captured
-        and then filled step by step. With fewer rows than tokens: for steps with prompts. ``num_scales``: 2 where
-        segments may have the second."""
+        and then filled step by step. With fewer rows than tokens: for steps with prompts."""
         config, has_long = self.config, rows is not None and rows < tokens
         sizes = config.short
         if has_long:
@@ -215,9 +213,7 @@ class LoraKernels:
         beside = None if is_first else config.of_beside(tokens)
         sizes = _for_dtype(sizes if beside is None else beside.sizes, geometry)
         segments = tokens if rows is None else rows
-        room = largest_sizes(
-            geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens, num_scales
-        )
+        room = largest_sizes(geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens)
         part = TilePlan(WorkBuffer(geometry, room, cells.device), sizes)
         return dataclasses.replace(
             self._plan(cells, geometry, (part,)),
@@ -363,7 +359,6 @@ class LoraKernels:
             SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
             ADD=add,
-            TWO_SCALES=part.buffer.sizes.num_scales == 2,
             PDL=plan.pdl,
             PRECISION=_precision(y.dtype),
             num_warps=config.expand_warps,
@@ -421,7 +416,7 @@ def _none(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
     return LoraSegments(
         empty,
         empty,
-        np.zeros((0, projections, 4), dtype=np.int64),
-        np.zeros((0, projections, 2, layers), dtype=np.float32),
+        np.zeros((0, projections, 3), dtype=np.int64),
+        np.zeros((0, projections, layers), dtype=np.float32),
         cells,
     )

@@ -184,16 +184,10 @@ def shrink_kernel(
 
 
 @triton.jit
-def row_scales(first, second, begins):
-    """``[ROWS]``: the second scale in the rows from ``begins`` on."""
-    return tl.where(tl.arange(0, ROWS) < begins, first, second)
-
-
-@triton.jit
 def one_token(
-    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b, first, second, begins,
+    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b,
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_N]`` of v B for a one-token tile; ``b``: the first ROWS rows, loaded already."""
     row = tl.arange(0, ROWS)
@@ -201,27 +195,21 @@ def one_token(
     places = partial + split[:, None] * plane + row[None, :]
     ok = (split < SPLITS)[:, None]
     v = tl.sum(tl.load(places + unit * ROWS, mask=ok & (rank > 0), other=0.0), 0)
-    if TWO_SCALES:
-        v *= row_scales(first, second, begins)
     total = tl.sum(v[:, None] * b.to(tl.float32), 0)
     for r0 in tl.range(ROWS, rank, ROWS, num_stages=1):
         more_ok = r0 + row < rank
         more_b = load_rows(pool, table + r0 * cells_per_row, more_ok, n0, outputs, CELL, ALIGN, BLOCK_N, True)
         parts = tl.load(places + (unit + r0 // ROWS) * ROWS, mask=ok, other=0.0)
-        more_v = tl.sum(parts, 0)
-        if TWO_SCALES:
-            more_v *= row_scales(first, second, begins - r0)
-        total += tl.sum(more_v[:, None] * more_b.to(tl.float32), 0)
+        total += tl.sum(tl.sum(parts, 0)[:, None] * more_b.to(tl.float32), 0)
     return total
 
 
 @triton.jit
 def summed(
-    partial, unit, count, rank, plane, first, second, begins,
-    BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr,
+    partial, unit, count, rank, plane,
+    BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank. With two
-    scales v has them already."""
+    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank."""
     place = tl.arange(0, BLOCK_T * ROWS)
     split = tl.arange(0, SPLITS_PADDED)
     place_ok = (place // ROWS < count) & (rank > 0)
@@ -231,17 +219,14 @@ def summed(
         mask=(split < SPLITS)[:, None] & place_ok[None, :],
         other=0.0,
     )
-    v = tl.reshape(tl.sum(parts, 0), (BLOCK_T, ROWS))
-    if TWO_SCALES:
-        v *= row_scales(first, second, begins)[None, :]
-    return v
+    return tl.reshape(tl.sum(parts, 0), (BLOCK_T, ROWS))
 
 
 @triton.jit
 def several_tokens(
-    pool, table, partial, unit, size, count, rank, n0, outputs, cells_per_row, plane, v, b, first, second, begins,
+    pool, table, partial, unit, size, count, rank, n0, outputs, cells_per_row, plane, v, b,
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, TWO_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_T, COLUMNS]`` of v B of the ``count`` tokens from ``unit`` on, in a tile of ``size`` tokens.
 
@@ -254,8 +239,8 @@ def several_tokens(
             pool, table + r0 * cells_per_row, r0 + row < rank, n0, outputs, CELL, ALIGN, COLUMNS, False
         )
         more_v = summed(
-            partial, unit + r0 // ROWS * size, count, rank - r0, plane, first, second, begins - r0,
-            BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
+            partial, unit + r0 // ROWS * size, count, rank - r0, plane,
+            BLOCK_T, SPLITS, SPLITS_PADDED,
         )  # fmt: skip
         total = tl.dot(more_v.to(b.dtype), more_b, total, input_precision=PRECISION)
     return total
@@ -323,7 +308,6 @@ def expand_kernel(
     SPLITS_PADDED: tl.constexpr,
     VECTOR: tl.constexpr,
     ADD: tl.constexpr,
-    TWO_SCALES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -331,8 +315,7 @@ def expand_kernel(
 
     Items are tiles times blocks of columns of one projection: TILE_N columns for tiles of several tokens with an
     adapter, BLOCK_N for others. Tiles have up to TOKENS tokens, which take turns BLOCK_T at a time with the same
-    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros. TWO_SCALES: ``scales`` has two
-    rows a projection, and v is multiplied by its rows' own before the product; else the product is by the one.
+    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros.
     """
     release_successor(PDL)
     tile_blocks = tl.cdiv(out_0, TILE_N)
@@ -361,21 +344,12 @@ def expand_kernel(
         start = load_word(record, 0)
         count = load_word(record, 1)
         scale_row = load_word(record, 2) + projection
-        rank = load_word(record, 4 + 4 * projection)
-        first_cell = load_word(record, 5 + 4 * projection)
-        unit = load_word(record, 6 + 4 * projection)
+        rank = load_word(record, 4 + 3 * projection)
+        first_cell = load_word(record, 5 + 3 * projection)
+        unit = load_word(record, 6 + 3 * projection)
         if not ADD or rank > 0:
             table = cells + first_cell + row * cells_per_row
-            if TWO_SCALES:
-                first = load_word(scales + 2 * scale_row.to(tl.int64) * num_layers, layer)
-                second = load_word(scales + (2 * scale_row.to(tl.int64) + 1) * num_layers, layer)
-                begins = load_word(record, 7 + 4 * projection)
-                scale = 1.0
-            else:
-                scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
-                first = scale
-                second = scale
-                begins = rank
+            scale = load_word(scales + scale_row.to(tl.int64) * num_layers, layer)
             y_row = y + start.to(tl.int64) * y_stride + column
             if VECTOR and count == 1:
                 n = n0 + tl.arange(0, BLOCK_N)
@@ -385,8 +359,8 @@ def expand_kernel(
                 if ADD:
                     old = tl.load(y_row + n, mask=n < outputs, other=0.0)
                 added = old.to(tl.float32) + scale * one_token(
-                    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b, first, second, begins,
-                    CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED, TWO_SCALES,
+                    pool, table, partial, unit, rank, n0, outputs, cells_per_row, plane, b,
+                    CELL, ALIGN, BLOCK_N, SPLITS, SPLITS_PADDED,
                 )  # fmt: skip
                 tl.store(y_row + n, added.to(y.dtype.element_ty), mask=n < outputs)
             else:
@@ -398,8 +372,8 @@ def expand_kernel(
                 if ADD:
                     olds = load_tokens(y_row, token, count, y_stride, n0, end, SUB_N)
                 vs = summed(
-                    partial, unit, count, rank, plane, first, second, begins,
-                    BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
+                    partial, unit, count, rank, plane,
+                    BLOCK_T, SPLITS, SPLITS_PADDED,
                 )  # fmt: skip
                 for sub in tl.range(0, end - n0, SUB_N, num_stages=1):
                     at = n0 + sub
@@ -411,8 +385,8 @@ def expand_kernel(
                     for t0 in tl.range(0, count if TOKENS > BLOCK_T else 1, BLOCK_T, num_stages=1):
                         several = olds.to(tl.float32) + scale * several_tokens(
                             pool, table, partial, unit + t0, count, count - t0, rank, at, end, cells_per_row,
-                            plane, vs, these_b, first, second, begins,
-                            CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, TWO_SCALES, PRECISION,
+                            plane, vs, these_b,
+                            CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
                         )  # fmt: skip
                         # What the next turn needs takes the registers that this one has done with.
                         next_t = 0
@@ -421,8 +395,8 @@ def expand_kernel(
                             next_t = tl.where(t0 + BLOCK_T < count, t0 + BLOCK_T, 0)
                             next_at = tl.where(next_t > 0, at, at + SUB_N)
                             vs = summed(
-                                partial, unit + next_t, count - next_t, rank, plane, first, second, begins,
-                                BLOCK_T, SPLITS, SPLITS_PADDED, TWO_SCALES,
+                                partial, unit + next_t, count - next_t, rank, plane,
+                                BLOCK_T, SPLITS, SPLITS_PADDED,
                             )  # fmt: skip
                         if ADD and (TOKENS > BLOCK_T or SUB_N < WIDEST):
                             olds = load_tokens(

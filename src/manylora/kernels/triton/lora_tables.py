@@ -86,15 +86,15 @@ def write_tables(
                     if (length == 1) != (kind % 2 == 1):
                         continue
                     begin, first_unit = runs[0, run] + inside, unit
+                    words[tile : tile + WORDS] = 0
                     words[tile], words[tile + 1] = begin, length
                     words[tile + 2] = max(segment, 0) * records.shape[1] + columns[group, 0]
-                    words[tile + 3] = 0
                     for place in range(MOST_PROJECTIONS):
-                        column, at = columns[group, place], tile + 4 + 4 * place
-                        words[at], words[at + 1], words[at + 2], words[at + 3] = 0, 0, unit, 0
+                        column, at = columns[group, place], tile + 4 + 3 * place
+                        words[at + 2] = unit
                         if column >= 0 and segment >= 0:
                             rank = records[segment, column, 2]
-                            words[at], words[at + 3] = rank, records[segment, column, 3]
+                            words[at] = rank
                             if rank > 0:
                                 words[at + 1] = records[segment, column, 1]
                             unit += -(-rank // ROWS) * length

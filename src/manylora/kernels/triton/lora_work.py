@@ -11,7 +11,7 @@ a group.
 Programs find all that they need in one record of WORDS int32:
 
     tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
-           4 rank  5 position of its first B cell  6 first unit  7 rank row at which the second scale begins
+           4 rank  5 position of its first B cell  6 first unit
     entry  0 first token  1 tokens  2-3 unused, then for each block
            4 rank rows in it  5 position of its first A cell  6 its unit
 
@@ -126,12 +126,10 @@ class GroupSize:
 
 @dataclasses.dataclass(frozen=True)
 class TableSizes:
-    """Room of the tables: by group, and segments' rows of scales. ``num_scales``: of a projection, 1 where no
-    record has the second."""
+    """Room of the tables: by group, and segments' rows of scales."""
 
     groups: dict[str, GroupSize]
     segments: int
-    num_scales: int
 
 
 def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
@@ -141,7 +139,7 @@ def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
         group.name: GroupSize(max(1, tiles), max(1, entries), max(1, units))
         for group, (_, tiles, entries, _), units in room
     }
-    return TableSizes(groups, len(work.segments.start), 2 if work.segments.has_second_scales else 1)
+    return TableSizes(groups, len(work.segments.start))
 
 
 def largest_sizes(
@@ -151,7 +149,6 @@ def largest_sizes(
     rank: int,
     tile_tokens: int,
     entry_tokens: int,
-    num_scales: int = 1,
 ) -> TableSizes:
     """Room for every batch of so many tokens and segments with adapters up to the rank.
 
@@ -164,7 +161,7 @@ def largest_sizes(
     for group in geometry.groups:
         count = len(group.projections)
         groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
-    return TableSizes(groups, segments, num_scales)
+    return TableSizes(groups, segments)
 
 
 class WorkBuffer:
@@ -179,7 +176,7 @@ class WorkBuffer:
                 raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
             size = sizes.groups[group.name]
             lengths += [size.tiles * WORDS, size.entries * WORDS]
-        scales = sizes.segments * len(geometry.projections) * sizes.num_scales * geometry.page.layers
+        scales = sizes.segments * len(geometry.projections) * geometry.page.layers
         lengths.append(-(-scales // 4) * 4)
         ends = np.cumsum(lengths).tolist()
         places = list(zip([0, *ends], ends))
@@ -204,13 +201,11 @@ class WorkBuffer:
     def fill(self, work: BatchWork) -> None:
         """Make this the tables' contents, by one asynchronous copy. Raises ValueError where it does not fit."""
         segments = work.segments
-        if segments.has_second_scales and self.sizes.num_scales == 1:
-            raise ValueError("a LoRA plan for one scale a projection has no room for a second")
         for (_, tiles, entries, _), units, room in zip(work.counts.tolist(), work.units.tolist(), self._room):
             if tiles > room.tiles or entries > room.entries or units > room.units:
                 taken = f"{tiles} tiles, {entries} entries and {units} units"
                 raise ValueError(f"{taken} of LoRA work exceed the tables' room")
-        scales = segments.scales[:, :, : self.sizes.num_scales].astype(np.float32, copy=False)
+        scales = segments.scales.astype(np.float32, copy=False)
         begin, end = self._scales_place
         if scales.size > end - begin:
             raise ValueError(f"{len(scales)} segments of LoRA work exceed the tables' room")

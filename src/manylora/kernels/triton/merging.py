@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,34 +23,11 @@ from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.lora_launch import block_of, ceil_div
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 from manylora.kernels.triton.lora_tables import MOST_PROJECTIONS
-from manylora.kernels.triton.merge_strips import merge_strips_kernel
-from manylora.kernels.triton.plans import power_of_two, upload
+from manylora.kernels.triton.plans import upload
 
-
-class MergeLaunch(NamedTuple):
-    """How the kernels of a pass are launched. ``rows``, ``columns``: of the weight, which a program writes at
-    once: enough that the adapter's rows, read again by every program, cost little beside the weights.
-    ``strip``: blocks of columns that a program of ``merge_strips_kernel`` goes over, with so many ``stages`` of
-    loads ahead; 0: ``merge_kernel`` runs.
-    """
-
-    rows: int
-    columns: int = 128
-    warps: int = 4
-    strip: int = 0
-    stages: int = 1
-
-
-TILES = MergeLaunch(64)
-"""Of restoring, and of ranks that no program of strips can hold: the best of twenty sizes on an H200."""
-STRIPS = {32: MergeLaunch(32, strip=8, stages=3), 128: MergeLaunch(64, strip=8, stages=3)}
-"""By the largest rank: the best of the strips there, which take 0.72 to 0.79 of what tiles take."""
-
-
-def launch_for(rank: int) -> MergeLaunch:
-    """The launch for adapters whose largest rank this is; 0 restores."""
-    return next((launch for most, launch in STRIPS.items() if 0 < rank <= most), TILES)
-
+BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 128, 4
+"""Of the weight, which a program writes at once: enough that the adapter's rows, read again by every program, cost
+little beside the weights. The best of twenty sizes on an H200."""
 
 _UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
@@ -148,11 +125,7 @@ def merge_kernel(
 
 
 def merge_linears(
-    layers: Sequence[MergedLayer],
-    pool: torch.Tensor,
-    group: ProjectionGroup,
-    plan: MergePlan,
-    launch: MergeLaunch | None = None,
+    layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
 ) -> None:
     """Computes ``Ops.merge_linears``, in one launch: one for each linear takes the host longer than the device."""
     parts = {part.place: part for part in plan.parts(group, layers[0].layer)}
@@ -161,15 +134,14 @@ def merge_linears(
     merged, pristine = layers[0].merged, layers[0].pristine
     geometry, projections = plan.geometry, group.projections
     cell, numbers = geometry.cell_elements, range(len(projections))
-    rank = max(part.rank for part in parts.values())
-    launch = launch or launch_for(rank)
-    block_n = block_of(cell, launch.rows, max(p.out_features for p in projections))
-    block_k = block_of(cell, launch.columns, group.in_features)
+    block_n = block_of(cell, BLOCK_ROWS, max(p.out_features for p in projections))
+    block_k = block_of(cell, BLOCK_COLUMNS, group.in_features)
     # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
     outputs = [projections[number].out_features if number in parts else 0 for number in numbers]
     described = [parts.get(number, _UNWANTED) for number in numbers]
     places, scales, align = _of_layers(layers, group, plan, merged.device)
-    arguments = (
+    blocks = sum(ceil_div(n, block_n) for n in outputs)
+    merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](
         merged,
         pristine,
         of_adapters(pool, merged.dtype),
@@ -184,28 +156,14 @@ def merge_linears(
         *_padded([part.rank for part in described]),
         geometry.cells(group.in_features),
         *_padded([geometry.cells(p.out_features) for p in projections]),
-    )
-    constants = {
-        "PARTS": len(projections),
-        "CELL": cell,
-        "ALIGN": math.gcd(geometry.alignment, geometry.slab_elements, 16),
-        "WEIGHT_ALIGN": align,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "PRECISION": "ieee" if merged.dtype == torch.float32 else "tf32",
-        "num_warps": launch.warps,
-    }
-    blocks = sum(ceil_div(n, block_n) for n in outputs)
-    if not launch.strip:
-        merge_kernel[(blocks, ceil_div(group.in_features, block_k), len(layers))](*arguments, **constants)
-        return
-    strips = ceil_div(group.in_features, block_k * launch.strip)
-    merge_strips_kernel[(strips, blocks, len(layers))](
-        *arguments,
-        **constants,
-        STRIP=launch.strip,
-        RANK=max(16, power_of_two(rank)),
-        STAGES=launch.stages,
+        PARTS=len(projections),
+        CELL=cell,
+        ALIGN=math.gcd(geometry.alignment, geometry.slab_elements, 16),
+        WEIGHT_ALIGN=align,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PRECISION="ieee" if merged.dtype == torch.float32 else "tf32",
+        num_warps=WARPS,
     )
 
 
@@ -223,7 +181,7 @@ def _of_layers(
         ]
     )
     rows = [plan.geometry.projections.index(projection) for projection in group.projections]
-    scales = plan.scales[rows, 0][:, [each.layer for each in layers]].astype(np.float32)
+    scales = plan.scales[rows][:, [each.layer for each in layers]].astype(np.float32)
     on_device = upload([places.view(np.int32), np.ascontiguousarray(scales).view(np.int32)], device)
     align = math.gcd(16, *places[:2].reshape(-1).tolist())
     return on_device[0].view(torch.int64), on_device[1].view(torch.float32), align

@@ -6,8 +6,6 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 
@@ -16,8 +14,6 @@ from manylora.kernels.ops import (
     AttentionRows,
     HeadNorm,
     LoraSegments,
-    MergedLayer,
-    MergePlan,
     Rotary,
     Shrunk,
     Side,
@@ -29,7 +25,6 @@ from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonF
 from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
@@ -55,18 +50,14 @@ class TritonOps:
         products: Products | None = None,
         decoding: DecodeTable | None = None,
         prompts: ComingPrompts | PromptAttention | None = None,
-        dependent: bool = False,
         lora: LoraKernels | None = None,
     ) -> None:
         """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
-
-        ``dependent``: small kernels begin while those before them end, where ``can_depend``. ``lora``: others than
-        those of what is stored for the device.
+        ``lora``: others than those of what is stored for the device.
         """
         report_compilation()
         self._programs = programs
-        self._attention = PagedAttention(programs, decoding, prompts, dependent)
-        self._launching = launch_options(dependent)
+        self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
         self._linears: AdaptedLinears | None = None
@@ -152,13 +143,11 @@ class TritonOps:
         cells: torch.Tensor,
         device: torch.device,
         num_rows: int | None = None,
-        num_scales: int = 1,
     ) -> TritonFixedLora:
         """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
-        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is.
-        ``num_scales``: 2 where segments may have the second."""
+        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
         kernels = self._adapted(device).kernels
-        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows, num_scales)
+        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows)
 
     def lora(
         self,
@@ -219,19 +208,11 @@ class TritonOps:
         linears = self._adapted(x.device)
         return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
 
-    def merge_linears(
-        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
-    ) -> None:
-        merge_linears(layers, pool, group, plan)
+    merge_linears = staticmethod(merge_linears)
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    def pass_gate(
-        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """See executor.gated."""
-        pass_gate(landed, wanted, told, is_first, self._launching)
-
+    pass_gate = staticmethod(pass_gate)  # executor.gated
     await_words = staticmethod(await_words)  # executor.queued
     bring_groups = staticmethod(bring_groups)  # memory.bringing
 
@@ -280,7 +261,6 @@ class TritonOps:
                 ADAPTED=adapted is not None,
                 BLOCK=power_of_two(size),
                 num_warps=8 if size > 4096 else 4 if size > 256 else 1,
-                **self._launching,
             )
         return out
 
@@ -330,7 +310,6 @@ class TritonOps:
                 BLOCK_HALF=power_of_two(half),
                 NORMED=norm is not None,
                 ADAPTED=adapted is not None,
-                **self._launching,
             )
         return q
 
@@ -340,6 +319,6 @@ class TritonOps:
         block = min(1024, power_of_two(size))
         if gate_up.shape[0]:
             silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, block))](
-                gate_up, out, gate_up.stride(0), size, BLOCK=block, **self._launching
+                gate_up, out, gate_up.stride(0), size, BLOCK=block
             )
         return out

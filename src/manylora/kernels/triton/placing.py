@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.dependent import begin_dependent
 from manylora.kernels.triton.elementwise import added
 
 
@@ -54,13 +53,10 @@ def rotate_and_store_kernel(
     BLOCK_HALF: tl.constexpr,
     NORMED: tl.constexpr,
     ADAPTED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """One token's heads; grid (T, blocks of q's heads + of k's + of v's). q is turned in place; k, turned, and
     v go into the pool alone. A token whose slot is negative stores nothing. If ADAPTED, a row of ``adapted`` is
     added to q, k, v side by side first."""
-    if DEPENDENT:
-        begin_dependent()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

@@ -19,7 +19,6 @@ import triton
 from torch.nn import functional
 
 from manylora.kernels.triton.counters import LaunchCounters
-from manylora.kernels.triton.dependent import launch_options
 from manylora.kernels.triton.linear import linear_kernel
 from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.weight import Weight
@@ -39,10 +38,7 @@ Shape = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig:
-    """Launch sizes of ``linear_kernel``; ``programs`` are those of one multiprocessor.
-
-    ``ahead``: steps whose weights a dependent launch asks for before it waits; None: it is no dependent launch.
-    """
+    """Launch sizes of ``linear_kernel``; ``programs`` are those of one multiprocessor."""
 
     block_n: int
     block_k: int
@@ -52,7 +48,6 @@ class LinearConfig:
     weights_first: bool = True
     described: bool = False
     rows_described: bool = False
-    ahead: int | None = None
 
 
 def bucket_of(num_tokens: int) -> int | None:
@@ -130,11 +125,6 @@ class Products:
         with other_library():
             return functional.linear(x, weight.data, bias)
 
-    @property
-    def depends(self) -> bool:
-        """Whether some are dependent launches."""
-        return any(choice is not None and choice.ahead is not None for choice in self._choices.values())
-
     def _shape(self, x: torch.Tensor, matrix: torch.Tensor) -> Shape | None:
         """The shape to look up in the table; None where it does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
@@ -161,11 +151,9 @@ class Products:
         if share % tile_steps:  # else no tile has several programs
             planes = (2 * programs, config.block_n * block_m)
             partial = torch.empty(planes, dtype=torch.float32, device=x.device)
-        even = inputs % config.block_k == 0
         linear_kernel[(programs,)](
             _described(x, block_m, config.block_k) if config.rows_described else x,
             _described(matrix, config.block_n, config.block_k) if config.described else matrix,
-            matrix,
             out if bias is None else bias,
             out,
             partial,
@@ -183,12 +171,10 @@ class Products:
             WEIGHTS_FIRST=config.weights_first,
             DESCRIBED=config.described,
             ROWS_DESCRIBED=config.rows_described,
-            EVEN_K=even,
-            AHEAD=(config.ahead or 0) if even else 0,
+            EVEN_K=inputs % config.block_k == 0,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=config.warps,
             num_stages=config.stages,
-            **launch_options(config.ahead is not None),
         )
         return out
 

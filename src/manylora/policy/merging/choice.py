@@ -17,10 +17,10 @@ class Choice:
     """What is to be merged, and which sequences may run.
 
     ``adapter``: whose weights the next step runs on; BASE: the base's own. ``only``: whose admitted sequences may
-    run; None: those of all. Where an adapter is merged and steps are not mixed, only its own may, whatever this
-    says. ``line``: the adapters whose waiting sequences may be admitted, the first of them first; None: all, in
-    the queue's order. ``batch``: sequences that are to be in, in this order; a waiting one may take the slot of
-    an admitted one that is not among them. ``reason``: why ``adapter`` changes, for the trace.
+    run; None: those of all. Where an adapter is merged only its own may, whatever this says.
+    ``line``: the adapters whose waiting sequences may be admitted, the first of them first; None: all, in the
+    queue's order. ``batch``: sequences that are to be in, in this order; a waiting one may take the slot of an
+    admitted one that is not among them. ``reason``: why ``adapter`` changes, for the trace.
     """
 
     adapter: AdapterId
@@ -78,7 +78,7 @@ class MergeView:
 
 
 class StepShape(NamedTuple):
-    """What a step holds, by adapter. ``merged``: whose weights it runs on."""
+    """What a step holds, by adapter. ``merged``: whose weights it runs on; all rows are of that adapter then."""
 
     merged: AdapterId
     rows: collections.Counter[AdapterId]
@@ -91,16 +91,6 @@ class StepShape(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.tokens.total()
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether all rows are of the merged adapter."""
-        return self.merged != BASE and self.rows.keys() == {self.merged}
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether rows of others run beside a merged adapter."""
-        return self.merged != BASE and not self.is_merged
 
     def largest(self) -> AdapterId:
         """The adapter with most tokens; BASE where all are the base's."""

@@ -24,13 +24,12 @@ ALLOWANCE = 3.0
 
 
 class RegretMerging(MergePolicy):
-    """``minority``, what becomes of others while an adapter is merged: they end it at once (``unmerge``), wait
-    for ``starve_s`` at most (``wait``), or run beside it (``mixed``)."""
+    """``minority``, what becomes of others while an adapter is merged: they end it at once (``unmerge``), or wait
+    for ``starve_s`` at most (``wait``)."""
 
     def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
         self._times = times
         self._minority = config.merge.minority
-        self._is_mixed = config.merge.is_mixed
         self._starve_s = config.merge.starve_s
         self.regrets: dict[AdapterId, float] = {}
         """Seconds that the present weights cost more than these would have, since these could have run the same
@@ -49,7 +48,7 @@ class RegretMerging(MergePolicy):
 
     def choose(self, view: MergeView) -> Choice:
         """See MergePolicy."""
-        if view.merged != BASE and not self._is_mixed:
+        if view.merged != BASE:
             choice = self._end_for_others(view)
             if choice is not None:
                 return choice
@@ -57,7 +56,7 @@ class RegretMerging(MergePolicy):
             regret_s, price_s = self.regrets[target], self._price_s(view.merged, target)
             if target == view.merged or not self._pays(target, regret_s, price_s):
                 continue
-            if not view.may_switch_to(target) or not (self._is_mixed or self._is_alone(view, target)):
+            if not view.may_switch_to(target) or not self._is_alone(view, target):
                 continue
             self._since_s = view.now
             reason = f"regret {regret_s * 1e3:.3g} ms >= {price_s * 1e3:.3g} ms"
@@ -120,9 +119,7 @@ class RegretMerging(MergePolicy):
         """See MergePolicy."""
         merged, cost_s = shape.merged, self._cost_s(shape, shape.merged)
         targets = {BASE, shape.largest()}
-        if self._is_mixed:
-            targets |= self.regrets.keys()
-        elif len(shape.rows) > 1:
+        if len(shape.rows) > 1:
             targets = {BASE}  # others would have had to pause
         regrets = {
             target: self.regrets.get(target, 0.0) + cost_s - self._cost_s(shape, target)

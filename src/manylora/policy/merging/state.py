@@ -61,11 +61,6 @@ class MergeState:
     # ------------------------------------------------------------ asked
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether rows of others may run beside those of the merged adapter."""
-        return self._config.merge.is_mixed
-
-    @property
     def must_wait(self) -> bool:
         """Whether no step may start until the switch that is under way has ended."""
         return self.switch is not None and self._config.merge.times.steps_wait
@@ -115,7 +110,7 @@ class MergeState:
             assert self.switch is None, "one switch at a time"
             assert choice.adapter == BASE or view.ready[choice.adapter], "what is merged can run"
             self._command(choice)
-        if self.adapter != BASE and not self.is_mixed:
+        if self.adapter != BASE:
             choice = dataclasses.replace(choice, only=self.adapter)
         self._is_restricted = choice.only is not None or choice.line is not None
         return choice
@@ -179,8 +174,7 @@ class MergeState:
         """The oldest step has ended after so many seconds of the device; 0 where that is not known."""
         shape, counters = self.in_flight.popleft(), self._residency.counters
         counters.steps_unmerged += shape.merged == BASE
-        counters.steps_merged += shape.is_merged
-        counters.steps_mixed += shape.is_mixed
+        counters.steps_merged += shape.merged != BASE
         self._times.saw_step(shape, seconds)
         self.policy.step_ended(seconds)
 

@@ -27,8 +27,7 @@ _MOST_SCALE = 2.0
 
 
 class StepSeconds:
-    """Seconds of a step by its rows and tokens: unmerged, all of one adapter; merged; and what rows of others than
-    the merged adapter add."""
+    """Seconds of a step by its tokens: unmerged, all of one adapter; and merged."""
 
     def __init__(self, times: MergeTimes) -> None:
         self.steps_wait = times.steps_wait
@@ -68,35 +67,10 @@ class StepSeconds:
         step = self._measured(num_tokens)
         return self.scale * max(step.unmerged_s - step.merged_s, 0.0)
 
-    def correction_s(self, num_tokens: int) -> float:
-        """What so many tokens of another adapter add to a step while one is merged; where that was not measured,
-        it is taken for two adapters' work."""
-        step = self._measured(num_tokens)
-        if step.mixed_s <= 0:
-            return 2 * self.adapter_s(num_tokens)
-        if not num_tokens:
-            return 0.0
-        return self.scale * max(step.mixed_s - step.merged_s, 0.0)
-
     def added_s(self, tokens: Mapping[AdapterId, int], merged: AdapterId) -> float:
-        """What adapters add to a step of so many tokens of each while ``merged`` is.
-
-        What was measured is of one adapter. Of several, each one's tokens go through its own rank rows; tokens of
-        others, and of the base, go through the merged one's too, for each adapter anew. The rest they share.
-        """
-        others = {adapter: number for adapter, number in tokens.items() if adapter != merged}
-        num_tokens, num_extra = sum(others.values()), int(merged != BASE)
-        one_s = self.correction_s(num_tokens) if num_extra else self.adapter_s(num_tokens)
-        rows_s = (((adapter != BASE) + num_extra) * self._rank_rows_s(n) for adapter, n in others.items())
-        return one_s + sum(rows_s) - (1 + num_extra) * self._rank_rows_s(num_tokens)
-
-    def _rank_rows_s(self, num_tokens: int) -> float:
-        """So many tokens of one adapter through its rank rows, which is what a second adapter's add: a mixed step
-        takes so much more than an unmerged one. 0 where mixed steps were not measured."""
-        step = self._measured(num_tokens)
-        if not num_tokens or step.mixed_s <= 0:
-            return 0.0
-        return self.scale * max(step.mixed_s - step.unmerged_s, 0.0)
+        """What adapters add to a step of so many tokens of each, on the base's weights or on those of the one
+        adapter that all tokens are of."""
+        return self.adapter_s(sum(number for adapter, number in tokens.items() if adapter != merged))
 
     def switch_s(self, before: AdapterId, after: AdapterId) -> float:
         """A change of what is merged. Pristine weights in host memory come back before another adapter is
@@ -121,7 +95,6 @@ class StepSeconds:
             num_tokens,
             low.unmerged_s + part * (high.unmerged_s - low.unmerged_s),
             low.merged_s + part * (high.merged_s - low.merged_s),
-            low.mixed_s + part * (high.mixed_s - low.mixed_s),
         )
 
     # ------------------------------------------------------------ told

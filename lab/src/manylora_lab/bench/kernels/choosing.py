@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from manylora.kernels.ops import Ops
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.lora_launch import LoraKernels
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import Products, products_on
@@ -37,8 +36,7 @@ def ops_with(
 ) -> TritonOps:
     """The operations as they are served on the device, but with these sizes."""
     products = products_on(rig.device) if rig.is_cuda else Products({}, rig.multiprocessors)
-    dependent = products.depends and can_depend(rig.device)
-    return TritonOps(products=products, decoding=decoding, dependent=dependent, lora=lora)
+    return TritonOps(products=products, decoding=decoding, lora=lora)
 
 
 class WholeLayers:

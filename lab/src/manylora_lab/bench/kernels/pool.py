@@ -83,9 +83,9 @@ def segments_for(
     per_row = np.array([[geometry.cells(p.in_features), geometry.cells(p.out_features)] for p in projections])
     count = np.array(ranks)[:, None, None] * per_row[None]  # [S, P, 2]
     ends = np.cumsum(count.reshape(-1)).reshape(count.shape)
-    records = np.empty((len(ranks), len(projections), 4), dtype=np.int64)
+    records = np.empty((len(ranks), len(projections), 3), dtype=np.int64)
     records[:, :, :2] = ends - count
-    records[:, :, 2:] = np.array(ranks)[:, None, None]
+    records[:, :, 2] = np.array(ranks)[:, None]
     total, needed = num_pages * geometry.cells_per_page, cells_for(geometry, ranks)
     if needed > total:
         raise ValueError(f"adapters of {needed} cells do not fit a pool of {num_pages} pages, {total} cells")
@@ -97,7 +97,7 @@ def segments_for(
         start=(np.cumsum(length) - length).astype(np.int32),
         length=length,
         records=records,
-        scales=np.full((len(ranks), len(projections), 2, geometry.page.layers), 2.0, dtype=np.float32),
+        scales=np.full((len(ranks), len(projections), geometry.page.layers), 2.0, dtype=np.float32),
         cells=torch.from_numpy(offsets).to(device),
     )
 
@@ -114,7 +114,7 @@ def adapter_of(
     unit = geometry.alignment
     # A view: row n is what begins at element n * unit.
     cells = of_adapters(pool, pool.dtype).view(-1).unfold(0, geometry.cell_elements, unit)
-    first_a, first_b, rank, _ = segments.records[segment, projection].tolist()
+    first_a, first_b, rank = segments.records[segment, projection].tolist()
 
     def rows(first: int, elements: int) -> torch.Tensor:
         begin = segments.cells[first : first + rank * geometry.cells(elements)]
@@ -140,7 +140,7 @@ def exact_lora(
         for i, projection in enumerate(group.projections):
             p = geometry.projections.index(projection)
             a, b = adapter_of(pool, layer, p, s, segments, geometry)
-            delta = lora(x[start : start + length], a, b, segments.row_scales(s, p, layer))
+            delta = lora(x[start : start + length], a, b, float(segments.scales[s, p, layer]))
             added.put(slice(start, start + length), slice(group.offsets[i], group.offsets[i + 1]), delta)
     return added
 

@@ -1,7 +1,6 @@
 """The products' table: cuBLAS, cublasLt or our kernel by product and bucket of tokens.
 
-In serving a product follows a small kernel, behind whose end a dependent launch may hide its beginning. So what is
-timed is a norm and the product together, and whole layers say whether dependent launches are chosen at all.
+In serving a product follows a small kernel. So what is timed is a norm and the product together.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from manylora.kernels.triton.dependent import can_depend
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import (
     BUCKETS,
@@ -58,8 +56,7 @@ SHAPES = {
         (64, 64, 2, 4, 4, True, True, True), (128, 64, 1, 8, 6, False, True, True),
     ),
 }  # fmt: skip
-"""``LinearConfig``s by tokens, without ``ahead``; shared memory of 227 KB a multiprocessor bounds them."""
-AHEAD: tuple[int | None, ...] = (None, 0, 2, 4)
+"""``LinearConfig``s by tokens; shared memory of 227 KB a multiprocessor bounds them."""
 
 Way = LinearConfig | str
 Linear = Callable[[torch.Tensor, Weight], torch.Tensor]
@@ -69,27 +66,18 @@ def tune(bench: Bench, stored: list[dict[str, Any]] | None) -> list[dict[str, An
     """This device's rows of the table: those of the shapes that were measured anew, the others as stored."""
     buckets = QUICK_BUCKETS if bench.is_small else BUCKETS
     bench.rig.reserve([], 0)
-    plain: dict[Shape, Choice] = {}
-    dependent: dict[Shape, Choice] = {}
+    chosen: dict[Shape, Choice] = {}
     measured = set()
     for name, product in products(bench.rig, buckets):
         found = bench.candidates(_ways(bench, name, product))
         shape = (len(product.x), product.inputs, product.outputs)
         if found:
             measured.add(shape)
-            _choose(plain, shape, {way: time for way, time in found.items() if not _depends(way)})
-            _choose(dependent, shape, found)
-    ways = {
-        LIBRARY: TritonOps(),
-        "plain": TritonOps(products=Products(plain, bench.rig.multiprocessors)),
-        "dependent": TritonOps(
-            products=Products(dependent, bench.rig.multiprocessors), dependent=can_depend(bench.rig.device)
-        ),
-    }
+            _choose(chosen, shape, found)
+    ways = {LIBRARY: TritonOps(), "chosen": TritonOps(products=Products(chosen, bench.rig.multiprocessors))}
     layers = WholeLayers(bench, buckets)
-    times = [layers.seconds(batch, ways) for batch in buckets]
-    best = fastest([{way: time for way, time in one.items() if way != LIBRARY} for one in times])
-    chosen = dependent if best == "dependent" else plain
+    for batch in buckets:
+        layers.seconds(batch, ways)
     kept = [row for row in stored or [] if (row["tokens"], row["in"], row["out"]) not in measured]
     rows = [
         {"tokens": tokens, "in": inputs, "out": outputs}
@@ -97,10 +85,6 @@ def tune(bench: Bench, stored: list[dict[str, Any]] | None) -> list[dict[str, An
         for (tokens, inputs, outputs), config in chosen.items()
     ]
     return sorted([*kept, *rows], key=lambda row: (row["tokens"], row["in"], row["out"]))
-
-
-def _depends(way: Way) -> bool:
-    return isinstance(way, LinearConfig) and way.ahead is not None
 
 
 def _choose(choices: dict[Shape, Choice], shape: Shape, found: Mapping[Way, float]) -> None:
@@ -117,11 +101,10 @@ def _ways(bench: Bench, name: str, product: ProductProblem) -> dict[Way, KernelC
     found: dict[Way, KernelCase] = {LIBRARY: _after_norm(product, {**setting, "sizes": LIBRARY}, _library)}
     if rig.is_cuda:
         found[OTHER_LIBRARY] = _after_norm(product, {**setting, "sizes": OTHER_LIBRARY}, _other_library)
-    ahead = AHEAD if can_depend(rig.device) else (None,)
-    configs = [LinearConfig(*shape, steps) for shape in SHAPES[bucket] for steps in ahead]
+    configs = [LinearConfig(*shape) for shape in SHAPES[bucket]]
     for config in configs[:3] if bench.is_small else configs:
         linear = partial(Products({}, rig.multiprocessors).run, bias=None, config=config)
-        found[config] = _after_norm(product, {**setting, "sizes": text_of(config)}, linear, _depends(config))
+        found[config] = _after_norm(product, {**setting, "sizes": text_of(config)}, linear)
     return found
 
 
@@ -134,11 +117,9 @@ def _other_library(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return functional.linear(x, weight.data)
 
 
-def _after_norm(
-    product: ProductProblem, setting: dict[str, Any], linear: Linear, dependent: bool = False
-) -> KernelCase:
+def _after_norm(product: ProductProblem, setting: dict[str, Any], linear: Linear) -> KernelCase:
     """The product checked alone and timed behind a norm."""
-    ops, norm = TritonOps(dependent=dependent), torch.ones_like(product.x[0])
+    ops, norm = TritonOps(), torch.ones_like(product.x[0])
 
     def step() -> None:
         for matrix in product.matrices:
