@@ -73,7 +73,7 @@ _LN_2 = np.float32(0.6931471805599453)
 
 
 @fast_loop
-def _exp(value: float) -> float:
+def _exp(value: Any) -> Any:
     """exp(value) for a float32 value <= 0, relative error below 2e-7.
 
     A polynomial on [-ln2/2, ln2/2] and the exponent written as bits: libm's exp does not vectorise.
@@ -89,7 +89,7 @@ def _exp(value: float) -> float:
     p = p * r + np.float32(0.5)
     p = p * r + np.float32(1.0)
     p = p * r + np.float32(1.0)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @fast_loop
@@ -233,7 +233,7 @@ def shrink_lora(
     """scale * (x[t] A_p) of every token t of every item and every projection p, one after another in ``shrunk``.
 
     ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32
-    [N, P, 2] as in LoraSegments, of one group's projections and one layer; ``offset``: the layer's, in elements;
+    [N, P] as in LoraSegments, of one group's projections and one layer; ``offset``: the layer's, in elements;
     ``shrunk`` float32 [sum of tokens * ranks].
     """
     begin = 0
