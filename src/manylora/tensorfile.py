@@ -8,6 +8,7 @@ here.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -108,15 +109,18 @@ def _foreign_format(start: bytes) -> str | None:
 
 def _parsed(raw: bytes, begin: int, size_bytes: int, name: str) -> dict[str, StoredTensor]:
     try:
-        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Not decoded by msgspec: a name may hold half a character, and is to be shown.
+        entries = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
         raise TensorFileError(f"{name}: the safetensors header is corrupt ({error})") from error
+    if not isinstance(entries, dict):
+        raise TensorFileError(f"{name}: the safetensors header is corrupt (not a JSON object)")
     entries.pop("__metadata__", None)
     found = {}
     for key, value in entries.items():
         try:
-            dtype, shape, (first, end) = msgspec.structs.astuple(msgspec.json.decode(value, type=_Entry))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            dtype, shape, (first, end) = msgspec.structs.astuple(msgspec.convert(value, _Entry))
+        except (msgspec.ValidationError, OverflowError) as error:
             raise TensorFileError(f"{name}: the header's entry for {shown(key)} is corrupt") from error
         size = math.prod(shape) * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else end - first
         if first > end or end - first != size or max(shape, default=0) > size_bytes:
