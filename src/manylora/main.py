@@ -37,9 +37,8 @@ from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import private
+from manylora.engine.lines import TraceWriter, private
 from manylora.engine.remote import RemoteEngine
-from manylora.engine.trace import TraceWriter
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound, cannot_listen
 from manylora.missing import naming_what_is_missing

@@ -24,9 +24,8 @@ from manylora.engine.driver import Driver
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, JournalWriter, read_answered, read_journal
 from manylora.engine.ledger import Ledger
-from manylora.engine.lines import LineFile
+from manylora.engine.lines import LineFile, TraceWriter
 from manylora.engine.local import LocalEngine
-from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,

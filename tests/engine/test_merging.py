@@ -17,8 +17,8 @@ from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import JournalWriter, read_answered
+from manylora.engine.lines import TraceWriter
 from manylora.engine.local import LocalEngine
-from manylora.engine.trace import TraceWriter
 from manylora.metrics.requests import Metrics
 from manylora.protocol import RunStep, SetMerged
 from manylora.types import BASE

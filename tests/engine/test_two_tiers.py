@@ -16,9 +16,9 @@ from manylora.engine import service
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, read_journal
+from manylora.engine.lines import TraceWriter
 from manylora.engine.local import LocalEngine
 from manylora.engine.ports import EnginePorts
-from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
 from manylora.protocol import AdapterError, Command, CopyDone, Decided, SwapPages, Timer
 from manylora.reports import AdapterUse

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from manylora.config import PolicyConfig
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.journal import JournalWriter
+from manylora.engine.lines import TraceWriter
 from manylora.engine.loop import Loop
 from manylora.engine.ports import EnginePorts
-from manylora.engine.trace import TraceWriter
 from manylora.policy.replica import Replica
 from manylora.protocol import Abort, Executor, Keep, LetGo, Status
 from manylora.reports import AdapterUse

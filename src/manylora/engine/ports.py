@@ -19,9 +19,9 @@ from typing import TypeVar
 from manylora.config import PolicyConfig
 from manylora.engine.catalog import Catalog
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest, Meters
+from manylora.engine.lines import TraceWriter
 from manylora.engine.loop import Routes
 from manylora.engine.outbox import Outbox
-from manylora.engine.trace import TraceWriter
 from manylora.policy.caches import adapter_pages_limit
 from manylora.protocol import (
     CLIENT_COMMANDS,
