@@ -29,7 +29,6 @@ from manylora.protocol import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
-from tests.executor.test_cold_rows import bring_ordered
 from tests.executor.test_follows import Coming
 from tests.executor.test_follows import Hand as ReadingHand
 from tests.executor.test_gates import (  # noqa: F401  # tests
@@ -225,25 +224,6 @@ def test_a_cold_row_with_one_token_left_waits_for_the_whole_copy(cold: Rig, file
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(3, 2)
     check(cold, files, 2)
-
-
-def test_words_say_nothing_of_what_comes_ahead(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages with rows of B have landed; a step that awaits the copy needs A, too."""
-    hand = Hand(cold, monkeypatch)
-    command = bring_ordered(cold, monkeypatch, 2, brings_b_first=True)
-    cold.open(1, PROMPT, adapter=2)
-    results = beside(cold, awaiting(cold, command, 1))
-    hand.let(LAYERS)
-    wait_until(lambda: hand.num_landed == LAYERS, "the groups have landed")
-    assert words_of(cold).words.tolist() == [[0, 0]] * LAYERS
-    hand.let(LAYERS)
-    result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, ())
-    assert words_of(cold).words.tolist() == [[1, 0]] * LAYERS
-    cold.decode(3, 1)
-    check(cold, files, 1)
 
 
 @pytest.mark.parametrize("mark_fails", [False, True])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from manylora.assist.workers import Workers
 from manylora.config import ColdStartConfig
-from manylora.executor import build, cold_rows
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -63,31 +60,6 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
 @pytest.mark.parametrize(("mode", "depth"), MODES)
 def test_cold_adapters(family: Bench, mode: str, depth: int) -> None:
     check_cold(family, mode, depth)
-
-
-@pytest.mark.parametrize(
-    "variant",
-    ["shrink", pytest.param("split", marks=pytest.mark.long), pytest.param("best", marks=pytest.mark.long)],
-)
-def test_the_cpu_does_a_part(bench: Bench, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    """The laboratory's settings, which no flag has."""
-    whole = build._with_workers
-
-    def told(*given: Any) -> ColdStartConfig:
-        return dataclasses.replace(whole(*given), variant=variant)  # type: ignore[arg-type]
-
-    served: list[bool] = []
-    begin = cold_rows.ColdRows.begin
-
-    def noting(rows: cold_rows.ColdRows, workers: Workers) -> bool:
-        served.append(rows.shrinks_only)
-        return begin(rows, workers)
-
-    monkeypatch.setattr(build, "_with_workers", told)
-    monkeypatch.setattr(cold_rows.ColdRows, "begin", noting)
-    for depth in (1, 2):
-        check_cold(bench, "cpu", depth)
-    assert variant == "best" or any(served) == (variant == "shrink")
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -173,7 +173,6 @@ class DeviceModel:
             command = self.copies[served.copy][0]
             assert command.adapter is not None, "the CPU serves adapters"
             assert served.copy not in self.following, "whose pages on the host are whole"
-            assert 0 < served.groups <= command.groups
             for number in served.sequences:
                 assert self.sequences[number].start.adapter == command.adapter
                 lent[number] = tuple(source for source, _ in command.pairs)

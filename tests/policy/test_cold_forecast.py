@@ -9,18 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from manylora.policy.cold_forecast import GAIN, Beginning, CpuShare, Landing, choose, end_s, split
+from manylora.policy.cold_forecast import GAIN, Beginning, CpuShare, Landing, choose, end_s
 
 TINY = 1e-9
 seconds = st.floats(0, 10, allow_nan=False)
-landings = st.builds(
-    lambda begin, length, first, ahead: Landing(begin, begin + length, first, ahead),
-    seconds,
-    seconds,
-    st.integers(0, 7),
-    st.sampled_from([0.0, 0.0, 0.55, 1.0]),
-)
-shares = st.builds(CpuShare, st.integers(0, 8), seconds, st.floats(0, 1), st.booleans())
+landings = st.builds(lambda begin, length: Landing(begin, begin + length), seconds, seconds)
+shares = st.builds(CpuShare, seconds, st.floats(0, 1))
 GROUPS = 8
 
 
@@ -48,39 +42,6 @@ def test_what_comes_later_ends_no_step_sooner(
     assert end(share=cpu._replace(beside=0.0)) >= end() - TINY
 
 
-@given(seconds, seconds, landings, landings, seconds)
-def test_what_the_cpu_serves_waits_for_no_adapter(
-    begin_s: float, step_s: float, adapter: Landing, other: Landing, cpu_s: float
-) -> None:
-    whole = CpuShare(GROUPS, cpu_s)
-    ends = {end_s(begin_s, step_s, GROUPS, (), (landing,), whole) for landing in (adapter, other)}
-    assert len(ends) == 1
-
-
-@given(seconds, seconds, landings, st.floats(0, 1))
-def test_what_the_cpu_shrinks_waits_for_what_comes_ahead_and_no_more(
-    begin_s: float, step_s: float, adapter: Landing, ahead: float
-) -> None:
-    """A CPU that takes no time ends the step no later than to await the copy would, nor sooner than B is there."""
-    landing = dataclasses.replace(adapter, first_group=0, ahead=ahead)
-    shrinks = CpuShare(GROUPS, 0.0, shrinks_only=True)
-    end = end_s(begin_s, step_s, GROUPS, (), (landing,), shrinks)
-    assert end <= end_s(begin_s, step_s, GROUPS, (), (landing,)) + TINY
-    b_end_s = landing.begin_s + (landing.end_s - landing.begin_s) * (ahead or 1.0)
-    assert end >= max(begin_s + step_s, b_end_s + step_s / GROUPS) - TINY
-    assert end >= end_s(begin_s, step_s, GROUPS, (), (landing,), CpuShare(GROUPS, 0.0)) - TINY
-
-
-@given(seconds, seconds, landings, seconds)
-def test_a_split_is_the_best_of_all(begin_s: float, step_s: float, adapter: Landing, cpu_s: float) -> None:
-    def end(groups: int) -> float:
-        landing = dataclasses.replace(adapter, first_group=groups % GROUPS)
-        return end_s(begin_s, step_s, GROUPS, (), (landing,), CpuShare(groups, cpu_s))
-
-    chosen = split(begin_s, step_s, GROUPS, adapter, CpuShare(0, cpu_s))
-    assert end(chosen) == min(map(end, range(GROUPS + 1)))
-
-
 @given(landings, seconds)
 def test_what_is_late_is_expected_to_come_later_still(landing: Landing, now: float) -> None:
     expected = landing.as_of(now)
@@ -89,7 +50,7 @@ def test_what_is_late_is_expected_to_come_later_still(landing: Landing, now: flo
 
 
 ways = st.lists(
-    st.builds(Beginning, st.sampled_from(["layerwise", "cpu"]), st.floats(1, 10), seconds, st.integers(0, 8)),
+    st.builds(Beginning, st.sampled_from(["layerwise", "cpu"]), st.floats(1, 10), seconds),
     max_size=4,
 )
 
@@ -116,12 +77,12 @@ def test_the_choice_is_within_two_hundredths_of_the_best(link: int, rank: int, t
     num_bytes, step_s = 5.0e6 * rank, 0.004 + 22e-6 * tokens
     landing = Landing(0.0, num_bytes / (link * 1e9))
     cpu_s = 0.0025 + num_bytes * (2e-11 + tokens / 16 * 2e-11)
-    served = end_s(0.0, step_s, GROUPS, (), (landing,), CpuShare(GROUPS, cpu_s, 0.5))
+    served = end_s(0.0, step_s, GROUPS, (), (), CpuShare(cpu_s, 0.5))
     gated = end_s(0.0, step_s, GROUPS, (), (landing,))
     found = [
         Beginning("wait", landing.end_s + step_s, 0.0),
         Beginning("layerwise", gated, gated - step_s),
-        Beginning("cpu", served, served - step_s, GROUPS),
+        Beginning("cpu", served, served - step_s),
     ]
     best = min(way.answer_s for way in found)
     assert choose(found, 0.0, float("inf")).answer_s <= 1.02 * best

@@ -27,7 +27,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth=st.sampled_from([1, 2]),
         cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),
-        variant=st.sampled_from(["whole", "split", "shrink", "best"]),
         step_s=st.sampled_from([0.0, 0.5]),
         follows=st.booleans(),
     )
@@ -42,7 +41,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth: int,
         cold_start: str,
         stall: float,
-        variant: str,
         step_s: float,
         follows: bool,
     ) -> None:
@@ -60,7 +58,6 @@ class ColdStartMachine(ReplicaMachine):
             cold_start=ColdStartConfig(
                 cold_start,
                 stall if cold_start in ("layerwise", "auto") else 0.02,
-                variant=variant,  # type: ignore[arg-type]
                 rates=CpuRates(step_s=step_s),
                 num_workers=2 if cold_start in ("cpu", "auto") else 0,
                 reads_in_groups=follows,

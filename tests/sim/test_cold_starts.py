@@ -76,7 +76,7 @@ def test_a_copy_that_follows_a_read_lands_a_group_behind_it() -> None:
     device = SimulatedDevice(costs, PAGE_BYTES, {1: 8})
     pages = tuple(range(8))
     read = device.obey(ReadAdapter(1, pages, "host", 8), 0.0)
-    copy = device.obey(SwapPages(1, True, tuple((i, i) for i in pages), 1, 8, 0, True), 0.0)
+    copy = device.obey(SwapPages(1, True, tuple((i, i) for i in pages), 1, 8, True), 0.0)
     other = device.obey(SwapPages(2, True, ((9, 9),), None, 8), 0.0)
     step = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), 0, (Await(1, (1,)),)), 0.0)
     assert read is not None
@@ -153,20 +153,15 @@ COLD = ColdCosts(RATES, num_workers=4, cores=16, beside=0.5, result_token_bytes=
 
 
 def served(
-    num_pages: int,
-    cold: ColdCosts = COLD,
-    groups: int = 8,
-    first: int = 0,
-    reads: int = 0,
-    shrinks: bool = False,
+    num_pages: int, cold: ColdCosts = COLD, reads: int = 0
 ) -> tuple[SimulatedDevice, float, StepDone]:
     """A step of 3 tokens whose adapter the CPU serves: the device, when it ends, and what it says."""
     device = SimulatedDevice(COSTS, PAGE_BYTES, {1: num_pages, 2: 1}, cold=cold)
     for _ in range(reads):
         device.obey(ReadAdapter(2, (0,), "host"), 0.0)
     pairs = tuple((i, i) for i in range(num_pages))
-    device.obey(SwapPages(1, True, pairs, 1, 8, first, brings_b_first=shrinks), 0.0)
-    cpu = (CpuRows(1, (1,), groups, shrinks),)
+    device.obey(SwapPages(1, True, pairs, 1, 8), 0.0)
+    cpu = (CpuRows(1, (1,)),)
     answer = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), cpu=cpu), 0.0)
     assert answer is not None
     assert isinstance(answer[1], StepDone)
@@ -199,40 +194,6 @@ def test_results_hold_up_the_copies_after_them() -> None:
     after = device.obey(SwapPages(2, True, ((0, 9),), None, 8), 0.0)
     assert after is not None
     assert after[0] == pytest.approx(0.004 + 0.003 + 0.001)
-
-
-def test_layers_are_split() -> None:
-    """The link brings half of the layers while the CPU serves the others."""
-    nothing = dataclasses.replace(COLD, result_token_bytes=0)
-    whole, half = served(64, nothing)[2], served(64, nothing, groups=4, first=4)[2]
-    assert half.cpu_s == pytest.approx(whole.cpu_s / 2)
-    assert half.stall_s < whole.stall_s
-
-
-def test_what_the_cpu_shrinks_waits_for_b_alone() -> None:
-    """The last group, an eighth of the step and of the CPU's products, begins when B has come."""
-    free = CpuRates(step_s=0.0, byte_s=0.0, token_byte_s=0.001 / PAGE_BYTES, slice_tokens=1, b_share=0.6)
-    cold = dataclasses.replace(COLD, rates=free, beside=0.0, shrunk_share=0.0)
-    _, end_s, done = served(400, cold, shrinks=True)
-    own_s = done.device_s - done.stall_s
-    assert done.cpu_s == pytest.approx(0.4 * 0.4)
-    last_s = own_s / 8 + 0.16 / 8
-    assert end_s == pytest.approx(0.6 * 0.4 + last_s)
-    more = served(400, dataclasses.replace(cold, ahead=0.9), shrinks=True)
-    assert more[1] == pytest.approx(0.9 * 0.4 + last_s)
-    # Their bytes take turns with the copy: as many as the adapter's here.
-    slow = served(4, dataclasses.replace(cold, shrunk_share=1 / 3), shrinks=True)[2]
-    assert slow.stall_s >= 0.004 * 0.4 + 2 * 0.004
-
-
-def test_a_step_that_awaits_such_a_copy_waits_for_it_all() -> None:
-    device = SimulatedDevice(COSTS, PAGE_BYTES, {1: 400}, cold=COLD)
-    pairs = tuple((i, i) for i in range(400))
-    device.obey(SwapPages(1, True, pairs, 1, 8, brings_b_first=True), 0.0)
-    step = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), 0, (Await(1, (1,)),)), 0.0)
-    assert step is not None
-    own_s = step[1].device_s - step[1].stall_s  # type: ignore[union-attr]
-    assert step[0] == pytest.approx(0.4 + own_s / 8)
 
 
 def test_a_store_has_what_was_read() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from manylora.config.declaring import ConfigError, Section, check_rules, setting
 from manylora.rules import FINITE, Rule, at_least, at_most, more_than, one_of
@@ -45,17 +45,13 @@ class CpuRates:
     """What the CPU takes for the LoRA of a step's cold rows, of one worker, as measured before serving; no user's
     to give. A step costs ``step_s`` for its hand-overs and ``token_s`` for each token whose inputs and results go
     to and fro; each adapter that a worker reads ``byte_s`` a byte, and each token of it ``token_byte_s`` for each
-    byte of its adapter. ``slice_tokens``: as many tokens as one worker takes before another one helps.
-    ``b_share``: of an adapter's pages those that hold rows of B, about; where the CPU computes x A alone it reads
-    what is left, and a token costs ``shrunk_token_s`` instead of ``token_s``."""
+    byte of its adapter. ``slice_tokens``: as many tokens as one worker takes before another one helps."""
 
     step_s: Annotated[float, at_least(0), FINITE] = 0.002
     byte_s: Annotated[float, at_least(0), FINITE] = 2e-10
     token_byte_s: Annotated[float, at_least(0), FINITE] = 1e-11
     slice_tokens: Annotated[int, at_least(1)] = 16
     token_s: Annotated[float, at_least(0), FINITE] = 0.0
-    b_share: Annotated[float, more_than(0), at_most(1)] = 0.55
-    shrunk_token_s: Annotated[float, at_least(0), FINITE] = 0.0
 
     def num_busy(self, num_tokens: int, num_workers: int) -> int:
         """How many workers so many tokens are cut for (CaraServe §4.2)."""
@@ -66,9 +62,9 @@ class CpuRates:
         share = -(-num_tokens // self.num_busy(num_tokens, num_workers))
         return adapter_bytes * (self.byte_s + share * self.token_byte_s)
 
-    def besides_s(self, num_tokens: int, shrinks_only: bool = False) -> float:
+    def besides_s(self, num_tokens: int) -> float:
         """What a step with so many tokens on the CPU takes for these besides."""
-        return self.step_s + num_tokens * (self.shrunk_token_s if shrinks_only else self.token_s)
+        return self.step_s + num_tokens * self.token_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,10 +97,6 @@ class ColdStartConfig(Section):
         name="cpu_lora_workers",
         takes_numbers=True,
     )
-    variant: Literal["whole", "split", "shrink", "best"] = "whole"
-    """What the CPU computes of a cold row: all layers, as in the paper; or the first ones, while the link brings
-    the others first; or x A in all layers, while the link brings B first, by which the device expands; or
-    whichever of the last two is expected to answer first."""
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""

@@ -6,20 +6,17 @@ Owns a gate from its copy's or its read's command on until no step can name it. 
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
-from manylora.adapters.pack import AdapterLayout, cell_offsets, pages_of_b
+from manylora.adapters.pack import AdapterLayout, cell_offsets
 from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
-from manylora.executor.cold_rows import ColdStep
+from manylora.executor.cold_rows import ColdAdapter, ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, LayerGroups, layer_groups
+from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, layer_groups
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
@@ -87,13 +84,10 @@ class Coming:
         gate: CopyGate | None = None
         filling: Filling | None = None
         if command.groups:
-            # In the order in which they land.
-            groups, first = self._groups(command, command.first_group)
-            in_order = groups[first:] + groups[:first]
+            groups = layer_groups(self._geometry.page.layers, command.groups)
             order = int(command.follows_read)
             self._num_gates[order] += 1
-            ahead = self._of_b(command) if command.brings_b_first else None
-            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order, ahead)
+            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates[order], order)
             self._commands[command.copy] = command
 
         try:
@@ -113,14 +107,6 @@ class Coming:
             except (AdapterError, RuntimeError, ValueError):
                 _log.exception("adapter %d has no entry", command.adapter)
                 gate.fail()
-
-    def _of_b(self, command: SwapPages) -> np.ndarray | None:
-        """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
-        assert command.adapter is not None
-        with contextlib.suppress(AdapterError):
-            found = pages_of_b(self._layout_of(command.adapter), self._geometry)
-            return None if found.all() else found
-        return None
 
     def _filling_of(self, command: SwapPages) -> Filling:
         filling = self._fillings.get(command.adapter) if command.adapter is not None else None
@@ -183,32 +169,16 @@ class Coming:
         """What the CPU is to compute for the step, and what it has to pass beside. Raises ValueError likewise, and
         AdapterError where an adapter was removed."""
         self._check_known(step)
-        found = ColdStep()
+        found: dict[AdapterId, ColdAdapter] = {}
         for wanted in step.cpu:
-            command, gate = self._commands[wanted.copy], self._gates[wanted.copy]
-            if (
-                isinstance(command, ReadAdapter)
-                or command.adapter is None
-                or not 0 < wanted.groups <= command.groups
-            ):
-                raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
+            command = self._commands[wanted.copy]
+            if isinstance(command, ReadAdapter) or command.adapter is None:
+                raise ValueError(f"copy {wanted.copy} brings no adapter")
             layout = self._layout_of(command.adapter)
-            host_pages = [source for source, _ in command.pairs]
-            offsets = cell_offsets(layout, self._geometry, host_pages)
-            first_layer = self._first_layer(command, wanted.groups)
-            found.add(command.adapter, layout, offsets, gate, wanted, first_layer)
-        return found
-
-    def _groups(self, command: SwapPages, group: int) -> tuple[LayerGroups, int]:
-        """The copy's groups, and which of them a group of the command is: there may be fewer layers than it has
-        groups."""
-        groups = layer_groups(self._geometry.page.layers, command.groups)
-        return groups, -(-group * len(groups) // command.groups)
-
-    def _first_layer(self, command: SwapPages, group: int) -> int:
-        """Where the group begins, or the model ends."""
-        groups, number = self._groups(command, group)
-        return groups[number][0] if number < len(groups) else self._geometry.page.layers
+            offsets = cell_offsets(layout, self._geometry, [source for source, _ in command.pairs])
+            gate = self._gates[wanted.copy]
+            found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
+        return ColdStep(found)
 
     def _check_known(self, step: RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]

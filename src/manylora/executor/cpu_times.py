@@ -63,8 +63,6 @@ def measure_workers(
         token_byte_s,
         slice_tokens,
         of_inputs + of_results,
-        geometry.b_share,
-        of_inputs,
     )
 
 

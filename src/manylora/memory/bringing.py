@@ -100,7 +100,6 @@ class Bringer:
             BY_KERNEL
             and table_words(len(gate.groups), len(pairs)) <= MOST_WORDS
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
-            and gate.num_ahead == 0
             and len(gate.groups) <= len(self._words.groups)
             and max(pairs, default=(0, 0))[0] < self._host.pages_pinned
         )

@@ -262,16 +262,16 @@ class Copier:
             sources.max(initial=0) < self._host.pages_pinned
         )
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
-        for number, (first, end) in enumerate(gate.groups):
+        for first, end in gate.groups:
             if filling is not None and not filling.wait_layers(end):
                 return _NOT_READ
             if self._closing:
                 return _CLOSING
-            pages, offset = gate.pages(number), first * slab_bytes
-            at, of = targets[pages] * page_bytes + offset, sources[pages] * page_bytes + offset
+            offset = first * slab_bytes
+            at, of = targets * page_bytes + offset, sources * page_bytes + offset
             lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=at_once)
             gate.open(lane.copies.landing())
-            if self._words is not None and number >= gate.num_ahead:
+            if self._words is not None:
                 self._words.mark(lane.copies, gate, (first, end))
         return ""
 

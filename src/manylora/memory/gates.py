@@ -73,20 +73,10 @@ class LandedWords:
 class CopyGate:
     """Opened by the lane of one copy, or by a read, and passed by steps. ``groups``: of layers, see
     ``layer_groups``; ``number``: of the copy among those of its ``order`` that have gates, from 1; 0: nothing
-    tells the device when it lands. ``num_ahead``: so many groups bring some of the copy's pages alone, and as many
-    after them, of the same layers, the others; 0: each group brings all."""
+    tells the device when it lands."""
 
-    def __init__(
-        self,
-        groups: LayerGroups,
-        number: int = 1,
-        order: int = 0,
-        ahead: np.ndarray | None = None,
-    ) -> None:
-        """``ahead``: bool, which of the copy's pages come in all groups before the others; None: none does."""
-        self.groups = groups if ahead is None else (*groups, *groups)
-        self.num_ahead = 0 if ahead is None else len(groups)
-        self._ahead = ahead
+    def __init__(self, groups: LayerGroups, number: int = 1, order: int = 0) -> None:
+        self.groups = groups
         self.number = number
         self.order = order
         self._changed = threading.Condition()
@@ -94,12 +84,6 @@ class CopyGate:
         self.has_failed = False
         """What has not landed will not come."""
         self._answer: bool | None = None
-
-    def pages(self, number: int) -> np.ndarray | slice:
-        """Which of the copy's pages a group brings, as an index."""
-        if self._ahead is None:
-            return slice(None)
-        return self._ahead if number < self.num_ahead else ~self._ahead
 
     def open(self, landing: Callable[[], None], count: int = 1) -> None:
         """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for

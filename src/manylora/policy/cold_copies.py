@@ -31,11 +31,10 @@ class ComingCopy:
 
 
 class ComingCopies:
-    """By number, until they are forgotten. ``b_share``: see ``CpuRates``."""
+    """By number, until they are forgotten."""
 
-    def __init__(self, residency: Residency, b_share: float) -> None:
+    def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._b_share = b_share
         self._copies: dict[CopyId, ComingCopy] = {}
         self._lane_free_s = 0.0  # when the last one that was answered had landed
         self._reads: dict[AdapterId, Landing] = {}  # under way
@@ -65,8 +64,7 @@ class ComingCopies:
                 assert command.adapter is not None
                 self._follow(command.copy, command.adapter, now)
             elif command.to_device:
-                ahead = self._b_share if command.brings_b_first else 0.0
-                landing = Landing(now, now, command.first_group, ahead)
+                landing = Landing(now, now)
                 self._copies[command.copy] = ComingCopy(landing, command.adapter, len(command.pairs), now)
         self._expect()
 

@@ -31,9 +31,9 @@ class ColdLessons:
         """How long the busiest of so many workers computes for the tokens of one adapter."""
         return self._scale * self._rates.busy_s(num_tokens, adapter_bytes, num_workers)
 
-    def besides_s(self, num_tokens: int, shrinks_only: bool = False) -> float:
+    def besides_s(self, num_tokens: int) -> float:
         """What a step with so many tokens on the CPU takes for handing them over."""
-        return self._besides_scale * self._rates.besides_s(num_tokens, shrinks_only)
+        return self._besides_scale * self._rates.besides_s(num_tokens)
 
     def served(self, num_tokens: int, expected_s: float, busy_s: float, own_s: float, stall_s: float) -> None:
         """Workers computed ``busy_s`` of a step where ``expected_s`` was expected; the step, which took ``own_s``

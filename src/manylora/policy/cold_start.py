@@ -15,14 +15,11 @@ from manylora.config import MOST_CPU_TOKENS, PolicyConfig
 from manylora.policy.batching import StepPlan
 from manylora.policy.cold_copies import ComingCopies
 from manylora.policy.cold_forecast import (
-    NO_CPU,
     Beginning,
     CpuShare,
-    Landing,
     boundary_s,
     choose,
     end_s,
-    split,
 )
 from manylora.policy.cold_lessons import ColdLessons
 from manylora.policy.reservations import Reservations
@@ -63,12 +60,6 @@ class _Step:
     """Tokens that the CPU serves."""
     busy_s: float
     """Of the CPU, without its hand-overs."""
-    num_groups: int
-    """Of layers."""
-
-    def is_whole(self) -> bool:
-        """Whether the CPU serves all layers."""
-        return all(rows.groups == self.num_groups and not rows.shrinks_only for rows in self.cpu)
 
     def copies(self) -> set[CopyId]:
         """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
@@ -93,7 +84,7 @@ class ColdStarts:
         self._page_bytes = config.page_bytes
         self._residency = residency
         self._held = held
-        self._copies = ComingCopies(residency, config.cold_start.rates.b_share)
+        self._copies = ComingCopies(residency)
         # How those began whose adapters are still being read, from where is not known yet.
         self._uncounted: dict[AdapterId, list[str]] = {}
         self._in_flight: dict[int, _Step] = {}
@@ -112,52 +103,6 @@ class ColdStarts:
         self._has_others = False  # which stand still with it
 
     # ------------------------------------------------------------ copies
-
-    def order_copies(self) -> None:
-        """Have copies of adapters that are about to start bring first what the CPU is not to serve, where layers
-        are split between both, or it shrinks only."""
-        if not self._serves_cpu() or self._config.variant == "whole":
-            return
-        now = self._steps_end_s
-        for sequence in self._held.admitted if self._held.num_loading else ():
-            root = self._residency.tree.node(sequence.adapter)
-            move = self._residency.transfers.current(root)
-            if self._residency.transfers.is_read(sequence.adapter):
-                continue  # it comes as it is read
-            if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
-                landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
-                step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
-                order = self._order(now, step_s, landing, sequence.num_remaining, root)
-                self._residency.transfers.order(sequence.adapter, *order)
-
-    def _order(
-        self, now: float, step_s: float, landing: Landing, num_tokens: int, root: Node
-    ) -> tuple[int, bool]:
-        """Which group comes first, and whether B does before A: as answers soonest of what the variant has, and of
-        awaiting the copy in the order of every copy, where there is a choice."""
-        num_groups, variant = self._config.num_groups, self._config.variant
-        busy_s = self._busy_seconds(num_tokens, root)
-        whole = self._share(num_groups, num_tokens, busy_s)
-        ways: list[tuple[Landing, CpuShare]] = []
-        if variant != "shrink":
-            groups = split(now, step_s, num_groups, landing, whole)
-            first = dataclasses.replace(landing, first_group=groups % num_groups)
-            ways.append((first, whole._replace(groups=groups)))
-        if variant != "split":
-            ahead = dataclasses.replace(landing, ahead=self._config.rates.b_share)
-            ways.append(
-                (ahead, self._share(num_groups, num_tokens, self._shrunk_s(busy_s), shrinks_only=True))
-            )
-
-        def expected_s(way: tuple[Landing, CpuShare]) -> float:
-            return end_s(now, step_s, num_groups, (), way[:1], way[1])
-
-        best = min(ways, key=expected_s)
-        if self._config.mode == "auto":
-            awaited_s = expected_s((landing, NO_CPU)) + self._lessons.beyond_s("layerwise")
-            if awaited_s <= expected_s(best) + self._lessons.beyond_s("cpu"):
-                return 0, False
-        return best[0].first_group, best[1].shrinks_only
 
     def copy_ended(self, event: CopyDone) -> None:
         """A copy has been answered; it is remembered while a step that needs it is in flight."""
@@ -202,8 +147,7 @@ class ColdStarts:
         self._busy_s = self._stall_s = 0.0
         self._num_served = 0
         self._has_others = len(self._held.admitted) > self._held.num_loading
-        by_adapter: dict[AdapterId, tuple[int, bool]] = {}  # what the CPU does of it in this step
-        of_cpu: tuple[int, bool] | None = None  # and of any
+        is_served: dict[AdapterId, bool] = {}  # by the CPU, in this step
         for sequence in self._held.admitted if self._held.num_loading else ():
             if (
                 sequence.stage is not LOADING
@@ -217,24 +161,20 @@ class ColdStarts:
             if not copies or num_tokens <= 0:
                 continue
             ways = self._ways(sequence, copies, plan.rows, num_tokens, now)
-            served = by_adapter.get(sequence.adapter)
+            served = is_served.get(sequence.adapter)
             if served is not None:  # all rows of an adapter begin alike
-                ways = [way for way in ways if way.mode == "wait" or way.of_cpu == served]
-            elif of_cpu is not None:  # and all that the CPU serves
-                ways = [way for way in ways if not way.groups or way.of_cpu == of_cpu]
+                ways = [way for way in ways if way.mode == "wait" or way.is_of_cpu == served]
             way = self._choose(ways, now, self._most_alone_s(copies))
             if way.mode == "wait":
                 root = self._residency.tree.node(sequence.adapter)
                 self._waiting.setdefault(sequence.id, self._forecast(root, way))
                 continue
             self._waiting.pop(sequence.id, None)
-            if way.groups:
+            if way.is_of_cpu:
                 num_tokens = self._served_tokens(sequence, num_tokens)
                 self._num_served += num_tokens
-                busy_s = self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
-                self._busy_s += self._shrunk_s(busy_s) if way.shrinks_only else busy_s
-                of_cpu = way.of_cpu
-            by_adapter[sequence.adapter] = way.of_cpu
+                self._busy_s += self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
+            is_served[sequence.adapter] = way.is_of_cpu
             self._chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
@@ -292,23 +232,13 @@ class ColdStarts:
         if served > 0:
             root = self._residency.tree.node(sequence.adapter)
             busy_s = self._busy_seconds(served, root)
-            num_served = self._num_served + served
-            whole = self._share(num_groups, num_served, self._busy_s + busy_s)
-            shares = [whole]
-            if adapters[0].first_group:
-                shares.append(whole._replace(groups=adapters[0].first_group))
-            if adapters[0].ahead:
-                busy_s = self._busy_s + self._shrunk_s(busy_s)
-                shares.append(self._share(num_groups, num_served, busy_s, shrinks_only=True))
-            for share in shares:
-                until_s = end_s(begin_s, step_s, num_groups, histories, adapters, share)
-                # A prompt that the CPU's memory cuts goes on when the adapter is there.
-                answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
-                answer_s += self._lessons.beyond_s("cpu")
-                stall_s = max(0.0, until_s - alone_s)
-                found.append(Beginning("cpu", answer_s, stall_s, share.groups, share.shrinks_only))
-        # As the variant asks, where the copy comes so.
-        return [found[0], found[-1]] if mode == "cpu" and len(found) > 1 else found
+            share = self._share(self._num_served + served, self._busy_s + busy_s)
+            until_s = end_s(begin_s, step_s, num_groups, histories, (), share)
+            # A prompt that the CPU's memory cuts goes on when the adapter is there.
+            answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
+            answer_s += self._lessons.beyond_s("cpu")
+            found.append(Beginning("cpu", answer_s, max(0.0, until_s - alone_s)))
+        return found
 
     # ------------------------------------------------------------ the CPU
 
@@ -326,14 +256,9 @@ class ColdStarts:
     def _busy_seconds(self, num_tokens: int, root: Node) -> float:
         return self._lessons.busy_s(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
 
-    def _share(self, groups: int, num_tokens: int, busy_s: float, shrinks_only: bool = False) -> CpuShare:
+    def _share(self, num_tokens: int, busy_s: float) -> CpuShare:
         """``num_tokens``: of all cold rows of the step; all layers keep the workers busy for ``busy_s``."""
-        seconds = self._lessons.besides_s(num_tokens, shrinks_only) + busy_s
-        return CpuShare(groups, seconds, self._lessons.beside, shrinks_only)
-
-    def _shrunk_s(self, busy_s: float) -> float:
-        """Of what keeps workers busy, what they need to shrink only."""
-        return busy_s * (1 - self._config.rates.b_share)
+        return CpuShare(self._lessons.besides_s(num_tokens) + busy_s, self._lessons.beside)
 
     # ------------------------------------------------------------ steps
 
@@ -351,7 +276,7 @@ class ColdStarts:
         if not (self._held.num_loading or self._waiting):
             return (), ()
         wanted: dict[CopyId, list[int]] = {}
-        served: dict[tuple[CopyId, tuple[int, bool]], list[int]] = {}
+        served: dict[CopyId, list[int]] = {}
         first: Sequence | None = None
         for sequence, _, _ in rows:
             if sequence.stage is not LOADING:
@@ -359,13 +284,13 @@ class ColdStarts:
             first = first or sequence
             way = self._chosen[sequence.id]
             for copy in self._copies.of_sequence(sequence) or ():
-                if way.groups and self._copies[copy].adapter is not None:
-                    served.setdefault((copy, way.of_cpu), []).append(sequence.id)
+                if way.is_of_cpu and self._copies[copy].adapter is not None:
+                    served.setdefault(copy, []).append(sequence.id)
                     self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
-        cpu = tuple(CpuRows(copy, tuple(of), *of_cpu) for (copy, of_cpu), of in served.items())
+        cpu = tuple(CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
         waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
@@ -373,11 +298,9 @@ class ColdStarts:
             begun = None
             if first is not None:
                 begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
-            num_groups = self._config.num_groups
-            busy_s = self._busy_s * max((rows.groups for rows in cpu), default=0) / num_groups
-            stall_s, has_others = self._stall_s, self._has_others
+            busy_s, stall_s, has_others = self._busy_s, self._stall_s, self._has_others
             self._in_flight[step] = _Step(
-                awaits, cpu, begun, waited, stall_s, has_others, self._num_served, busy_s, num_groups
+                awaits, cpu, begun, waited, stall_s, has_others, self._num_served, busy_s
             )
         return awaits, cpu
 
@@ -412,8 +335,7 @@ class ColdStarts:
             self._residency.lent.step_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
             if event.cpu_s > 0 and not step.awaits:
-                # Where some layers await the copy, what the step stood still for says nothing of the CPU.
-                own_s = event.device_s - event.stall_s if step.is_whole() else 0.0
+                own_s = event.device_s - event.stall_s
                 self._lessons.served(step.num_served, step.busy_s, event.cpu_s, own_s, event.stall_s)
         if step.begun is not None:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)

@@ -265,8 +265,6 @@ class Replica(RequestLives):
         if len(self._kept):
             self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
-        if self._cold is not None:
-            self._cold.order_copies()
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)

@@ -63,7 +63,6 @@ class Transfers:
         self._num_moves: collections.Counter[AdapterId] = collections.Counter()
         self._reads: dict[AdapterId, Read] = {}
         self._started_reads: list[Read] = []
-        self._orders: dict[AdapterId, tuple[int, bool]] = {}
 
     # ------------------------------------------------------------ copies
 
@@ -75,11 +74,6 @@ class Transfers:
         self._num_moves[node.adapter] += 1
         if to_device:
             self.pages_coming += len(node.pages)
-
-    def order(self, adapter: AdapterId, first_group: int, brings_b_first: bool = False) -> None:
-        """The adapter's copy, if the next ``flush`` starts one, brings its layer groups from there on first, or
-        the pages that hold rows of B."""
-        self._orders[adapter] = first_group, brings_b_first
 
     def current(self, node: Node) -> Move | None:
         """The node's newest part of a copy that has not ended, if the node still goes its way."""
@@ -94,7 +88,6 @@ class Transfers:
         if not self._queued:
             return []
         queued, self._queued = self._queued, []
-        orders, self._orders = self._orders, {}
         started = []
         for to_device in (False, True):
             batch: list[Move] = []
@@ -102,21 +95,14 @@ class Transfers:
                 if move.to_device is not to_device:
                     continue
                 if move.node.is_adapter:
-                    order = orders.get(move.node.adapter, (0, False)) if to_device else (0, False)
-                    started.append(self._start([move], move.node.adapter, *order))
+                    started.append(self._start([move], move.node.adapter))
                 else:
                     batch.append(move)
             for first in range(0, len(batch), MOST_PAGES_A_COPY):
                 started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
         return started
 
-    def _start(
-        self,
-        moves: list[Move],
-        adapter: AdapterId | None,
-        first_group: int = 0,
-        brings_b_first: bool = False,
-    ) -> SwapPages:
+    def _start(self, moves: list[Move], adapter: AdapterId | None) -> SwapPages:
         self._num_copies += 1
         self._copies[self._num_copies] = moves
         to_device = moves[0].to_device
@@ -129,9 +115,7 @@ class Transfers:
         follows_read = to_device and adapter is not None and self.is_read(adapter)
         for move in moves:
             move.copy, move.follows_read = self._num_copies, follows_read
-        return SwapPages(
-            self._num_copies, to_device, pairs, adapter, groups, first_group, follows_read, brings_b_first
-        )
+        return SwapPages(self._num_copies, to_device, pairs, adapter, groups, follows_read)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""

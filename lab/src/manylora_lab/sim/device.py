@@ -20,7 +20,6 @@ from manylora.protocol import (
     AdapterRead,
     Command,
     CopyDone,
-    CpuRows,
     EndSequence,
     ReadAdapter,
     RunStep,
@@ -137,11 +136,11 @@ class SimulatedDevice:
         drawn = []
         decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
         adapters: dict[AdapterId, int] = {}
-        read = {name: self._read_share(rows) for rows in step.cpu for name in rows.sequences}
+        served = {name for rows in step.cpu for name in rows.sequences}
         for number, first, num_tokens, num_samples, _ in step.rows:
             adapter, num_bytes, token_at_0 = sequences[number]
-            if number in read:
-                num_bytes = int(read[number] * num_bytes)
+            if number in served:
+                num_bytes = 0
             end = first + num_tokens
             kv += end
             if num_tokens > 1:
@@ -188,36 +187,23 @@ class SimulatedDevice:
             done.cpu_s, done.cpu_workers = busy_s, self._cold.num_workers
         return self._steps_end, done
 
-    def _read_share(self, rows: CpuRows) -> float:
-        """Which share of their adapter the device reads for rows that the CPU serves: none where it serves all
-        layers; where it serves some, what a step reads of adapters is all the same."""
-        if rows.shrinks_only:
-            return self._cold.rates.b_share
-        return float(rows.groups < self._landings.groups(rows.copy))
-
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
         hand-overs and the way of results to the device. Unless the link has room for both, results take turns
         with a copy that is on its way, and copies that are commanded later begin so much later."""
         cold = self._cold
         tokens = {row.sequence: row.num_tokens for row in step.rows}
-        served, num_bytes, num_tokens = [], 0.0, 0
+        served, num_tokens = [], 0
         for rows in step.cpu:
             count = sum(tokens[sequence] for sequence in rows.sequences)
             num_tokens += count
-            part = rows.groups / self._landings.groups(rows.copy)
-            adapter_bytes = self._sequences[rows.sequences[0]][1]
-            if rows.shrinks_only:
-                served.append((count, int((1 - cold.rates.b_share) * adapter_bytes)))
-                num_bytes += count * cold.shrunk_share * adapter_bytes
-            else:
-                served.append((count, int(part * adapter_bytes)))
-                num_bytes += part * count * cold.result_token_bytes
+            served.append((count, self._sequences[rows.sequences[0]][1]))
+        num_bytes = num_tokens * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
         besides_s = cold.rates.besides_s(num_tokens)
         if cold.result_bytes_s is not None:
             return busy_s, besides_s + busy_s + num_bytes / cold.result_bytes_s
-        back_s = link_s(self._costs, int(num_bytes), self._copy_limit) if num_bytes else 0.0
+        back_s = link_s(self._costs, num_bytes, self._copy_limit) if num_bytes else 0.0
         is_shared = self._lane_free_at[True] > begin
         self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
         return busy_s, besides_s + busy_s + back_s * (1 + is_shared)
@@ -278,17 +264,8 @@ class SimulatedDevice:
         if command.groups:
             self._landings.forget(now, self._steps_end)
             begun_s = self._lane_free_at[to_device] - seconds
-            ahead = (self._cold.ahead or self._cold.rates.b_share) if command.brings_b_first else 0.0
             self._landings.begun(
-                command.copy,
-                begun_s,
-                seconds,
-                command.groups,
-                command.first_group,
-                end,
-                ahead,
-                now=now,
-                num_bytes=num_bytes,
+                command.copy, begun_s, seconds, command.groups, end, now=now, num_bytes=num_bytes
             )
         return end, CopyDone(command.copy, True, seconds)
 
@@ -307,7 +284,6 @@ class SimulatedDevice:
             begun + group_s,
             moving_s,
             command.groups,
-            0,
             answered,
             now=now,
             num_bytes=num_bytes,
@@ -331,6 +307,6 @@ class SimulatedDevice:
         if command.copy:
             self._landings.forget(now, self._steps_end)
             self._landings.begun(
-                command.copy, begin, seconds, command.groups, 0, end, now=now, num_bytes=num_bytes
+                command.copy, begin, seconds, command.groups, end, now=now, num_bytes=num_bytes
             )
         return end, AdapterRead(command.adapter, True, read_s=seconds, from_store=is_packed)
