@@ -24,13 +24,11 @@ from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing, gates
-from manylora.memory.gates import NUM_ORDERS, CopyGate, LandedWords, layer_groups
+from manylora.memory.gates import CopyGate, LandedWords, layer_groups
 from manylora.protocol import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
-from tests.executor.test_follows import Coming
-from tests.executor.test_follows import Hand as ReadingHand
 from tests.executor.test_gates import (  # noqa: F401  # tests
     LAYERS,
     PROMPT,
@@ -173,7 +171,7 @@ def test_copies_by_a_kernel(
         assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
         for source, target in command.pairs:
             assert torch.equal(rig.worker._host.page(source), rig.worker._arena.page(target))
-        assert words_of(rig).words[:, 0].tolist() == [turn + 1] * len(words_of(rig).groups)
+        assert words_of(rig).words.tolist() == [turn + 1] * len(words_of(rig).groups)
         rig.decode(2, turn)
         rig.direct.end_sequence(turn)
         rig.direct.evict_adapter(2)
@@ -242,7 +240,7 @@ def test_words_move_on_when_a_copy_breaks_off(
     hand.let(LAYERS)
     result = cold.run(awaiting(cold, command, 1, others=(2,)))
     assert (result.done.ok, result.done.spoilt) == (True, (1,))
-    assert words_of(cold).words.tolist() == [[0 if mark_fails else 1, 0]] * LAYERS
+    assert words_of(cold).words.tolist() == [0 if mark_fails else 1] * LAYERS
     cold.decode(3, 2)
     check(cold, files, 2)
 
@@ -254,38 +252,6 @@ def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_a
     check_late(cold, files, monkeypatch, lambda: bool(told[1]))
 
 
-@pytest.mark.parametrize("tier", ["host", "device"])
-def test_what_follows_a_read_opens_the_gates_of_captured_steps(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, tier: str
-) -> None:
-    """Beside a copy from the host, which has an order of its own. A read straight to the device tells it nothing:
-    the host waits for all of it."""
-    size = cold.worker._arena.shape.slab_bytes
-    hand = ReadingHand(monkeypatch, size)
-    coming = Coming(cold, files, 2, tier)
-    beside_it = bring(cold, 3, 8)
-    assert cold.direct.wait_for(beside_it).ok  # type: ignore[union-attr]
-    cold.open(1, PROMPT, adapter=2)
-    step = coming.awaiting(1)
-    page = cold.sequences[1].pages[0]
-    cold.worker._arena.page(page).fill_(float("nan"))
-    results = beside(cold, step)
-    for layer in range(LAYERS):
-        num_written = layer if tier == "host" else 0
-        expected = [at < num_written for at in range(LAYERS)]
-        assert written_within(cold, page, num_written, 30) == expected
-        time.sleep(0.05)
-        assert layers_written(cold, page) == expected, "layers from this one on have not begun"
-        hand.let(layer)
-    result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, ())
-    assert result.done.stall_s > 0
-    assert coming.answers()[1]
-    assert words_of(cold).words.tolist() == [[1, tier == "host"]] * LAYERS
-    cold.decode(3, 1)
-    check(cold, files, 1)
-
-
 def test_copies_of_other_groups_than_the_graphs(cold: Rig, files: Files) -> None:
     """Words follow layers, however a copy is cut."""
     for turn, groups in enumerate((1, 2, 3, 8), 1):
@@ -293,7 +259,7 @@ def test_copies_of_other_groups_than_the_graphs(cold: Rig, files: Files) -> None
         cold.open(turn, [turn, *PROMPT], adapter=2)
         assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
         assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
-        assert words_of(cold).words.tolist() == [[turn, 0]] * LAYERS
+        assert words_of(cold).words.tolist() == [turn] * LAYERS
         cold.decode(2, turn)
         cold.direct.evict_adapter(2)
     check(cold, files, 1, 2, 3, 4)
@@ -370,7 +336,6 @@ def test_words_are_written_at_the_ends_of_groups() -> None:
 
     words = LandedWords(8, 4, CpuDevice())
     for layers, groups in [((0, 3), [0]), ((3, 4), [1]), ((0, 8), [0, 1, 2, 3]), ((0, 1), []), ((1, 2), [0])]:
-        for order in range(NUM_ORDERS):
-            lane = Lane()
-            words.mark(lane, CopyGate([], 7, order), layers)  # type: ignore[arg-type]
-            assert lane.marked == [(NUM_ORDERS * group + order, 7) for group in groups]
+        lane = Lane()
+        words.mark(lane, CopyGate((), 7), layers)  # type: ignore[arg-type]
+        assert lane.marked == [(2 * group, 7) for group in groups]

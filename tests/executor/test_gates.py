@@ -221,7 +221,7 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     result = cold.run(awaiting(cold, command, 2))
     assert (result.done.ok, result.done.spoilt) == (True, ())
     check(cold, files, 1, 2)
-    cold.worker.forget_copies([(command.copy, False)], [])
+    cold.worker.forget_copies([(command.copy, False)])
     assert 2 not in cold.worker._tables
     cold.open(3, PROMPT)
     step = cold.command(cold.row(3))
@@ -229,24 +229,7 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     assert not cold.run(step).done.ok
 
 
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_rank_keeps_what_it_has_read_if_all_ranks_have(cold: Rig, files: Files, ok: bool) -> None:
-    """Another rank's read may fail when this one's has landed."""
-    cold.worker._is_rank = True
-    read = ReadAdapter(2, tuple(cold.take(len(cold.on_host[2]))), "device", 8, 99)
-    cold.direct.begin(read)
-    cold.open(1, PROMPT, adapter=2)
-    step = cold.command(cold.row(1))
-    step.awaits = (Await(99, (1,)),)
-    assert cold.run(step).done.spoilt == ()
-    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
-    cold.decode(3, 1)
-    check(cold, files, 1)
-    cold.worker.forget_copies([(99, ok)], [])
-    assert (2 in cold.worker._tables) == ok
-
-
-@pytest.mark.parametrize("brought", ["copy", "copy in groups", "read", "read in groups"])
+@pytest.mark.parametrize("brought", ["copy", "copy in groups", "read"])
 def test_what_failed_leaves_room_for_what_comes_to_its_pages(
     brought: str, cold: Rig, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,12 +255,12 @@ def test_what_failed_leaves_room_for_what_comes_to_its_pages(
         copy = SwapPages(rig.num_copies, True, pairs, smaller, groups)
         assert rig.direct.swap_pages(copy).ok
     else:
-        assert rig.direct.read_adapter(ReadAdapter(smaller, tuple(pages), "device", groups, 99 * groups)).ok
+        assert rig.direct.read_adapter(ReadAdapter(smaller, tuple(pages), "device")).ok
     rig.open(3, PROMPT, adapter=smaller)
     rig.decode(3, 2, 3)
     assert larger not in rig.worker._tables
     check(rig, files, 2, 3)
-    rig.worker.forget_copies([(failed.copy, False)], [])
+    rig.worker.forget_copies([(failed.copy, False)])
     rig.decode(2, 3)
     check(rig, files, 3)
     rig.worker.close()
@@ -325,28 +308,6 @@ def test_what_is_brought_elsewhere_drops_nothing(cold: Rig, files: Files) -> Non
         cold.open(sequence, PROMPT, adapter=adapter)
     cold.decode(3, 1, 2)
     check(cold, files, 1, 2)
-
-
-def test_a_rank_forgets_a_read_when_it_is_told(cold: Rig, files: Files) -> None:
-    """Until then copies may follow it, though it has been answered here."""
-    cold.worker._is_rank = True
-    host = cold.take_host(len(cold.on_host[2]))
-    read = ReadAdapter(2, tuple(host), "host", 8)
-    cold.direct.begin(read)
-    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
-    cold.open(1, PROMPT)
-    cold.decode(2, 1)
-    pairs = tuple(zip(host, cold.take(len(host))))
-    copy = SwapPages(1, True, pairs, 2, 8, follows_read=True)
-    cold.direct.begin(copy)
-    cold.open(2, PROMPT, adapter=2)
-    assert cold.run(awaiting(cold, copy, 2)).done.spoilt == ()
-    assert cold.direct.wait_for(copy).ok  # type: ignore[union-attr]
-    check(cold, files, 1, 2)
-    cold.worker.forget_copies([], [2])
-    again = SwapPages(2, True, pairs, 2, 8, follows_read=True)
-    cold.direct.begin(again)
-    assert not cold.direct.wait_for(again).ok  # type: ignore[union-attr]
 
 
 def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(

@@ -42,7 +42,7 @@ def test_copies_beside_work_of_every_multiprocessor() -> None:
     for turn in range(1, TURNS + 1):
         count = source.randint(1, 40)
         pairs = list(zip(source.sample(range(ON_HOST), count), source.sample(range(PAGES), count)))
-        gate = CopyGate(layer_groups(PAGE.layers, source.choice((1, 3, 8))), turn, turn % 2)
+        gate = CopyGate(layer_groups(PAGE.layers, source.choice((1, 3, 8))), turn)
         assert bringer.can_bring(pairs, gate)
         for _ in range(20):
             busy @ busy
@@ -55,6 +55,6 @@ def test_copies_beside_work_of_every_multiprocessor() -> None:
         assert gate.pass_group(len(gate.groups) - 1, 0.0)
         landed = found[[target for _, target in pairs]]
         assert torch.equal(landed.cpu(), expected[[page for page, _ in pairs]])
-        assert words.words[:, turn % 2].tolist() == [turn] * len(words.groups)
+        assert words.words.tolist() == [turn] * len(words.groups)
         assert wait() > 0
     host.close()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from manylora.config import ColdStartConfig
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -60,13 +59,6 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
 @pytest.mark.parametrize(("mode", "depth"), MODES)
 def test_cold_adapters(family: Bench, mode: str, depth: int) -> None:
     check_cold(family, mode, depth)
-
-
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_copies_that_follow_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """The laboratory's, too."""
-    monkeypatch.setattr(ColdStartConfig, "host_read_groups", ColdStartConfig.read_groups)
-    check_cold(bench, "layerwise", depth)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

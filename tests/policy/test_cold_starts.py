@@ -18,6 +18,7 @@ from manylora.protocol import (
     AdapterFreed,
     AdapterRead,
     AdapterRemoved,
+    ReadAdapter,
     Ready,
     RunStep,
     StepDone,
@@ -28,10 +29,10 @@ SEEN = Counter[str]()
 """Examples in which steps have stood still at others' cost."""
 
 
-def cold_rig(mode: str = "layerwise", follows: bool = False, stall: float = 0.02, **settings: Any) -> Rig:
-    """Adapters 1 and 2 are served, and were never read. ``follows``: copies may follow reads."""
+def cold_rig(mode: str = "layerwise", stall: float = 0.02, **settings: Any) -> Rig:
+    """Adapters 1 and 2 are served, and were never read."""
     rig = Rig(**settings)
-    cold_start = ColdStartConfig(mode, stall, reads_in_groups=follows)
+    cold_start = ColdStartConfig(mode, stall)
     rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
     rig.add(1)
@@ -336,4 +337,17 @@ def test_a_request_whose_copy_fails_while_the_cpu_serves_it_waits_for_another() 
     rig.land_copy(ok=False)
     finish(rig)
     rig.check_answers()
+    assert len(rig.tokens["a"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["block", "layerwise", "cpu", "auto"])
+@pytest.mark.parametrize("num_host_pages", [40, 0])
+def test_a_request_waits_for_its_read(mode: str, num_host_pages: int) -> None:
+    """No step begins before it, whether the adapter goes to the host or straight to the device."""
+    rig = cold_rig(mode, num_host_pages=num_host_pages)
+    rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
+    (read,) = rig.of(ReadAdapter)
+    assert read.tier == ("host" if num_host_pages else "device")
+    assert not rig.of(RunStep)
+    finish(rig)
     assert len(rig.tokens["a"]) == 2

@@ -70,26 +70,6 @@ def test_a_limit_is_the_rate_of_copies() -> None:
     assert ended(4, 8, copy_limit=PAGE_BYTES * 100)[0] == pytest.approx(0.04)
 
 
-def test_a_copy_that_follows_a_read_lands_a_group_behind_it() -> None:
-    """And holds up no other copy."""
-    costs = dataclasses.replace(COSTS, read_base_s=0.0, read_bytes_s=PAGE_BYTES / 0.01)
-    device = SimulatedDevice(costs, PAGE_BYTES, {1: 8})
-    pages = tuple(range(8))
-    read = device.obey(ReadAdapter(1, pages, "host", 8), 0.0)
-    copy = device.obey(SwapPages(1, True, tuple((i, i) for i in pages), 1, 8, True), 0.0)
-    other = device.obey(SwapPages(2, True, ((9, 9),), None, 8), 0.0)
-    step = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), 0, (Await(1, (1,)),)), 0.0)
-    assert read is not None
-    assert copy is not None
-    assert other is not None
-    assert step is not None
-    assert read[0] == pytest.approx(0.08)
-    assert copy[0] == pytest.approx(0.08 + 0.008 / 8)
-    assert other[0] == pytest.approx(0.001)
-    own_s = step[1].device_s - step[1].stall_s  # type: ignore[union-attr]
-    assert step[0] == pytest.approx(copy[0] + own_s / 8)
-
-
 def test_what_gates_cost_is_paid_once_by_the_step_that_awaits() -> None:
     """The command's part only where the copy is commanded with the step; nothing by a step that awaits nothing."""
     gates = GateLines(issue=(0.001, 0.002 / PAGE_BYTES), step=(0.01, 0.0))
@@ -125,17 +105,6 @@ def test_gates_of_a_profile_are_lines_over_bytes(tmp_path: Path) -> None:
     assert found.step == pytest.approx((3e-4, 0.0), rel=1e-3)
     with pytest.raises(ConfigError, match="seconds must be more than 0"):
         GatePoint(1, 0.0, 0.0)
-
-
-def test_a_step_that_awaits_a_read() -> None:
-    costs = dataclasses.replace(COSTS, read_base_s=0.0, read_bytes_s=PAGE_BYTES / 0.01)
-    device = SimulatedDevice(costs, PAGE_BYTES, {1: 8})
-    read = device.obey(ReadAdapter(1, tuple(range(8)), "device", 8, 1), 0.0)
-    step = device.obey(RunStep(1, (START,), (StepRow(1, 0, 3, 1),), 0, (Await(1, (1,)),)), 0.0)
-    assert read is not None
-    assert step is not None
-    own_s = step[1].device_s - step[1].stall_s  # type: ignore[union-attr]
-    assert step[0] == pytest.approx(read[0] + own_s / 8)
 
 
 def test_merging_and_awaiting_do_not_go_together() -> None:

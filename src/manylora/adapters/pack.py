@@ -17,7 +17,7 @@ import torch
 
 from manylora.adapters import read_loops
 from manylora.adapters.blocks import Block, Buffer, Matrices, fill_by_loops
-from manylora.adapters.jobs import NO_HELPERS, Helpers, Stages, run_all
+from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
 from manylora.adapters.peft import AdapterSpec, Side
 from manylora.adapters.tensorfile import StoredTensor, read_into
 from manylora.adapters.values import BITS, TORCH_DTYPES, all_finite, convert
@@ -151,45 +151,17 @@ def load_into(
     pages: Sequence[torch.Tensor],
     check: Callable[[], None],
     helpers: Helpers = NO_HELPERS,
-    groups: Sequence[tuple[int, int]] = (),
-    arrived: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
 
     Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
-    and then, by any of the threads, and may raise to break off. No helper works on it after the call.
-    ``groups``: [first, end) of layers, to be written one after the other; ``arrived`` is told, by any of the
-    threads, when so many bytes of every page are there. A file that changes meanwhile is noticed at the end only.
+    and then, by any of the threads, and may raise to break off. No helper works on it after the call. A file that
+    changes meanwhile is noticed at the end only.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check, helpers, groups=groups, arrived=arrived)
-
-
-def load_parts(
-    spec: AdapterSpec,
-    layout: AdapterLayout,
-    geometry: AdapterGeometry,
-    dtype: torch.dtype,
-    write: WritePart,
-    arrived: Callable[[int], None],
-    groups: Sequence[tuple[int, int]],
-    helpers: Helpers = NO_HELPERS,
-) -> None:
-    """Like ``load_adapter``, by ``groups`` of layers: those of all pages, then the next ones."""
-    slab_bytes = geometry.page.slab_bytes
-    with _open(spec, layout, geometry, dtype) as loader:
-        for begin, end in groups:
-            size = (end - begin) * slab_bytes
-            count = max(1, min(WINDOW_BYTES // size, layout.num_pages))
-            window = torch.zeros((count, end - begin, geometry.slab_elements), dtype=dtype)
-            for first in range(0, layout.num_pages, count):
-                images = window[: layout.num_pages - first]
-                loader.fill(first, images, lambda: None, helpers, range(begin, end))
-                for number, image in enumerate(images, first):
-                    write(number, begin * slab_bytes, image.view(torch.uint8).numpy().reshape(-1))
-            arrived(end * slab_bytes)
+        loader.fill(0, pages, check, helpers)
 
 
 @contextmanager
@@ -240,32 +212,21 @@ class _Loader:
         pages: Iterable[torch.Tensor],
         check: Callable[[], None],
         helpers: Helpers,
-        layers: range | None = None,
-        groups: Sequence[tuple[int, int]] = (),
-        arrived: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """Write every byte of the adapter's pages from ``first_page`` on; of these ``layers``, where the pages
-        hold no others. ``groups``, ``arrived``: see ``load_into``."""
+        """Write every byte of the adapter's pages from ``first_page`` on."""
         images = [page.view(torch.uint8).numpy().view(self.bits) for page in pages]
-        layers = layers or range(self.geometry.page.layers)
-        groups = groups or [(layers.start, layers.stop)]
-        sides = [*self._sides(images, first_page)]
+        layers = range(self.geometry.page.layers)
         per_page, size = self.geometry.cells_per_page, self.geometry.cell_elements
-        slab_bytes = self.geometry.page.slab_bytes
         job_bytes = _JOB_BYTES
         if read_loops.are_ready():
             job_bytes = max(job_bytes, len(images) * self.geometry.page.page_bytes // _MOST_JOBS)
-        stages = Stages[_Scratch](lambda count: arrived(groups[count - 1][1] * slab_bytes))
         jobs: list[_Job] = []
-        for stage, (begin, end) in enumerate(groups):
-            for index, side, layer_bytes, blocks in sides:
-                for run in _runs(self.spec.ranks[index], max(1, job_bytes // layer_bytes), range(begin, end)):
-                    job = functools.partial(self._add, index, side, run, layers.start, blocks, check)
-                    jobs.append(stages.job(stage, job))
-            for number, image in enumerate(images, first_page):
-                used = max(0, min(per_page, self.layout.num_cells - number * per_page))
-                rest = image[begin - layers.start : end - layers.start, used * size :]
-                jobs.append(stages.job(stage, functools.partial(_clear, rest)))
+        for index, side, layer_bytes, blocks in self._sides(images, first_page):
+            for run in _runs(self.spec.ranks[index], max(1, job_bytes // layer_bytes), layers):
+                jobs.append(functools.partial(self._add, index, side, run, blocks, check))
+        for number, image in enumerate(images, first_page):
+            used = max(0, min(per_page, self.layout.num_cells - number * per_page))
+            jobs.append(functools.partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
 
     def _sides(
@@ -308,18 +269,16 @@ class _Loader:
         index: int,
         side: Side,
         layers: range,
-        first_layer: int,
         blocks: Sequence[Block],
         check: Callable[[], None],
         scratch: _Scratch,
     ) -> None:
-        """Write these layers of one projection's A or B; all have the same rank. Blocks begin with
-        ``first_layer``."""
+        """Write these layers of one projection's A or B; all have the same rank."""
         check()
         rank = self.spec.ranks[index][layers[0]]
         parts = []
         for row, column, values in blocks:
-            chosen = values[layers.start - first_layer : layers.stop - first_layer]
+            chosen = values[layers.start : layers.stop]
             present = max(0, rank - row)
             chosen[:, present:] = 0  # rows of other layers, whose rank is larger
             if present:

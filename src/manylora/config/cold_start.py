@@ -13,7 +13,6 @@ COLD_START_MODES = ("wait", "block", "layerwise", "cpu", "auto")
 _STALL = 0.02
 _GROUPS = 8
 _NUM_GROUPS = {"wait": 0, "block": 1, "layerwise": _GROUPS, "cpu": _GROUPS, "auto": _GROUPS}
-_STALLED = ("layerwise", "auto")
 _WITH_WORKERS = ("cpu", "auto")
 
 MOST_CPU_TOKENS = 512
@@ -100,8 +99,6 @@ class ColdStartConfig(Section):
     rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
-    reads_in_groups: bool = False
-    """Whether adapters are read to host memory in groups too (``host_read_groups``); no user's to give."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
     follows_device: bool = False
@@ -130,17 +127,6 @@ class ColdStartConfig(Section):
         modes = dict.fromkeys(("wait", *serves.get(self.mode, (self.mode,))))
         sources = (*("host",) * has_host, *("store",) * has_store, "files")
         return tuple(f"{mode}/{source}" for mode in modes for source in sources)
-
-    @property
-    def read_groups(self) -> int:
-        """Groups of layers in which an adapter is read straight to the device, for steps that await it; 0: in any
-        order. The paper's modes begin when it is there."""
-        return self.num_groups if self.mode in _STALLED else 0
-
-    @property
-    def host_read_groups(self) -> int:
-        """The same of reads to host memory, for copies that follow them."""
-        return self.read_groups if self.reads_in_groups else 0
 
     @property
     def wanted_workers(self) -> int:

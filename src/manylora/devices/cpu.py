@@ -120,9 +120,6 @@ class _CpuPageWriter:
     def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
         copy_bytes(target, image)
 
-    def landing(self) -> Callable[[], None]:
-        return lambda: None
-
     def close(self) -> None:
         return
 

@@ -276,12 +276,6 @@ class _CudaPageWriter:
             landed.record(self._stream)
         self._num_writes += 1
 
-    def landing(self) -> Callable[[], None]:
-        landed = torch.cuda.Event()
-        landed.record(self._stream)
-        device = self._stream.device
-        return lambda: torch.cuda.current_stream(device).wait_event(landed)
-
     def close(self) -> None:
         self._stream.synchronize()
         self._stages.clear()

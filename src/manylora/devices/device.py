@@ -39,10 +39,6 @@ class PageWriter(Protocol):
         ``image`` may be reused at once. The write waits for all work issued before the writer was made.
         """
 
-    def landing(self) -> Callable[[], None]:
-        """Gives a function for the step loop's thread: work issued after it was called there waits for what was
-        written so far, without keeping that thread."""
-
     def close(self) -> None:
         """Return when every write has landed. Raises what went wrong on the way."""
 

@@ -1,6 +1,6 @@
 """What comes to the device beside the steps: copies with their gates, and the entries of what lands.
 
-Owns a gate from its copy's or its read's command on until no step can name it. Does not copy and does not read.
+Owns a gate from its copy's command on until no step can name it. Does not copy and does not read.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import AdapterLayout, cell_offsets
-from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
 from manylora.executor.cold_rows import ColdAdapter, ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, layer_groups
+from manylora.memory.gates import Awaited, CopyGate, layer_groups
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
@@ -44,11 +43,9 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, SwapPages | ReadAdapter] = {}  # of the gates
-        self._num_gates = [0] * NUM_ORDERS
+        self._commands: dict[CopyId, SwapPages] = {}  # of the gates
+        self._num_gates = 0
         self._answered: list[CopyId] = []  # at the last step's end
-        self._fillings: dict[AdapterId, Filling] = {}
-        self._read: list[tuple[AdapterId, Filling]] = []  # those that were answered at the last step's end
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
@@ -82,18 +79,14 @@ class Coming:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         self.claim(command)
         gate: CopyGate | None = None
-        filling: Filling | None = None
         if command.groups:
             groups = layer_groups(self._geometry.page.layers, command.groups)
-            order = int(command.follows_read)
-            self._num_gates[order] += 1
-            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates[order], order)
+            self._num_gates += 1
+            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates)
             self._commands[command.copy] = command
 
         try:
-            if command.follows_read:
-                filling = self._filling_of(command)
-            self._copier.start(command, self._landing(command, gate), tell, gate, filling)
+            self._copier.start(command, self._landing(command, gate), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
             tell(CopyDone(command.copy, False, error=one_line(error)))
@@ -108,14 +101,8 @@ class Coming:
                 _log.exception("adapter %d has no entry", command.adapter)
                 gate.fail()
 
-    def _filling_of(self, command: SwapPages) -> Filling:
-        filling = self._fillings.get(command.adapter) if command.adapter is not None else None
-        if filling is None or not command.groups:
-            raise ValueError(f"copy {command.copy} follows a read that there is not")
-        return filling
-
     def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
-        """Steps that await the copy, or the read, look for it."""
+        """Steps that await the copy look for it."""
         self.enter()
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
@@ -143,21 +130,6 @@ class Coming:
 
         return note
 
-    # ------------------------------------------------------------ reads
-
-    def read(self, command: ReadAdapter) -> Arrivals:
-        """What is to be told of a read in groups, before it starts. Raises AdapterError for an adapter that is not
-        known, ValueError for a wrong command."""
-        groups = layer_groups(self._geometry.page.layers, command.groups)
-        if command.tier == "host":
-            filling = self._fillings[command.adapter] = Filling()
-            return HostArrivals(groups, filling)
-        landed = Landed.at(command.adapter, self._layout_of(command.adapter), self._geometry, command.pages)
-        self._enter_ahead(landed, command.copy)
-        gate = self._gates[command.copy] = CopyGate(groups, 0)
-        self._commands[command.copy] = command
-        return DeviceArrivals(groups, gate)
-
     # ------------------------------------------------------------ steps
 
     def awaited(self, step: RunStep) -> Awaited:
@@ -172,7 +144,7 @@ class Coming:
         found: dict[AdapterId, ColdAdapter] = {}
         for wanted in step.cpu:
             command = self._commands[wanted.copy]
-            if isinstance(command, ReadAdapter) or command.adapter is None:
+            if command.adapter is None:
                 raise ValueError(f"copy {wanted.copy} brings no adapter")
             layout = self._layout_of(command.adapter)
             offsets = cell_offsets(layout, self._geometry, [source for source, _ in command.pairs])
@@ -192,19 +164,10 @@ class Coming:
         what came before the answer is acted upon first."""
         self.forget((copy, self._gates[copy].wait_answer()) for copy in self._answered)
         self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]
-        for adapter, filling in self._read:
-            if self._fillings.get(adapter) is filling:  # else it is read again
-                del self._fillings[adapter]
-        self._read = [
-            (adapter, filling) for adapter, filling in self._fillings.items() if filling.is_answered
-        ]
 
-    def forget(self, answered: Iterable[tuple[CopyId, bool]], reads: Iterable[AdapterId] = ()) -> None:
+    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
         """No step names these copies any more, each with whether it went well; what was entered ahead of one that
-        did not is dropped. Until then steps may name it, whose rows are spoilt. No copy follows the last read of
-        the adapters ``reads``."""
-        for name in reads:
-            self._fillings.pop(name, None)
+        did not is dropped. Until then steps may name it, whose rows are spoilt."""
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter

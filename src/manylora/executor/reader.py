@@ -20,11 +20,10 @@ import torch
 from manylora.adapters import read_loops
 from manylora.adapters.faults import FilesChanged, WrongInspection
 from manylora.adapters.jobs import NO_HELPERS, Helpers
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into, load_parts
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.store import AdapterStore, StoreCounts
 from manylora.devices.device import Device, PageWriter
-from manylora.executor.arrivals import Arrivals, Groups
 from manylora.executor.keeper import Keeper
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
@@ -116,15 +115,14 @@ class AdapterReader:
         spec: AdapterSpec | None,
         command: ReadAdapter,
         done: Callable[[AdapterRead], None],
-        arrivals: Arrivals | None = None,
     ) -> None:
         """Read into the command's pages; ``done`` is called once.
 
-        ``spec`` None stands for an unknown adapter. ``arrivals``: of a read in groups; its table entry is made
-        already. Raises RuntimeError after ``close``; then ``done`` is not called.
+        ``spec`` None stands for an unknown adapter. Raises RuntimeError after ``close``; then ``done`` is not
+        called.
         """
         writer = self._device.page_writer() if command.tier == "device" else None
-        self._threads.submit(self._run, spec, command, writer, done, arrivals)
+        self._threads.submit(self._run, spec, command, writer, done)
 
     def close(self) -> None:
         """Break reads off, answer every one that is left, end the threads. Idempotent."""
@@ -147,7 +145,6 @@ class AdapterReader:
         command: ReadAdapter,
         writer: PageWriter | None,
         done: Callable[[AdapterRead], None],
-        arrivals: Arrivals | None,
     ) -> None:
         began = time.perf_counter()
         error, is_at_fault, is_kept = "", False, False
@@ -156,12 +153,10 @@ class AdapterReader:
                 raise AdapterError("the adapter is not known")
             with contextlib.nullcontext() if self._keeper is None else self._keeper.reading():
                 try:
-                    is_kept = self._read(spec, command, writer, arrivals)
+                    is_kept = self._read(spec, command, writer)
                 except WrongInspection as failure:  # raised before anything is written
-                    if arrivals is not None:
-                        arrivals.give_up()  # its entry was made by what was not so
                     spec = self._inspect_again(command.adapter, spec, failure)
-                    is_kept = self._read(spec, command, writer, None)
+                    is_kept = self._read(spec, command, writer)
             if not is_kept and self._keeper is not None:
                 self._keeper.keep(spec)
         except _Closing:
@@ -174,41 +169,26 @@ class AdapterReader:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
         read_s = time.perf_counter() - began
-        if error and arrivals is not None:
-            arrivals.give_up()
         done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault, is_kept and not error))
-        if arrivals is not None:
-            arrivals.answer()
 
-    def _read(
-        self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None, arrivals: Arrivals | None
-    ) -> bool:
+    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> bool:
         """Whether the store had it."""
         layout = layout_of(spec, self._geometry)
         self._check_open()
         if writer is None:
-            return self._read_to_host(spec, layout, command, arrivals)
+            return self._read_to_host(spec, layout, command)
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
         try:
-            is_kept = self._read_to_device(spec, layout, command, writer, arrivals)
+            is_kept = self._read_to_device(spec, layout, command, writer)
         finally:
             # Also after a failure: the pages go to others, which a late write must not meet.
             writer.close()
-        if arrivals is None:
-            self._note_landed(landed)
+        self._note_landed(landed)
         return is_kept
 
     def _read_to_device(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals | None,
+        self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, writer: PageWriter
     ) -> bool:
-        if arrivals is not None:
-            return self._read_groups(spec, layout, command, writer, arrivals)
-
         def write_page(number: int, image: torch.Tensor) -> None:
             self._check_open()
             writer.write(self._arena.page(command.pages[number]), image)
@@ -219,51 +199,13 @@ class AdapterReader:
         load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
         return False
 
-    def _read_groups(
-        self,
-        spec: AdapterSpec,
-        layout: AdapterLayout,
-        command: ReadAdapter,
-        writer: PageWriter,
-        arrivals: Arrivals,
-    ) -> bool:
-        """To the device, all pages' first layers first."""
-        slab_bytes = self._geometry.page.slab_bytes
-
-        def write(number: int, begin: int, part: np.ndarray) -> None:
-            self._check_open()
-            page = self._arena.run(command.pages[number], 1)
-            writer.write(page[begin : begin + len(part)], torch.from_numpy(part))
-
-        def arrived(num_bytes: int) -> None:
-            arrivals.arrived(num_bytes // slab_bytes, writer.landing())
-
-        store, helpers = self._store, self._store_helpers
-        if store is not None and store.read_parts(spec, layout, write, arrived, self._check_open, helpers):
-            return True
-        dtype = self._arena.dtype
-        load_parts(spec, layout, self._geometry, dtype, write, arrived, arrivals.groups, self._helpers)
-        return False
-
-    def _read_to_host(
-        self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter, arrivals: Arrivals | None
-    ) -> bool:
-        slab_bytes = self._geometry.page.slab_bytes
-        groups: Groups = ()
-        told = None
-        if arrivals is not None:
-            groups, told = arrivals.groups, arrivals.arrived
-
-        def arrived(num_bytes: int) -> None:
-            if told is not None:
-                told(num_bytes // slab_bytes, lambda: None)
-
+    def _read_to_host(self, spec: AdapterSpec, layout: AdapterLayout, command: ReadAdapter) -> bool:
         pages = [self._host.page(page) for page in command.pages]
         store, helpers, check = self._store, self._store_helpers, self._check_open
-        if store is not None and store.read_into(spec, layout, pages, check, helpers, told and arrived):
+        if store is not None and store.read_into(spec, layout, pages, check, helpers):
             return True
         dtype = self._host.dtype
-        load_into(spec, layout, self._geometry, dtype, pages, check, self._helpers, groups, arrived)
+        load_into(spec, layout, self._geometry, dtype, pages, check, self._helpers)
         return False
 
     def _check_open(self) -> None:

@@ -170,9 +170,9 @@ class Worker:
                 self._coming.step_ended()
             self._tell(result)
 
-    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]], reads: Sequence[AdapterId]) -> None:
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
         """Of one of several ranks: see ``Coming.forget``."""
-        self._coming.forget(answered, reads)
+        self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -429,8 +429,7 @@ class Worker:
         try:
             spec = self.inspections.find(command.adapter)
             self._coming.claim(command)
-            arrivals = self._coming.read(command) if command.groups and spec is not None else None
-            self._reader.start(spec, command, self._tell, arrivals)
+            self._reader.start(spec, command, self._tell)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))

@@ -78,20 +78,19 @@ class Bringer:
         self._host = host
         self._device = device
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
-        self._words_of = words.words.unbind(1)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(words.groups),), torch.int32)
         self._tables = [StagingBuffer(device.torch_device, by_kernel=True) for _ in range(_TABLES)]
         self._turn = 0
         self._source: torch.Tensor | None = None
-        self._starts: dict[tuple[int, int], Callable[[], None]] = {}  # by the table's place and the order
+        self._starts: dict[int, Callable[[], None]] = {}  # by the table's place
         self._brought: dict[LayerGroups, list[BroughtGroup]] = {}
 
     def compile(self) -> None:
         """Before the first copy: one of nothing, from memory that need not be the pool's."""
         staged = _staged(self._tables[0], _NOTHING)
         table, was_issued = staged.lend()
-        self._launch(self._scratch.view(-1), table, order=0)
+        self._launch(self._scratch.view(-1), table)
         was_issued()
 
     def can_bring(self, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> bool:
@@ -116,9 +115,9 @@ class Bringer:
         words = self._host.shape.page_bytes // _WORD
         targets, sources = [target * words for _, target in pairs], [source * words for source, _ in pairs]
         turn = self._turn = (self._turn + 1) % _TABLES
-        start = self._starts.get((turn, gate.order))
+        start = self._starts.get(turn)
         if start is None:
-            start = self._starts[turn, gate.order] = self._captured(self._tables[turn], gate.order)
+            start = self._starts[turn] = self._captured(self._tables[turn])
         _staged(self._tables[turn], bring_table(gate.number, groups, targets, sources))
         lane.launch(start)
         gate.open(lane.landing(), len(gate.groups))
@@ -132,7 +131,7 @@ class Bringer:
             found.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
         return found
 
-    def _captured(self, staged: StagingBuffer, order: int) -> Callable[[], None]:
+    def _captured(self, staged: StagingBuffer) -> Callable[[], None]:
         """What launches a copy by this table, whatever it says then."""
         table, was_issued = _staged(staged, _NOTHING).lend()
         if self._source is None:
@@ -141,7 +140,7 @@ class Bringer:
         source = self._source
 
         def launch() -> Tensors:
-            self._launch(source, table, order)
+            self._launch(source, table)
             return ()
 
         try:
@@ -157,8 +156,8 @@ class Bringer:
 
         return start
 
-    def _launch(self, source: torch.Tensor, table: torch.Tensor, order: int) -> None:
-        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
+    def _launch(self, source: torch.Tensor, table: torch.Tensor) -> None:
+        self._ops.bring_groups(self._target, source, table, self._scratch, self._words.words, self._done)
 
 
 _NOTHING = bring_table(0, (), (), ())

@@ -18,7 +18,7 @@ import torch
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
 from manylora.memory.bringing import Bringer, check_pages
-from manylora.memory.gates import CopyGate, Filling, LandedWords
+from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
@@ -32,7 +32,6 @@ where the device's copy engines move them (``devices/staging``)."""
 _log = logging.getLogger(__name__)
 
 _CLOSING = "the engine is closing"
-_NOT_READ = "what it was to copy could not be read"
 
 
 class _Lane:
@@ -133,11 +132,6 @@ class Copier:
         }
         self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
         """Of copies to the device, with whatever else goes there."""
-        # It waits for reads, which others need not. A stream of its own might get no turn of the device's copy
-        # engine while copies of pages never end.
-        behind = device.copy_lane(behind=self._lanes[True].copies)
-        pace = None if bytes_s is None else Pace(bytes_s)
-        self._following = _Lane("copy-read", behind, pace)
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
@@ -163,7 +157,6 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None = None,
-        filling: Filling | None = None,
     ) -> None:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
@@ -171,14 +164,13 @@ class Copier:
         RuntimeError after ``close``; then neither is called. May have to wait for ``flush``.
 
         ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
-        ``filling``: of a copy with a gate, what is being read into its sources. It is answered after that.
         """
-        lane = self._lanes[command.to_device] if filling is None else self._following
+        lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
         if command.to_device:
             self.turns.begin_copy()
-        bringer = None if gate is None or filling is not None else self._bringer_for(lane, command, gate)
-        given = lane, command, after, landed, done, gate, filling, bringer
+        bringer = None if gate is None else self._bringer_for(lane, command, gate)
+        given = lane, command, after, landed, done, gate, bringer
         try:
             if bringer is not None:
                 with lane.copies.here():
@@ -209,7 +201,7 @@ class Copier:
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
-        for lane in (*self._lanes.values(), self._following):
+        for lane in self._lanes.values():
             lane.close()
         self._bringer = None  # which holds views of the pools
 
@@ -221,7 +213,6 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
-        filling: Filling | None,
         bringer: Bringer | None,
     ) -> None:
         error, wait = "", None
@@ -233,7 +224,7 @@ class Copier:
             elif bringer is not None:
                 bringer.bring(lane.copies, command.pairs, gate)
             else:
-                error = self._land_groups(lane, command, gate, filling)
+                error = self._land_groups(lane, command, gate)
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -244,15 +235,13 @@ class Copier:
         if error and gate is not None:
             self._give_up(lane, gate)
         paced_since = None if lane.pace is None else began
-        answer = functools.partial(
-            self._answer, command, error, wait, landed, done, gate, filling, paced_since
-        )
+        answer = functools.partial(self._answer, command, error, wait, landed, done, gate, paced_since)
         if self._puts_off and bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
 
-    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
+    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
         """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
         sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
         check_pages(sources.tolist(), self._host.num_pages)
@@ -263,8 +252,6 @@ class Copier:
         )
         page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
         for first, end in gate.groups:
-            if filling is not None and not filling.wait_layers(end):
-                return _NOT_READ
             if self._closing:
                 return _CLOSING
             offset = first * slab_bytes
@@ -307,7 +294,6 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
-        filling: Filling | None,
         paced_since: float | None,
     ) -> None:
         seconds = 0.0
@@ -315,8 +301,6 @@ class Copier:
             seconds = wait() if wait else 0.0
             if paced_since is not None:
                 seconds = time.perf_counter() - paced_since
-            if filling is not None and not filling.wait_answer():
-                error = error or _NOT_READ
             if not error:
                 landed()
         except Exception as failure:
@@ -324,7 +308,7 @@ class Copier:
         self._count(command, landed=not error)
         if error and gate is not None:
             gate.fail()
-        if error and error not in (_CLOSING, _NOT_READ):
+        if error and error != _CLOSING:
             _log.warning("copy %d failed: %s", command.copy, error)
         done(CopyDone(command.copy, not error, seconds, error))
         if gate is not None:

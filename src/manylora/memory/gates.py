@@ -1,5 +1,4 @@
-"""Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group. So
-may a copy while its sources are still being read.
+"""Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group.
 
 A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer: on
 the step loop's thread, or, where its layers are not launched one by one, on the device, by words that the lane
@@ -38,30 +37,24 @@ def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
     return tuple(itertools.pairwise(edges))
 
 
-NUM_ORDERS = 2
-"""Copies land in the order in which they were commanded among those from host memory, and among those that follow
-reads."""
-
-
 class LandedWords:
-    """By group of layers and order, the number of the last copy whose part there has landed, on the device: int64
-    [G, NUM_ORDERS].
+    """By group of layers, the number of the last copy whose part there has landed, on the device: int64 [G].
 
-    Copies of one order land one after the other, so one number stands for all up to it. ``groups``: [first, end)
-    of layers.
+    Copies land one after the other, so one number stands for all up to it. ``groups``: [first, end) of layers.
     """
 
     def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
         self.groups = layer_groups(num_layers, num_groups)
-        self.words = device.zeros((len(self.groups), NUM_ORDERS), torch.int64)
+        # Each begins at a multiple of 16 bytes: kernels are compiled anew for what does not.
+        self.words = device.zeros((len(self.groups), 2), torch.int64)[:, 0]
         # A view is an operation of torch, for which a lane's thread would have to wait for the interpreter.
-        self._each = [[row[order : order + 1] for order in range(NUM_ORDERS)] for row in self.words]
+        self._each = self.words.split(1)
 
     def mark(self, lane: CopyLane, gate: CopyGate, layers: tuple[int, int]) -> None:
         """After what the lane was asked for so far: the gate's copy has landed up to the end of these layers, and
         before them it had."""
         for group in self.of_layers(layers):
-            lane.mark(self._each[group][gate.order], gate.number)
+            lane.mark(self._each[group], gate.number)
 
     def of_layers(self, layers: tuple[int, int]) -> range:
         """The groups whose last layer is one of these, [first, end)."""
@@ -71,14 +64,12 @@ class LandedWords:
 
 
 class CopyGate:
-    """Opened by the lane of one copy, or by a read, and passed by steps. ``groups``: of layers, see
-    ``layer_groups``; ``number``: of the copy among those of its ``order`` that have gates, from 1; 0: nothing
-    tells the device when it lands."""
+    """Opened by the lane of one copy, and passed by steps. ``groups``: of layers (``layer_groups``). ``number``:
+    of the copy among those that have gates, from 1; 0: nothing tells the device when it lands."""
 
-    def __init__(self, groups: LayerGroups, number: int = 1, order: int = 0) -> None:
+    def __init__(self, groups: LayerGroups, number: int = 1) -> None:
         self.groups = groups
         self.number = number
-        self.order = order
         self._changed = threading.Condition()
         self._passes: list[Callable[[], None]] = []  # of the groups that are open
         self.has_failed = False
@@ -129,43 +120,6 @@ class CopyGate:
         return True
 
 
-class Filling:
-    """An adapter's read into host pages, layer by layer, and the copy that follows it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_layers = 0
-        self._answer: bool | None = None
-
-    def filled(self, num_layers: int) -> None:
-        """So many of the first layers are in the pages. From any thread; what is less than before says nothing."""
-        with self._changed:
-            self._num_layers = max(self._num_layers, num_layers)
-            self._changed.notify_all()
-
-    def answer(self, ok: bool) -> None:
-        """The read has been answered."""
-        with self._changed:
-            self._answer = ok
-            self._changed.notify_all()
-
-    @property
-    def is_answered(self) -> bool:
-        return self._answer is not None
-
-    def wait_layers(self, num_layers: int) -> bool:
-        """Whether these layers are in the pages; waits until they are, or never will be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_layers >= num_layers or self._answer is not None)
-            return self._num_layers >= num_layers and self._answer is not False
-
-    def wait_answer(self) -> bool:
-        """Wait for the answer, which every read gets; whether it went well."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answer is not None)
-            return self._answer is True
-
-
 class Awaited:
     """The gates of one step's copies, each with the sequences that read what it brings. Of one thread."""
 
@@ -194,14 +148,11 @@ class Awaited:
             for number in range(0 if but_marked and gate.number else len(gate.groups)):
                 self._pass(gate, number, sequences)
 
-    def numbers(self) -> tuple[int, ...]:
-        """For gates on the device: for how many nanoseconds to wait, and by order the number of the last copy that
-        has not been answered (0: none)."""
-        numbers = [0] * NUM_ORDERS
-        for gate, _ in self._gates:
-            if not gate.is_answered:
-                numbers[gate.order] = max(numbers[gate.order], gate.number)
-        return int(self._late_s * 1e9), *numbers
+    def numbers(self) -> tuple[int, int]:
+        """For gates on the device: for how many nanoseconds to wait, and the number of the last copy that has not
+        been answered (0: none)."""
+        unanswered = (gate.number for gate, _ in self._gates if not gate.is_answered)
+        return int(self._late_s * 1e9), max(unanswered, default=0)
 
     def passes_on_device(self, told: Callable[[], np.ndarray]) -> None:
         """The step's gates are on the device. ``told`` waits for it: int64, for how many nanoseconds they were

@@ -18,16 +18,14 @@ from manylora.types import AdapterId, CopyId
 
 @dataclasses.dataclass(slots=True)
 class ComingCopy:
-    """When a copy that was commanded at ``since_s``, or a read that steps may await, is expected to land, and what
-    it took, once that is known. ``adapter``: which one it brings."""
+    """When a copy that was commanded at ``since_s`` is expected to land, and what it took, once that is known.
+    ``adapter``: which one it brings."""
 
     landing: Landing
     adapter: AdapterId | None
     num_pages: int
     since_s: float
     took_s: float | None = None
-    is_read: bool = False
-    """Whether it comes as it is read: by a copy that follows the read, or by the read itself."""
 
 
 class ComingCopies:
@@ -37,7 +35,6 @@ class ComingCopies:
         self._residency = residency
         self._copies: dict[CopyId, ComingCopy] = {}
         self._lane_free_s = 0.0  # when the last one that was answered had landed
-        self._reads: dict[AdapterId, Landing] = {}  # under way
 
     def __getitem__(self, copy: CopyId) -> ComingCopy:
         return self._copies[copy]
@@ -53,43 +50,21 @@ class ComingCopies:
     # ------------------------------------------------------------ what is told
 
     def started(self, copies: Iterable[SwapPages], now: float) -> None:
-        """These were commanded, after those before. What follows a read holds up no other copy."""
-        for read in self._residency.transfers.take_started_reads():
-            page_s = self._residency.rates.page_read_s
-            self._reads[read.node.adapter] = Landing(now, now + read.node.num_pages * page_s)
-            if read.copy is not None:
-                self._follow(read.copy, read.node.adapter, now)
+        """These were commanded, after those before."""
         for command in copies:
-            if command.follows_read:
-                assert command.adapter is not None
-                self._follow(command.copy, command.adapter, now)
-            elif command.to_device:
+            if command.to_device:
                 landing = Landing(now, now)
                 self._copies[command.copy] = ComingCopy(landing, command.adapter, len(command.pairs), now)
         self._expect()
-
-    def _follow(self, number: CopyId, adapter: AdapterId, now: float) -> None:
-        """The copy lands with the adapter's read."""
-        self._copies[number] = ComingCopy(self._reads[adapter], adapter, 0, now, is_read=True)
 
     def _expect(self) -> None:
         """When those that are on their way land, one after another, by what is known now."""
         free_s = self._lane_free_s
         for copy in self._copies.values():
-            if copy.took_s is None and not copy.is_read:
+            if copy.took_s is None:
                 begin_s = max(copy.since_s, free_s)
                 free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
                 copy.landing = dataclasses.replace(copy.landing, begin_s=begin_s, end_s=free_s)
-
-    def read_ended(self, adapter: AdapterId, now: float) -> bool:
-        """The adapter's read has been answered: what follows it lands now. False where it came in no groups."""
-        landing = self._reads.pop(adapter, None)
-        if landing is None:
-            return False
-        for copy in self._copies.values():
-            if copy.is_read and copy.adapter == adapter and copy.took_s is None:
-                copy.landing = dataclasses.replace(landing, end_s=now)
-        return True
 
     def ended(self, number: CopyId, seconds: float) -> bool:
         """It has been answered; False where it is forgotten."""
@@ -97,9 +72,8 @@ class ComingCopies:
         if copy is None:
             return False
         copy.took_s = seconds
-        if not copy.is_read:
-            self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
-            self._expect()
+        self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
+        self._expect()
         return True
 
     # ------------------------------------------------------------ what comes by which
@@ -119,11 +93,8 @@ class ComingCopies:
         return list(found)
 
     def of_node(self, node: Node) -> CopyId | None:
-        """The number of the copy, or the read, that is on its way with a loading node."""
+        """The number of the copy that is on its way with a loading node."""
         if node.residence is not LOADING:
             return None
         move = self._residency.transfers.current(node)
-        if move is not None:
-            return move.copy if move.to_device else None
-        read = self._residency.transfers.read_of(node.adapter) if node.is_adapter else None
-        return None if read is None else read.copy
+        return move.copy if move is not None and move.to_device else None

@@ -26,7 +26,7 @@ from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.policy.tree import Node, path_to
-from manylora.protocol import AdapterRead, Await, CopyDone, CpuRows, StepDone, SwapPages
+from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
 from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
@@ -85,8 +85,6 @@ class ColdStarts:
         self._residency = residency
         self._held = held
         self._copies = ComingCopies(residency)
-        # How those began whose adapters are still being read, from where is not known yet.
-        self._uncounted: dict[AdapterId, list[str]] = {}
         self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
@@ -106,29 +104,8 @@ class ColdStarts:
 
     def copy_ended(self, event: CopyDone) -> None:
         """A copy has been answered; it is remembered while a step that needs it is in flight."""
-        self._ended(event.copy, event.copy_s)
-
-    def read_ended(self, event: AdapterRead, now: float) -> None:
-        """A read has been answered, before it is forgotten: what follows it lands now."""
-        read = self._residency.transfers.read_of(event.adapter)
-        if read is None or not self._copies.read_ended(event.adapter, now):
-            return
-        if read.copy is not None:
-            self._ended(read.copy, event.read_s)
-        for mode in self._uncounted.pop(event.adapter, ()):
-            self._residency.counters.cold_start(mode, "store" if event.from_store else "files")
-
-    def _ended(self, number: CopyId, seconds: float) -> None:
-        if self._copies.ended(number, seconds):
-            self._forget_unless_needed(number)
-
-    def is_source_known(self, sequence: Sequence) -> bool:
-        """Whether it is known by now where the sequence's adapter came from; else ``read_ended`` counts its
-        start."""
-        if not self._residency.transfers.is_read(sequence.adapter):
-            return True
-        self._uncounted.setdefault(sequence.adapter, []).append(self.mode_of(sequence))
-        return False
+        if self._copies.ended(event.copy, event.copy_s):
+            self._forget_unless_needed(event.copy)
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):
@@ -164,7 +141,7 @@ class ColdStarts:
             served = is_served.get(sequence.adapter)
             if served is not None:  # all rows of an adapter begin alike
                 ways = [way for way in ways if way.mode == "wait" or way.is_of_cpu == served]
-            way = self._choose(ways, now, self._most_alone_s(copies))
+            way = self._choose(ways, now)
             if way.mode == "wait":
                 root = self._residency.tree.node(sequence.adapter)
                 self._waiting.setdefault(sequence.id, self._forecast(root, way))
@@ -188,16 +165,10 @@ class ColdStarts:
         is_guess = not self._residency.rates.has_copied
         return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
-    def _most_alone_s(self, copies: Iterable[CopyId]) -> float:
-        """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for
-        it, so not for a read that takes its time."""
-        is_read = any(self._copies[copy].is_read for copy in copies)
-        return MOST_ALLOWED_S if is_read else _NO_LIMIT
-
-    def _choose(self, ways: list[Beginning], now: float, most_alone_s: float) -> Beginning:
+    def _choose(self, ways: list[Beginning], now: float) -> Beginning:
         mode = self._config.mode
         # What a row of this step has cost already, this one may cost too.
-        allowed_s = self._stall_s + self._allowed_s if self._has_others else most_alone_s
+        allowed_s = self._stall_s + self._allowed_s if self._has_others else _NO_LIMIT
         if mode == "auto":
             return choose(ways, now, allowed_s)
         way = next((way for way in ways if way.mode == mode), ways[0])
@@ -225,10 +196,7 @@ class ColdStarts:
             until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
             answer_s = until_s + self._lessons.beyond_s(name)
             found.append(Beginning(name, answer_s, max(0.0, until_s - alone_s)))
-        may_serve = (
-            self._serves_cpu() and adapters and not self._residency.transfers.is_read(sequence.adapter)
-        )
-        served = self._served_tokens(sequence, num_tokens) if may_serve else 0
+        served = self._served_tokens(sequence, num_tokens) if self._serves_cpu() and adapters else 0
         if served > 0:
             root = self._residency.tree.node(sequence.adapter)
             busy_s = self._busy_seconds(served, root)

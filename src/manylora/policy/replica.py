@@ -174,8 +174,6 @@ class Replica(RequestLives):
             return
         if event.from_store:
             self._held.note_source(event.adapter, "store")
-        if self._cold is not None:
-            self._cold.read_ended(event, now)
         node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
@@ -331,7 +329,7 @@ class Replica(RequestLives):
             kv_s = now - sequence.admitted_s - adapter_s
             if sequence.stage is RUNNING or self._cold is None:
                 self._residency.counters.cold_start("wait", sequence.cold_source)
-            elif self._cold.is_source_known(sequence):
+            else:
                 self._residency.counters.cold_start(self._cold.mode_of(sequence), sequence.cold_source)
             self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
 

@@ -75,8 +75,7 @@ step_row = functools.partial(tuple.__new__, StepRow)
 
 
 class Await(NamedTuple):
-    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings, or a ReadAdapter with
-    ``copy``."""
+    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
@@ -127,15 +126,11 @@ class ReadAdapter:
     """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead.
 
     On the device it is then resident; in host pages it waits for a SwapPages that names it.
-    ``groups``: it comes in so many groups of layers, the first layers' first, for a copy that follows it, or, by
-    the number ``copy``, for steps that await it as they await a copy; 0: in any order.
     """
 
     adapter: AdapterId
     pages: tuple[PageId, ...]
     tier: Tier = "device"
-    groups: int = 0
-    copy: CopyId = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,8 +142,6 @@ class SwapPages:
     ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
     ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0: none
     does.
-    ``follows_read``: the sources are those of a ReadAdapter with ``groups`` that has not been answered: each group
-    is copied when it has been read, and the copy is answered after the read. It fails where the read does.
     """
 
     copy: CopyId
@@ -156,7 +149,6 @@ class SwapPages:
     pairs: tuple[tuple[PageId, PageId], ...]
     adapter: AdapterId | None = None
     groups: int = 0
-    follows_read: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

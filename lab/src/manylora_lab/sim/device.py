@@ -106,7 +106,6 @@ class SimulatedDevice:
         self._sequences: dict[SequenceId, tuple[AdapterId, int, int]] = {}
         self._lane_free_at = {True: 0.0, False: 0.0}
         self._readers_free_at = [0.0] * costs.reads_at_once
-        self._reads: dict[AdapterId, tuple[float, float]] = {}  # begin and end of each adapter's last one
         self._steps_end = 0.0
         self._told_at = {True: 0.0, False: 0.0}
         # Begin and end of each copy, of either lane, that a step may still meet.
@@ -248,8 +247,6 @@ class SimulatedDevice:
         seconds = self._costs.copy_s(num_bytes, to_device)
         if self._copy_limit is not None:
             seconds = max(seconds, num_bytes / self._copy_limit)
-        if command.follows_read:
-            return self._follow(command, seconds, now)
         # What leaves the device may still be written by the steps issued so far; no step touches where others go.
         begin = now if to_device else max(now, self._steps_end)
         end = max(begin, self._lane_free_at[to_device]) + seconds
@@ -269,27 +266,6 @@ class SimulatedDevice:
             )
         return end, CopyDone(command.copy, True, seconds)
 
-    def _follow(self, command: SwapPages, seconds: float, now: float) -> Answer:
-        """A copy of what is being read: each group lands when it has been read and copied. Others do not wait for
-        it, nor it for them, though they share the link."""
-        assert command.adapter is not None
-        begin, end = self._reads[command.adapter]
-        group_s = seconds / command.groups
-        begun = max(begin, now)
-        answered = max(begun + seconds, end + group_s)
-        self._landings.forget(now, self._steps_end)
-        moving_s, num_bytes = answered - begun - group_s, len(command.pairs) * self._page_bytes
-        self._landings.begun(
-            command.copy,
-            begun + group_s,
-            moving_s,
-            command.groups,
-            answered,
-            now=now,
-            num_bytes=num_bytes,
-        )
-        return answered, CopyDone(command.copy, True, seconds)
-
     def _read(self, command: ReadAdapter, now: float) -> Answer:
         num_bytes = len(command.pages) * self._page_bytes
         is_packed = self._cold.store_bytes > 0 and self._store.reads(command.adapter, num_bytes)
@@ -303,10 +279,4 @@ class SimulatedDevice:
         begin = max(now, heapq.heappop(self._readers_free_at))
         end = begin + seconds
         heapq.heappush(self._readers_free_at, end)
-        self._reads[command.adapter] = begin, end
-        if command.copy:
-            self._landings.forget(now, self._steps_end)
-            self._landings.begun(
-                command.copy, begin, seconds, command.groups, end, now=now, num_bytes=num_bytes
-            )
         return end, AdapterRead(command.adapter, True, read_s=seconds, from_store=is_packed)

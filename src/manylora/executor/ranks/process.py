@@ -275,7 +275,7 @@ class _Rank:
                 case Pretend():
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
-                    worker.forget_copies(command.answered, command.reads)
+                    worker.forget_copies(command.answered)
                 case TimeExchange():
                     exchange = self._peers, self._device, self._dtype, command.num_bytes, self._is_captured
                     self._channel.send(ExchangeTimed(exchange_seconds(*exchange)))
