@@ -62,6 +62,16 @@ def test_how_many_cpu_workers_there_are_unless_said(cores: int, workers: int) ->
     assert ColdStartConfig("auto", cpu_workers="40").workers_of(cores) == 40, "a number is honoured"
 
 
+def test_copies_land_in_groups_where_captured_steps_see_them() -> None:
+    """Elsewhere they land whole, and the policy expects it."""
+
+    def groups(kind: Kind, **given: Any) -> int:
+        return with_gates(engine(cold_start="layerwise", **given), kind, False).scheduler.cold_start.num_groups
+
+    assert groups("cuda") == 8
+    assert groups("cuda", cuda_graphs="off") == groups("cpu") == 1
+
+
 def test_merging_and_a_mode_that_was_given_are_refused_still() -> None:
     with pytest.raises(ConfigError, match="--cold-start auto does not go with --merge dlora"):
         engine(cold_start="auto", merge="dlora")

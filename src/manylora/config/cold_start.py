@@ -101,6 +101,8 @@ class ColdStartConfig(Section):
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
+    lands_whole: bool = False
+    """Copies land in no groups of layers: no kernel brings them."""
     follows_device: bool = False
     """No mode was given: where the engine runs decides (``on_device``)."""
 
@@ -119,7 +121,7 @@ class ColdStartConfig(Section):
     @property
     def num_groups(self) -> int:
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
-        return _NUM_GROUPS[self.mode]
+        return min(_NUM_GROUPS[self.mode], 1) if self.lands_whole else _NUM_GROUPS[self.mode]
 
     def begins(self, has_host: bool, has_store: bool) -> tuple[str, ...]:
         """How requests may begin whose adapter is not on the device: mode and source with a slash between."""

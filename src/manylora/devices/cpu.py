@@ -146,22 +146,8 @@ class CpuCopyLane:
         copy_bytes(target, source)
         self._seconds += time.perf_counter() - began
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        # A slice of a tensor takes several times what copying a small piece does, in the interpreter, for which
-        # the step loop waits meanwhile.
-        began = time.perf_counter()
-        targets, sources = target.numpy(), source.numpy()
-        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-            targets[to : to + num_bytes] = sources[begin : begin + num_bytes]
-        self._seconds += time.perf_counter() - began
-
     def landing(self) -> Callable[[], None]:
         return lambda: None
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        word.numpy()[:] = number
 
     def end(self) -> Callable[[], float]:
         seconds = self._seconds

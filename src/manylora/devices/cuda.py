@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.batches import can_batch, copy_batch
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, Staged, borrowed, moves_by_kernel, upload_buffers
@@ -294,10 +293,9 @@ class _CudaCopyLane:
         self._begun: torch.cuda.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._collected_bytes = self._batched_bytes = 0
+        self._collected_bytes = 0
         self._marks: collections.deque[torch.cuda.Event] = collections.deque()
         waits_for_nobody = moves_by_kernel(device)
-        self._by_batch = can_batch(device)
         self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
         self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
@@ -325,21 +323,6 @@ class _CudaCopyLane:
         self._issue()
         self._end_chunk()
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        if not self._by_batch:
-            for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-                self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
-            return
-        self._issue()
-        self._begin_timing()
-        copy_batch(target.data_ptr() + at, source.data_ptr() + of, num_bytes, self.stream)
-        self._batched_bytes += len(at) * num_bytes
-        if self._batched_bytes >= self._chunk_bytes:
-            self._batched_bytes = 0
-            self._end_chunk()
-
     def _end_chunk(self) -> None:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
@@ -358,10 +341,6 @@ class _CudaCopyLane:
         landed.record(self.stream)
         device = self.stream.device
         return lambda: torch.cuda.current_stream(device).wait_event(landed)
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        self._issue()
-        write_by_stream(word, number, self.stream)
 
     def end(self) -> Callable[[], float]:
         failure = None

@@ -64,20 +64,9 @@ class CopyLane(Protocol):
         Returns early, unless much is on its way already.
         """
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        """``copy`` many times: ``num_bytes`` from each of ``of`` in ``source`` to ``at`` in ``target``, places in
-        bytes, int64 [N]. Both are uint8 and contiguous; what is read of host memory is pinned, where that makes
-        copies faster."""
-
     def landing(self) -> Callable[[], None]:
         """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
         it was called there waits for those copies, without keeping that thread."""
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        """Begins all that was asked for so far; once that has landed ``word``, int64 [1] on the device, holds the
-        number, also for a kernel that looks for it meanwhile. Only where the device ``can_mark``."""
 
     def end(self) -> Callable[[], float]:
         """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
@@ -162,7 +151,7 @@ class Device(Protocol):
         then the copies of both run in the order in which they were begun."""
 
     def can_mark(self) -> bool:
-        """Whether lanes can tell kernels that run what has landed, and ``mark`` works."""
+        """Whether ``mark`` works."""
 
     def mark(self, word: torch.Tensor, number: int) -> None:
         """Once all work issued so far has ended ``word``, int64 [1], on the device or pinned, holds the number,

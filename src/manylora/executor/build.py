@@ -209,12 +209,14 @@ def _with_pools(
 
 def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
     """With the way of cold starts that the device can obey: where each launch waits for its end, no step waits for
-    what comes later."""
+    what comes later. Captured steps alone see copies land in groups of layers."""
     scheduler = settings.scheduler
     found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
     if launches_wait and found.num_groups:
         _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", found.mode)
         found = ColdStartConfig("wait")
+    if found.num_groups > 1 and (kind == "cpu" or settings.cuda_graphs == "off"):
+        found = dataclasses.replace(found, lands_whole=True)
     return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
 
 

@@ -64,8 +64,8 @@ class ColdStep:
         geometry: AdapterGeometry,
         device: Device,
     ) -> ColdRows | None:
-        """Hand the step over to the workers; None where none takes it. ``handover``: where the device posts and
-        takes."""
+        """Hand the step over to the workers; None where none takes it, once the copies have landed. ``handover``:
+        where the device posts and takes."""
         segments, names = inputs.lora, inputs.lora_adapters
         chosen = [place for place, name in enumerate(names) if name in self._adapters]
         if workers is not None and segments is not None and chosen:
@@ -75,17 +75,8 @@ class ColdStep:
                 self._rows = rows
                 return rows
         self._awaited = Awaited([(adapter.gate, adapter.sequences) for adapter in self._adapters.values()])
+        self._awaited.pass_all()
         return None
-
-    def before_layer(self, awaited: Awaited | None) -> Callable[[int], None]:
-        """For StepBatch, beside what the step ``awaited``."""
-
-        def pass_layer(layer: int) -> None:
-            for wanted in (self._awaited, awaited):
-                if wanted is not None:
-                    wanted.layer(layer)
-
-        return pass_layer
 
     @contextlib.contextmanager
     def launching(self, workers: Workers | None) -> Iterator[None]:

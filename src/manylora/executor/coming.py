@@ -15,7 +15,7 @@ from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import Awaited, CopyGate, layer_groups
+from manylora.memory.gates import Awaited, CopyGate
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
@@ -44,7 +44,6 @@ class Coming:
         self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
         self._commands: dict[CopyId, SwapPages] = {}  # of the gates
-        self._num_gates = 0
         self._answered: list[CopyId] = []  # at the last step's end
 
     def enter(self) -> None:
@@ -80,9 +79,7 @@ class Coming:
         self.claim(command)
         gate: CopyGate | None = None
         if command.groups:
-            groups = layer_groups(self._geometry.page.layers, command.groups)
-            self._num_gates += 1
-            gate = self._gates[command.copy] = CopyGate(groups, self._num_gates)
+            gate = self._gates[command.copy] = CopyGate()
             self._commands[command.copy] = command
 
         try:

@@ -26,7 +26,7 @@ from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
-from manylora.executor.fixed_steps import landed_words, steps_of_fixed_sizes
+from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
@@ -235,10 +235,11 @@ class Worker:
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            words = landed_words(self._device, self._geometry.page.layers, limits.num_groups)
-        if words is not None:
-            lies = self._arena, self._host, self._device
-            self._copier.tell_landed(words, bringer_of(self._forward.decoder.ops, words, *lies))
+            ops, lies = self._forward.decoder.ops, (self._arena, self._host, self._device)
+            bringer = bringer_of(ops, *lies, limits.num_groups)
+            if bringer is not None:
+                self._copier.use_kernel(bringer)
+                words = bringer.words
         steps = self._forward, self._tables, limits, scratch_page, words
         self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
 
@@ -323,12 +324,12 @@ class Worker:
                 outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
                 self._tables.send()
+                if awaited is not None:
+                    awaited.pass_all()
             if cold is not None:
-                outputs = self._run_cold(part, inputs, awaited, cold)
-            elif self.before_layer is not None:
-                outputs = part.eager.run(inputs, self.before_layer)
+                outputs = self._run_cold(part, inputs, cold)
             elif outputs is None:
-                outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
+                outputs = part.eager.run(inputs, self.before_layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)
@@ -343,11 +344,11 @@ class Worker:
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
         return Sampled(sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
 
-    def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
+    def _run_cold(self, part: _Part, inputs: StepInputs, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
         rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device)
         with cold.launching(self._workers):
-            return part.eager.run(inputs, cold.before_layer(awaited), rows)
+            return part.eager.run(inputs, cold=rows)
 
     def _finish(
         self,

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.bringing import Bringer, check_pages
-from manylora.memory.gates import CopyGate, LandedWords
+from manylora.memory.bringing import Bringer
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
 from manylora.memory.turns import Turns
@@ -62,30 +61,6 @@ class _Lane:
             self.copies.copy(to[first : first + size], of[first : first + size])
             self.copies.landing()
             pace.moved(of[first : first + size].nbytes)
-
-    def copy_pieces(
-        self,
-        target: torch.Tensor,
-        at: np.ndarray,
-        source: torch.Tensor,
-        of: np.ndarray,
-        num_bytes: int,
-        *,
-        at_once: bool,
-    ) -> None:
-        """``copy`` of many pieces (``CopyLane.copy_pieces``, where they may be copied ``at_once``)."""
-        pace = self.pace
-        if not at_once or (pace is not None and num_bytes > pace.piece_bytes):
-            for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-                self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
-            return
-        count = max(1, len(at)) if pace is None else pace.piece_bytes // num_bytes
-        for first in range(0, len(at), count):
-            part = slice(first, first + count)
-            self.copies.copy_pieces(target, at[part], source, of[part], num_bytes)
-            if pace is not None:
-                self.copies.landing()
-                pace.moved(len(at[part]) * num_bytes)
 
     def flush(self) -> None:
         """Give its threads what was put off."""
@@ -135,13 +110,11 @@ class Copier:
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
-        self._words: LandedWords | None = None
         self._bringer: Bringer | None = None
 
-    def tell_landed(self, words: LandedWords, bringer: Bringer | None = None) -> None:
-        """Write there what has landed of copies with gates; before the first of them. ``bringer``: copies by a
-        kernel what it can, from the step loop's thread."""
-        self._words, self._bringer = words, bringer
+    def use_kernel(self, bringer: Bringer) -> None:
+        """Have it bring what it can of copies with gates, on the step loop's thread; before the first of them."""
+        self._bringer = bringer
 
     def settle(self) -> None:
         """Copies to the device wait for what was issued by now.
@@ -163,13 +136,13 @@ class Copier:
         ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
         RuntimeError after ``close``; then neither is called. May have to wait for ``flush``.
 
-        ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
+        ``gate``: of a copy to the device that steps may await, answered after ``done``.
         """
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
         if command.to_device:
             self.turns.begin_copy()
-        bringer = None if gate is None else self._bringer_for(lane, command, gate)
+        bringer = None if gate is None else self._bringer_for(lane, command)
         given = lane, command, after, landed, done, gate, bringer
         try:
             if bringer is not None:
@@ -184,14 +157,14 @@ class Copier:
             self._count(command, landed=False)
             raise
 
-    def _bringer_for(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> Bringer | None:
-        """None: the lane's thread has the copy issued by the copy engine. It comes before what that thread has not
-        issued yet, so then it is none of these."""
+    def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
+        """None: the lane's thread issues the copy, which lands whole. A kernel's comes before what that thread has
+        not issued yet, so then there is none."""
         bringer = self._bringer
         if bringer is None or self._closing or lane.pace is not None:
             return None
         is_idle = lane.last is None or lane.last.done()
-        return bringer if is_idle and bringer.can_bring(command.pairs, gate) else None
+        return bringer if is_idle and bringer.can_bring(command.pairs) else None
 
     def flush(self) -> None:
         """Begin what was put off: a step has been launched, or none is to be launched now."""
@@ -219,12 +192,12 @@ class Copier:
         began = time.perf_counter()
         try:
             lane.copies.begin(after)
-            if gate is None:
-                error = self._transfer(lane, command)
-            elif bringer is not None:
+            if gate is not None and bringer is not None:
                 bringer.bring(lane.copies, command.pairs, gate)
             else:
-                error = self._land_groups(lane, command, gate)
+                error = self._transfer(lane, command)
+                if gate is not None and not error:
+                    gate.open(lane.copies.landing())
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -233,44 +206,13 @@ class Copier:
         except Exception as failure:
             error = error or one_line(failure)
         if error and gate is not None:
-            self._give_up(lane, gate)
+            gate.fail()
         paced_since = None if lane.pace is None else began
         answer = functools.partial(self._answer, command, error, wait, landed, done, gate, paced_since)
         if self._puts_off and bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
-
-    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> str:
-        """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
-        sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
-        check_pages(sources.tolist(), self._host.num_pages)
-        check_pages(targets.tolist(), self._arena.num_pages)
-        host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
-        at_once = not self._device.copies_from_pinned or bool(
-            sources.max(initial=0) < self._host.pages_pinned
-        )
-        page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
-        for first, end in gate.groups:
-            if self._closing:
-                return _CLOSING
-            offset = first * slab_bytes
-            at, of = targets * page_bytes + offset, sources * page_bytes + offset
-            lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=at_once)
-            gate.open(lane.copies.landing())
-            if self._words is not None:
-                self._words.mark(lane.copies, gate, (first, end))
-        return ""
-
-    def _give_up(self, lane: _Lane, gate: CopyGate) -> None:
-        """The rest of the copy will not come: nothing waits for it any more, on the device either."""
-        gate.fail()
-        if self._words is None:
-            return
-        try:
-            self._words.mark(lane.copies, gate, (0, max(end for _, end in gate.groups)))
-        except Exception:
-            _log.exception("steps that await a failed copy are held up for some seconds")
 
     def _transfer(self, lane: _Lane, command: SwapPages) -> str:
         """Start the copy's transfers; what broke them off, or nothing."""

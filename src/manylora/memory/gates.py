@@ -1,14 +1,13 @@
-"""Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group.
+"""Gates: a step may begin while a copy to the device that some of its rows read still lands.
 
-A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer: on
-the step loop's thread, or, where its layers are not launched one by one, on the device, by words that the lane
-writes. Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run
-anything.
+A kernel that brings a copy says on the device which groups of layers have landed. A captured step passes them
+there, each before its first layer. Any other step passes a copy whole, on the step loop's thread, before it
+begins.
+Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run anything.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from manylora.devices.device import CopyLane, Device
+from manylora.devices.device import Device
 from manylora.types import SequenceId
 
 LATE_S = 10.0
@@ -38,49 +37,36 @@ def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
 
 
 class LandedWords:
-    """By group of layers, the number of the last copy whose part there has landed, on the device: int64 [G].
+    """By group of layers, the number of the last copy by a kernel whose part there has landed: int64 [G], on the
+    device.
 
-    Copies land one after the other, so one number stands for all up to it. ``groups``: [first, end) of layers.
+    These copies land one after the other, so one number stands for all up to it. ``groups``: [first, end) of
+    layers.
     """
 
     def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
         self.groups = layer_groups(num_layers, num_groups)
         # Each begins at a multiple of 16 bytes: kernels are compiled anew for what does not.
         self.words = device.zeros((len(self.groups), 2), torch.int64)[:, 0]
-        # A view is an operation of torch, for which a lane's thread would have to wait for the interpreter.
-        self._each = self.words.split(1)
-
-    def mark(self, lane: CopyLane, gate: CopyGate, layers: tuple[int, int]) -> None:
-        """After what the lane was asked for so far: the gate's copy has landed up to the end of these layers, and
-        before them it had."""
-        for group in self.of_layers(layers):
-            lane.mark(self._each[group], gate.number)
-
-    def of_layers(self, layers: tuple[int, int]) -> range:
-        """The groups whose last layer is one of these, [first, end)."""
-        first, end = layers
-        ends = [last for _, last in self.groups]
-        return range(bisect.bisect_right(ends, first), bisect.bisect_right(ends, end))
 
 
 class CopyGate:
-    """Opened by the lane of one copy, and passed by steps. ``groups``: of layers (``layer_groups``). ``number``:
-    of the copy among those that have gates, from 1; 0: nothing tells the device when it lands."""
+    """Opened when a copy has been issued, and passed by steps. ``number``: of the copy among those that a kernel
+    brings, from 1; 0: nothing tells the device when it lands."""
 
-    def __init__(self, groups: LayerGroups, number: int = 1) -> None:
-        self.groups = groups
-        self.number = number
+    def __init__(self) -> None:
+        self.number = 0
         self._changed = threading.Condition()
-        self._passes: list[Callable[[], None]] = []  # of the groups that are open
+        self._landing: Callable[[], None] | None = None
         self.has_failed = False
         """What has not landed will not come."""
         self._answer: bool | None = None
 
-    def open(self, landing: Callable[[], None], count: int = 1) -> None:
-        """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for
-        what is issued after that (``CopyLane.landing``)."""
+    def open(self, landing: Callable[[], None], number: int = 0) -> None:
+        """The copy has landed once ``landing`` has been called on the step loop's thread, for what is issued after
+        that (``CopyLane.landing``). ``number``: of one that a kernel brings."""
         with self._changed:
-            self._passes += [landing] * count
+            self._landing, self.number = landing, number
             self._changed.notify_all()
 
     def fail(self) -> None:
@@ -106,14 +92,14 @@ class CopyGate:
             self._changed.wait_for(lambda: self._answer is not None)
             return self._answer is True
 
-    def pass_group(self, number: int, until: float) -> bool:
-        """What is issued from now on reads the group as it landed: True. False where it has not come by ``until``
+    def pass_whole(self, until: float) -> bool:
+        """What is issued from now on reads the copy as it landed: True. False where it has not come by ``until``
         (``time.monotonic``) or will not. On the step loop's thread."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._passes) > number or self.has_failed, max(0.0, until - time.monotonic())
+                lambda: self._landing is not None or self.has_failed, max(0.0, until - time.monotonic())
             )
-            landing = self._passes[number] if len(self._passes) > number else None
+            landing = self._landing
         if landing is None:
             return False
         landing()
@@ -134,19 +120,11 @@ class Awaited:
         self.stall_s = 0.0
         """How long the thread has waited at gates; from ``spoilt`` on, and the device."""
 
-    def layer(self, layer: int) -> None:
-        """Before the first operation of a layer: pass the groups that begin with it."""
+    def pass_all(self, but_marked: bool = False) -> None:
+        """Wait for every copy; ``but_marked``: for those that land without the device being told."""
         for gate, sequences in self._gates:
-            for number, (first, _) in enumerate(gate.groups):
-                if first == layer:
-                    self._pass(gate, number, sequences)
-
-    def all(self, but_marked: bool = False) -> None:
-        """Before a step whose layers cannot be told apart: pass every group. ``but_marked``: of what lands without
-        the device being told."""
-        for gate, sequences in self._gates:
-            for number in range(0 if but_marked and gate.number else len(gate.groups)):
-                self._pass(gate, number, sequences)
+            if not (but_marked and gate.number):
+                self._pass(gate, sequences)
 
     def numbers(self) -> tuple[int, int]:
         """For gates on the device: for how many nanoseconds to wait, and the number of the last copy that has not
@@ -159,11 +137,11 @@ class Awaited:
         shut, and whether a copy was late."""
         self._told = told
 
-    def _pass(self, gate: CopyGate, number: int, sequences: tuple[SequenceId, ...]) -> None:
+    def _pass(self, gate: CopyGate, sequences: tuple[SequenceId, ...]) -> None:
         began = time.monotonic()
         if self._until is None:
             self._until = began + self._late_s
-        if not gate.pass_group(number, self._until):
+        if not gate.pass_whole(self._until):
             self._late.update(sequences)
         self.stall_s += time.monotonic() - began
 

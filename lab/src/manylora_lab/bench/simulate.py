@@ -161,6 +161,7 @@ class SimulatedTarget:
     def cold_start(self, config: ColdStartConfig, host_bytes: int, copy_limit: int | None) -> ColdStartConfig:
         """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
         config = config.on_device(has_gates=False)  # wait, where no mode was given
+        config = dataclasses.replace(config, lands_whole=self.kind == "cpu" and config.num_groups > 1)
         check_host_pool(config, host_bytes)
         if self.cold is None:
             if config.mode == "cpu":
