@@ -60,7 +60,7 @@ class GatedDevice(CpuDevice):
         super().__init__()
         self.lanes: list[GatedLane] = []
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+    def copy_lane(self) -> CopyLane:
         self.lanes.append(GatedLane())
         return self.lanes[-1]
 

@@ -83,7 +83,7 @@ class CpuDevice:
 
         return end
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+    def copy_lane(self) -> CopyLane:
         return CpuCopyLane()
 
     def can_mark(self) -> bool:

@@ -143,9 +143,8 @@ class CudaDevice:
 
         return end
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
-        assert behind is None or isinstance(behind, _CudaCopyLane)
-        return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
+    def copy_lane(self) -> CopyLane:
+        return _CudaCopyLane(self.torch_device)
 
     def can_mark(self) -> bool:
         return can_write(self.torch_device)
@@ -288,8 +287,8 @@ class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream = stream or torch.cuda.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
         self._begun: torch.cuda.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []

@@ -146,9 +146,8 @@ class Device(Protocol):
         """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
         wait."""
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
-        """A lane whose copies run beside steps and beside other lanes. ``behind`` is another lane of this device:
-        then the copies of both run in the order in which they were begun."""
+    def copy_lane(self) -> CopyLane:
+        """A lane whose copies run beside steps and beside other lanes."""
 
     def can_mark(self) -> bool:
         """Whether ``mark`` works."""

@@ -187,7 +187,7 @@ class Worker:
             self._tables,
             self._geometry,
             self._device,
-            self._copier.turns,
+            self._copier,
             ranked,
         )
 
@@ -252,7 +252,7 @@ class Worker:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
         merged = BASE
         if self._merging is not None:
-            self._copier.flush()  # a switch takes turns with copies
+            self._copier.flush()  # a switch goes on beside copies
             merged = self._merging.settle()
         began = time.perf_counter()
         started: list[SequenceId] = []
@@ -469,9 +469,9 @@ class Worker:
             self._workers.close()
         if not frees:
             return
-        self._copier.close()
         if self._merging is not None:
             self._merging.close()
+        self._copier.close()
         try:
             self._device.synchronize()
         except RuntimeError:

@@ -20,7 +20,6 @@ from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.memory.pace import Pace
-from manylora.memory.turns import Turns
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
 
@@ -105,8 +104,6 @@ class Copier:
             True: lane("copy-in"),
             False: lane("copy-out"),
         }
-        self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
-        """Of copies to the device, with whatever else goes there."""
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
@@ -140,22 +137,30 @@ class Copier:
         """
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
-        if command.to_device:
-            self.turns.begin_copy()
         bringer = None if gate is None else self._bringer_for(lane, command)
         given = lane, command, after, landed, done, gate, bringer
-        try:
-            if bringer is not None:
-                with lane.copies.here():
-                    self._issue(*given)
-            elif self._puts_off and not command.to_device and not self._closing:
-                lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
-            else:
-                lane.flush()  # answers come in order
-                lane.last = lane.issuing.submit(self._issue, *given)
-        except RuntimeError:
-            self._count(command, landed=False)
-            raise
+        if bringer is not None:
+            with lane.copies.here():
+                self._issue(*given)
+        elif self._puts_off and not command.to_device and not self._closing:
+            lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
+        else:
+            lane.flush()  # answers come in order
+            lane.last = lane.issuing.submit(self._issue, *given)
+
+    def move(
+        self, target: torch.Tensor, source: torch.Tensor, issued: object
+    ) -> Future[Callable[[], float]]:
+        """Copy to the device after the work that ``issued`` stands for, in turn with copies of pages: as
+        ``CopyLane.copy``, from any thread but with no copy that has a gate. Gives what ``CopyLane.end`` does.
+        Raises RuntimeError after ``close``."""
+        return self._lanes[True].issuing.submit(self._move, target, source, issued)
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:
+        lane = self._lanes[True]
+        lane.copies.begin(issued)
+        lane.copy(target, source)
+        return lane.copies.end()
 
     def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
         """None: the lane's thread issues the copy, which lands whole. A kernel's comes before what that thread has
@@ -247,7 +252,6 @@ class Copier:
                 landed()
         except Exception as failure:
             error = error or one_line(failure)
-        self._count(command, landed=not error)
         if error and gate is not None:
             gate.fail()
         if error and error != _CLOSING:
@@ -255,11 +259,6 @@ class Copier:
         done(CopyDone(command.copy, not error, seconds, error))
         if gate is not None:
             gate.answer(not error)
-
-    def _count(self, command: SwapPages, landed: bool) -> None:
-        """The copy, whose turn had begun, has ended."""
-        if command.to_device:
-            self.turns.end_copy(len(command.pairs) * self._host.shape.page_bytes if landed else 0)
 
 
 def merged(
