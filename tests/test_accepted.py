@@ -50,7 +50,7 @@ HELD_BY = {
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
     "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
-    "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
     "lora_sharding": "lora_sharding", "seed": "seed", "tokenizer": "model.tokenizer", "uds": "uds",
     "root_path": "root_path", "api_key_file": "api_key_file",
     "gpu_memory_utilization": "cache.gpu_memory_utilization", "chat_template": "model.chat_template",
@@ -83,7 +83,6 @@ SIZES = {
     "max_body_size": 1,
     "journal_rotate": 4096,
     "adapter_store_size": 1,
-    "copy_limit": 1,
 }
 """With the least that each may be."""
 CHOICES = {

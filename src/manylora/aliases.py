@@ -153,7 +153,9 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
+}
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {}

@@ -55,7 +55,6 @@ CELLS: dict[str, list[tuple[str, ...]]] = {
     "one tier (`--host-pool 0`)": [("--host-pool", "0")],
     "chunked prompts": [("--max-batch-tokens", "8", "--max-num-seqs", "8")],
     "preemption (a small pool)": [("--device-pool", "4MiB")],
-    "`--copy-limit`": [("--copy-limit", "100MB", *SMALL)],
     "`--journal`, `--trace`": [("--journal", "JOURNAL", "--trace", "TRACE")],
     "`--api-key`": [KEYS],
     "`--tensor-parallel-size` above 1": [

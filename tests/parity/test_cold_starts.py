@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 
+from manylora.devices.cpu import CpuCopyLane
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -39,9 +42,18 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
         settings["cold_start_stall"] = 1.0
     if mode in ("cpu", "auto") and "tensor_parallel_size" not in others:
         settings["cpu_lora_workers"] = 2 if depth == 1 else 1
-    # Slow enough that none has landed before its step begins.
-    settings["copy_limit"] = 2**22
-    with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm:
+    copy = CpuCopyLane.copy
+
+    def slow(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
+        """No copy of this process has landed before its step begins."""
+        time.sleep(source.nbytes / 2**22)
+        copy(lane, target, source)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm,
+    ):
+        patch.setattr(CpuCopyLane, "copy", slow)
         # The first copy tells auto how slow they are.
         first = list(bench.checkpoint.adapters)[:1]
         bench.check(llm.generate(prompts[:1], greedy(NUM_TOKENS, n=2), first), NUM_TOKENS)

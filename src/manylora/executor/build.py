@@ -200,7 +200,6 @@ def _with_pools(
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
         None if store_folder is None else AdapterStore(store_folder, plan.geometry, dtype),
-        cache.copy_limit,
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))

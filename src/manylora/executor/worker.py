@@ -103,14 +103,12 @@ class Worker:
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
         store: AdapterStore | None = None,
-        copy_limit: int | None = None,
         ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
         ``shards``, if any, run parts of large enough batches side by side. ``store``, if any, keeps packed
-        adapters. ``copy_limit``: most bytes a second of copies one way. ``ranked``: where the
-        decoder is one rank's share of a model. The worker closes what it is given.
+        adapters. ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
@@ -141,7 +139,7 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         # Where steps are run and not launched, they would hold up what is put off.
-        self._copier = Copier(arena, host, device, copy_limit, puts_off=device.captures)
+        self._copier = Copier(arena, host, device, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(
             arena, host, geometry, device, self._coming.landed.append, self.inspections.again, store

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,7 +18,6 @@ from manylora.memory.arena import Arena
 from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
-from manylora.memory.pace import Pace
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
 
@@ -36,9 +34,8 @@ class _Lane:
     """One direction: a thread that issues transfers, and one that waits for them and answers, so that the
     next copy is on its way while the one before is being answered."""
 
-    def __init__(self, name: str, copies: CopyLane, pace: Pace | None) -> None:
+    def __init__(self, name: str, copies: CopyLane) -> None:
         self.copies = copies
-        self.pace = pace
         self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
         self.last: Future[None] | None = None
@@ -48,19 +45,6 @@ class _Lane:
         for pool in (self.issuing, self.answering):
             pool.submit(_begin)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one size and dtype, at the lane's rate."""
-        pace = self.pace
-        if pace is None:
-            self.copies.copy(target, source)
-            return
-        size = max(1, pace.piece_bytes // target.itemsize)
-        to, of = target.view(-1), source.view(-1)
-        for first in range(0, len(of), size):
-            self.copies.copy(to[first : first + size], of[first : first + size])
-            self.copies.landing()
-            pace.moved(of[first : first + size].nbytes)
-
     def flush(self) -> None:
         """Give its threads what was put off."""
         put_off, self.put_off = self.put_off, []
@@ -69,8 +53,6 @@ class _Lane:
 
     def close(self) -> None:
         self.flush()
-        if self.pace is not None:
-            self.pace.stop()
         self.issuing.shutdown(wait=True)
         self.answering.shutdown(wait=True)
 
@@ -81,28 +63,16 @@ class Copier:
     ``start``, ``flush`` and ``close`` belong to the step loop's thread.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        host: HostPool,
-        device: Device,
-        bytes_s: int | None = None,
-        *,
-        puts_off: bool = False,
-    ) -> None:
-        """``bytes_s``: the most bytes a second that either lane moves. ``puts_off``: what no step waits for
-        (copies from the device, and the answers to those that a kernel brings) begins with ``flush``. The lanes'
-        threads would take turns at the interpreter with the step loop's while that launches a step."""
-
-        def lane(name: str) -> _Lane:
-            return _Lane(name, device.copy_lane(), None if bytes_s is None else Pace(bytes_s))
-
+    def __init__(self, arena: Arena, host: HostPool, device: Device, *, puts_off: bool = False) -> None:
+        """``puts_off``: what no step waits for (copies from the device, and the answers to those that a kernel
+        brings) begins with ``flush``. The lanes' threads would take turns at the interpreter with the step loop's
+        while that launches a step."""
         self._arena = arena
         self._host = host
         self._device = device
         self._lanes = {
-            True: lane("copy-in"),
-            False: lane("copy-out"),
+            True: _Lane("copy-in", device.copy_lane()),
+            False: _Lane("copy-out", device.copy_lane()),
         }
         self._settled = device.issued()
         self._puts_off = puts_off
@@ -159,14 +129,14 @@ class Copier:
     def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:
         lane = self._lanes[True]
         lane.copies.begin(issued)
-        lane.copy(target, source)
+        lane.copies.copy(target, source)
         return lane.copies.end()
 
     def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
         """None: the lane's thread issues the copy, which lands whole. A kernel's comes before what that thread has
         not issued yet, so then there is none."""
         bringer = self._bringer
-        if bringer is None or self._closing or lane.pace is not None:
+        if bringer is None or self._closing:
             return None
         is_idle = lane.last is None or lane.last.done()
         return bringer if is_idle and bringer.can_bring(command.pairs) else None
@@ -194,7 +164,6 @@ class Copier:
         bringer: Bringer | None,
     ) -> None:
         error, wait = "", None
-        began = time.perf_counter()
         try:
             lane.copies.begin(after)
             if gate is not None and bringer is not None:
@@ -212,8 +181,7 @@ class Copier:
             error = error or one_line(failure)
         if error and gate is not None:
             gate.fail()
-        paced_since = None if lane.pace is None else began
-        answer = functools.partial(self._answer, command, error, wait, landed, done, gate, paced_since)
+        answer = functools.partial(self._answer, command, error, wait, landed, done, gate)
         if self._puts_off and bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
@@ -228,9 +196,9 @@ class Copier:
             if self._closing:
                 return _CLOSING
             if command.to_device:
-                lane.copy(self._arena.run(destination, count), self._host.run(source, count))
+                lane.copies.copy(self._arena.run(destination, count), self._host.run(source, count))
             else:
-                lane.copy(self._host.run(destination, count), self._arena.run(source, count))
+                lane.copies.copy(self._host.run(destination, count), self._arena.run(source, count))
         return ""
 
     def _answer(
@@ -241,13 +209,10 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
-        paced_since: float | None,
     ) -> None:
         seconds = 0.0
         try:
             seconds = wait() if wait else 0.0
-            if paced_since is not None:
-                seconds = time.perf_counter() - paced_since
             if not error:
                 landed()
         except Exception as failure:

@@ -25,7 +25,6 @@ from manylora.config import (
     check_workers,
     is_import_name,
     lora_sharding_of,
-    parse_size,
 )
 from manylora.flags import FLAGS, build_settings
 from manylora.policy.caches import find_cache
@@ -80,8 +79,8 @@ class SimulateSettings:
     these are given, or by ``hardware`` and ``shape``. ``interconnect``: a profile, by whose ranks' exchanges the
     hardware's cards exchange. ``policies``: names with commas between, or "all".
     ``merge``: modes likewise, each with every policy. ``store_bytes``: of an adapter store, empty at first; 0:
-    there is none. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
-    (docs/limits.md)."""
+    there is none. ``copy_limit``: most bytes a second that copies move; None: as the costs have it. ``engine``:
+    settings by flag name. ``with_limits``: bounds beside every policy (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -95,6 +94,7 @@ class SimulateSettings:
     policies: str = "manylora"
     merge: str = "unmerged"
     store_bytes: int = 0
+    copy_limit: int | None = None
     is_warm: bool = True
     with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -250,7 +250,7 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
-    limit, cold = copy_limit(settings), target.cold_costs(config, settings.store_bytes)
+    limit, cold = settings.copy_limit, target.cold_costs(config, settings.store_bytes)
     merge_costs = target.merge_costs(config)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
@@ -284,12 +284,6 @@ def _simulated(
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
         "service_difference": replay.service_difference(), "merging": merged,
     }  # fmt: skip
-
-
-def copy_limit(settings: SimulateSettings) -> int | None:
-    """Bytes a second; None: as the costs have it."""
-    value = settings.engine.get("copy_limit")
-    return None if value is None else parse_size(value)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -454,7 +448,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=target.cold_start(scheduler.cold_start, host_bytes, copy_limit(settings)),
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes, settings.copy_limit),
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from manylora.config import AdapterSettings, ConfigError
+from manylora.config import AdapterSettings, ConfigError, parse_size
 from manylora.flags import FLAGS, convert
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
@@ -43,7 +43,7 @@ FLAG_NAMES = (
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_mixed_16bit", "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
     "max_prefills_per_step", "kept_share",
-    "cold_start", "cold_start_stall", "cpu_lora_workers", "copy_limit",
+    "cold_start", "cold_start_stall", "cpu_lora_workers",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
@@ -116,6 +116,10 @@ def add_parser(kinds: Any) -> None:
         help="an adapter store of so much, empty at first (default: none; with --adapter-store 50GiB)",
     )  # fmt: skip
     parser.add_argument(
+        "--copy-limit", metavar="SIZE",
+        help="most bytes a second that copies move in either direction, such as 8GB (default: as the device says)",
+    )  # fmt: skip
+    parser.add_argument(
         "--limits",
         action="store_true",
         help="the most that any policy could have kept beside each (some 10 %% slower)",
@@ -161,6 +165,7 @@ def _simulate(args: argparse.Namespace) -> int:
         policies=args.policies,
         merge=args.merge,
         store_bytes=_store_bytes(args),
+        copy_limit=None if args.copy_limit is None else _rate(args.copy_limit),
         is_warm=not args.cold,
         with_limits=args.limits,
         engine=given,
@@ -183,6 +188,17 @@ def _simulate(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     return run_cluster(cluster, lambda: stream_of(args))
+
+
+def _rate(text: str) -> int:
+    """Raises ConfigError."""
+    try:
+        rate = parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"--copy-limit: {error}") from None
+    if rate < 1:
+        raise ConfigError("--copy-limit must be at least 1")
+    return rate
 
 
 def _store_bytes(args: argparse.Namespace) -> int:

@@ -220,7 +220,6 @@ class _Rank:
         decoder, dtype, share = loaded.decoder, loaded.dtype, loaded.ranked.share
         lies = settings.cache.page_tokens, dtype.itemsize
         page, geometry = share.page_shape(*lies), share.geometry(*lies)
-        limit = settings.cache.copy_limit
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
         store_folder = open_store_folder(settings.adapters)
         places = [RankPlace(rank, begin.count) for rank in range(begin.count)]
@@ -235,7 +234,6 @@ class _Rank:
             Registry(share.whole_geometry(*lies), decoder.layer_prefix, registry_path),
             settings.adapters.max_adapter_rank,
             store=None if store_folder is None else AdapterStore(store_folder, geometry, dtype),
-            copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )
         if settings.scheduler.merge.is_on:
