@@ -66,7 +66,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_mixed_16bit": _MANYLORA, "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
-    "cpu_lora_workers": {"cold_start": "auto"},
+    "cpu_lora_workers": {"cold_start": "cpu"},
 }  # fmt: skip
 """What a setting is nothing without."""
 

@@ -49,7 +49,7 @@ CELLS: dict[str, list[tuple[str, ...]]] = {
         ("--cold-start", "block", *SMALL),
         ("--cold-start", "layerwise", "--cold-start-stall", "1", *SMALL),
         ("--cold-start", "cpu", "--cpu-lora-workers", "1", *SMALL),
-        ("--cold-start", "auto", "--cpu-lora-workers", "1", "--cold-start-stall", "1", *SMALL),
+        ("--cold-start", "auto", "--cold-start-stall", "1", *SMALL),
     ],
     "`--adapter-store`": [("--adapter-store", "STORE")],
     "one tier (`--host-pool 0`)": [("--host-pool", "0")],

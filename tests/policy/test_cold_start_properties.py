@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule
 
-from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
@@ -27,7 +27,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth=st.sampled_from([1, 2]),
         cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),
-        step_s=st.sampled_from([0.0, 0.5]),
     )
     def start(
         self,
@@ -40,7 +39,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth: int,
         cold_start: str,
         stall: float,
-        step_s: float,
     ) -> None:
         cache = CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0)
         config = PolicyConfig(
@@ -56,8 +54,7 @@ class ColdStartMachine(ReplicaMachine):
             cold_start=ColdStartConfig(
                 cold_start,
                 stall if cold_start in ("layerwise", "auto") else 0.02,
-                rates=CpuRates(step_s=step_s),
-                num_workers=2 if cold_start in ("cpu", "auto") else 0,
+                num_workers=2 if cold_start == "cpu" else 0,
             ),
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from manylora.config import ColdStartConfig, CpuRates
+from manylora.config import ColdStartConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
@@ -274,7 +274,7 @@ def test_a_cold_row_with_one_token_left_and_history_on_its_way() -> None:
 def served_rig() -> Rig:
     """A step is in flight for request "a" of adapter 3, whose rows the CPU serves."""
     rig = cold_rig("cpu")
-    cold_start = ColdStartConfig("cpu", num_workers=2, rates=CpuRates(step_s=0.001))
+    cold_start = ColdStartConfig("cpu", num_workers=2)
     rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
     rig.add(3)
@@ -282,19 +282,6 @@ def served_rig() -> Rig:
     rig.land_read()
     assert rig.of(RunStep)[0].cpu
     return rig
-
-
-@pytest.mark.parametrize(("cpu_s", "hidden"), [(0.004, 0.4), (0.2, 1.0)])
-def test_how_much_of_the_cpus_time_a_step_hides_is_learnt(cpu_s: float, hidden: float) -> None:
-    rig = served_rig()
-    cold = rig.replica._cold
-    assert cold is not None
-    done = rig.device.finish_step(True)
-    done.device_s, done.stall_s, done.cpu_s = 0.011, 0.001, cpu_s
-    rig.feed(done)
-    assert cold._lessons.beside == pytest.approx(hidden), "the first one seen takes the assumption's place"
-    finish(rig)
-    rig.check_answers()
 
 
 def test_a_copy_beside_which_the_cpu_serves_is_hidden() -> None:
@@ -314,9 +301,9 @@ def test_nothing_is_learnt_of_a_served_step_that_fails() -> None:
     rig = served_rig()
     cold = rig.replica._cold
     assert cold is not None
-    before = deepcopy(vars(cold._lessons)), cold._num_workers
+    before = deepcopy(vars(cold._misses)), cold._num_workers
     rig.feed(rig.device.finish_step(False))
-    assert (vars(cold._lessons), cold._num_workers) == before
+    assert (vars(cold._misses), cold._num_workers) == before
     finish(rig)
 
 

@@ -16,8 +16,8 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ColdStartConfig, ConfigError, CpuRates, PolicyConfig
-from manylora.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
+from manylora.config import ColdStartConfig, ConfigError, PolicyConfig
+from manylora.pricing.cold import NO_GATES, CpuRates, GateLines, fit_cpu, gate_lines
 from manylora.pricing.costs import DeviceCosts
 from manylora.pricing.profile import CpuPoint, GatePoint, TransferPoint, load_profile, save_profile
 from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
@@ -187,7 +187,8 @@ def test_a_store_has_what_was_read() -> None:
 
 @pytest.mark.parametrize("mode", ["wait", "layerwise", "cpu", "auto"])
 def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
-    """Every request has an adapter of its own, of rank 64; the CPU answers before its copy has landed."""
+    """Every request has an adapter of its own, of rank 64; the CPU answers before its copy has landed. ``auto``
+    does what ``layerwise`` does."""
     shape = shape_named("llama-2-7b")
     requests = tuple(StreamRequest(1.0 * n, n, n, 0, (Piece(n, 16),), 2) for n in range(20))
     stream = Stream("cold", requests, (64,) * 20)
@@ -197,9 +198,7 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     pages = [shape.adapter_pages(64, 16)] * 20
     config = PolicyConfig(
         2 * pages[0] + 64, 16, 200, 8, 512, 20 * pages[0], page_bytes,
-        cold_start=ColdStartConfig(
-            mode, rates=cold.rates, num_workers=8 if mode in ("cpu", "auto") else 0
-        ),
+        cold_start=ColdStartConfig(mode, num_workers=8 if mode == "cpu" else 0),
     )  # fmt: skip
     cold = dataclasses.replace(cold, num_workers=config.cold_start.num_workers)
     replay = Replay(stream, config, costs, pages, copy_limit=10**9, cold=cold)
@@ -208,9 +207,9 @@ def test_a_short_prompt_over_a_slow_link(mode: str) -> None:
     _TTFT[mode] = ttft_s
     if mode == "auto":
         assert _TTFT["cpu"] < 0.9 * _TTFT["layerwise"] < _TTFT["wait"]
-        assert ttft_s < 1.05 * min(_TTFT.values())
+        assert ttft_s == pytest.approx(_TTFT["layerwise"], rel=0.05)
         counters = replay.report("busy").counters
-        assert counters.cold_starts.get("cpu/host", 0) > 10
+        assert counters.cold_starts.get("layerwise/host", 0) > 10
         # Of those that are asked for at once, to be warm, reads take turns that nobody foresees.
         before = replay.counters_at_start
         took_s = counters.cold_answer_s - before.cold_answer_s

@@ -32,7 +32,7 @@ from manylora.config import (
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.cold_rows import LATE_S, start_workers
-from manylora.executor.cpu_times import measure_workers
+from manylora.executor.cpu_times import tune_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
@@ -243,9 +243,9 @@ def _with_workers(
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
     worker.use_workers(workers, device_handover(workers.board, ops, device, LATE_S))
-    rates = measure_workers(workers, geometry, host, device.torch_device)
-    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
-    return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
+    tune_workers(workers, geometry, host, device.torch_device)
+    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, workers.slice_tokens)
+    return dataclasses.replace(config, num_workers=workers.num_workers)
 
 
 class CopyOfWeights(NamedTuple):

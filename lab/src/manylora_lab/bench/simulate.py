@@ -158,7 +158,7 @@ class SimulatedTarget:
             self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
         )
 
-    def cold_start(self, config: ColdStartConfig, host_bytes: int, copy_limit: int | None) -> ColdStartConfig:
+    def cold_start(self, config: ColdStartConfig, host_bytes: int) -> ColdStartConfig:
         """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
         config = config.on_device(has_gates=False)  # wait, where no mode was given
         config = dataclasses.replace(config, lands_whole=self.kind == "cpu" and config.num_groups > 1)
@@ -167,10 +167,8 @@ class SimulatedTarget:
             if config.mode == "cpu":
                 raise ConfigError(f"--cold-start cpu: {_NO_CPU}")
             return config
-        num_workers = config.workers_of(self.cold.cores)
         check_workers(config, self.cold.cores)
-        rates = self.cold.told(self.costs, copy_limit)
-        return dataclasses.replace(config, rates=rates, num_workers=num_workers)
+        return dataclasses.replace(config, num_workers=config.workers_of(self.cold.cores))
 
     def check_store(self, store_bytes: int) -> None:
         """Raises ConfigError where there is to be a store and what reads from one take was not measured."""
@@ -448,7 +446,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=target.cold_start(scheduler.cold_start, host_bytes, settings.copy_limit),
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes),
     )
 
 

@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--cold-start", choices=COLD_START_MODES, help="how cold requests begin (default: wait)"
     )
-    parser.add_argument("--cpu-lora-workers", metavar="N", help="for --cold-start cpu and auto")
+    parser.add_argument("--cpu-lora-workers", metavar="N", help="for --cold-start cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

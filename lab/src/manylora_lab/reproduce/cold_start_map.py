@@ -58,7 +58,6 @@ def measure(case: MapCase) -> Row:
     h200 = HARDWARE["h200"]
     card = dataclasses.replace(h200, link_bytes_s=1e9 * case.link / h200.link_efficiency)
     costs = AnalyticalCosts(_SHAPE, card, launch_s=_LAUNCH_S)
-    has_workers = case.way in ("cpu", "auto")
     cold = _cold(case)
     page_bytes = _SHAPE.page_bytes(PAGE_TOKENS)
     pages = _SHAPE.adapter_pages(case.rank, PAGE_TOKENS, ALL_MODULES)
@@ -73,7 +72,7 @@ def measure(case: MapCase) -> Row:
         cache=CacheConfig("lru"),
         pipeline_depth=1,
         cold_start=ColdStartConfig(
-            case.way, rates=cold.told(costs), num_workers=WORKERS if has_workers else 0
+            case.way, num_workers=WORKERS if case.way == "cpu" else 0
         ),
     )  # fmt: skip
     requests = [

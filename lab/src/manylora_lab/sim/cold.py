@@ -9,8 +9,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ConfigError, CpuRates
-from manylora.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines, store_read
+from manylora.config import ConfigError
+from manylora.pricing.cold import NO_GATES, CpuRates, GateLines, cpu_rates, gate_lines, store_read
 from manylora.pricing.costs import StepCosts
 from manylora.pricing.profile import Profile
 from manylora.pricing.shapes import ModelShape
@@ -19,7 +19,6 @@ from manylora.types import AdapterId, CopyId
 from manylora_lab.sim.hardware import Hardware
 
 _ASSUMED = CpuRates()
-_MANY = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,16 +57,6 @@ class ColdCosts:
         """Of the busiest worker, for (tokens, bytes) of each adapter, without hand-overs."""
         workers = max(1, min(self.num_workers, self.cores - 1 - num_reading))
         return sum(self.rates.busy_s(tokens, size, workers) for tokens, size in served)
-
-    def told(self, costs: StepCosts, copy_limit: int | None = None) -> CpuRates:
-        """The rates as an engine on this machine would have measured them: with what a token's results take."""
-        if self.result_bytes_s is not None:
-            token_s = self.result_token_bytes / self.result_bytes_s
-        else:
-            # In turns with the copy of the adapter.
-            whole_s = link_s(costs, _MANY * self.result_token_bytes, copy_limit) - costs.copy_s(0)
-            token_s = 2 * max(whole_s, 0.0) / _MANY
-        return dataclasses.replace(self.rates, token_s=token_s)
 
 
 NOTHING_COLD = ColdCosts()

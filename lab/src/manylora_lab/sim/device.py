@@ -199,13 +199,12 @@ class SimulatedDevice:
             served.append((count, self._sequences[rows.sequences[0]][1]))
         num_bytes = num_tokens * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
-        besides_s = cold.rates.besides_s(num_tokens)
         if cold.result_bytes_s is not None:
-            return busy_s, besides_s + busy_s + num_bytes / cold.result_bytes_s
+            return busy_s, cold.rates.step_s + busy_s + num_bytes / cold.result_bytes_s
         back_s = link_s(self._costs, num_bytes, self._copy_limit) if num_bytes else 0.0
         is_shared = self._lane_free_at[True] > begin
         self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
-        return busy_s, besides_s + busy_s + back_s * (1 + is_shared)
+        return busy_s, cold.rates.step_s + busy_s + back_s * (1 + is_shared)
 
     def wait(self, now: float, seconds: float) -> None:
         """The device computes nothing for so long, after the steps issued so far."""
