@@ -49,7 +49,7 @@ HELD_BY = {
     "merge_mul": "scheduler.merge.mul", "merge_window": "scheduler.merge.window",
     "cold_start": "scheduler.cold_start.mode", "cold_start_stall": "scheduler.cold_start.stall",
     "cpu_lora_workers": "scheduler.cold_start.cpu_workers",
-    "copy_limit": "cache.copy_limit", "tensor_parallel_size": "tensor_parallel_size",
+    "tensor_parallel_size": "tensor_parallel_size",
     "lora_sharding": "lora_sharding", "seed": "seed", "tokenizer": "model.tokenizer", "uds": "uds",
     "root_path": "root_path", "api_key_file": "api_key_file",
     "gpu_memory_utilization": "cache.gpu_memory_utilization", "chat_template": "model.chat_template",
@@ -65,7 +65,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
-    "cpu_lora_workers": {"cold_start": "auto"},
+    "cpu_lora_workers": {"cold_start": "cpu"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -81,7 +81,6 @@ SIZES = {
     "host_pool": 0,
     "max_body_size": 1,
     "journal_rotate": 4096,
-    "copy_limit": 1,
 }
 """With the least that each may be."""
 CHOICES = {

@@ -162,6 +162,7 @@ REMOVED: Mapping[str, str] = {
     "adapter_store": "adapters are always read from their own files",
     "adapter_store_size": "adapters are always read from their own files",
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
+    "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
 

@@ -58,16 +58,8 @@ class Pool:
 
     @property
     def product(self) -> Product:
-        return self._product(OUTS)
-
-    @property
-    def shrunk(self) -> Product:
-        """x A alone: each projection's columns are for the larger rank."""
-        return self._product((max(RANKS),) * len(OUTS))
-
-    def _product(self, widths: tuple[int, ...]) -> Product:
         parts, column = [], 0
-        for place, width in enumerate(widths):
+        for place, width in enumerate(OUTS):
             parts.append(
                 ProductPart(column, width, [records[place] for records in self.records], self.scales)
             )
@@ -129,32 +121,6 @@ def test_products_are_torchs(dtype: str) -> None:
             found.slice_tokens = slice_tokens
             for lengths in ([5, 3], [1, 20], [1, 1]):
                 step_of(found, pool, lengths)
-
-
-@pytest.mark.parametrize("dtype", sorted(TYPES))
-def test_shrunk_rows_are_torchs(dtype: str) -> None:
-    """Of two workers with a slice each; columns that an adapter has no rank for are nobody's."""
-    pool = Pool(dtype)
-    lengths = [5, 6]
-    with workers(pool) as found:
-        found.slice_tokens = 4
-        product = pool.shrunk
-        step = found.begin(lengths, [(0, 0), (2, 0)], [product], pool.cells, shrinks_only=True)
-        assert step is not None
-        for layer in (0, 2):
-            x = torch.randn(sum(lengths), IN).to(TYPES[dtype])
-            numbers = x.numpy() if dtype == "float32" else x.view(torch.int16).numpy().view(np.uint16)
-            step.rows(len(x), IN)[:] = numbers
-            step.post()
-            got = torch.from_numpy(step.take(len(x), product.width).copy())
-            for adapter, rows in enumerate((slice(5), slice(5, 11))):
-                for part in product.parts:
-                    first_a, _, rank = part.records[adapter]
-                    if rank:
-                        expected = x[rows].float() @ pool.matrix(adapter, first_a, rank, IN, layer).T
-                        own = got[rows, part.first_column : part.first_column + rank]
-                        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-4)
-        step.end()
 
 
 def test_rows_are_cut_by_what_a_core_takes() -> None:

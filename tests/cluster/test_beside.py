@@ -49,12 +49,11 @@ CELLS: dict[str, list[tuple[str, ...]]] = {
         ("--cold-start", "block", *SMALL),
         ("--cold-start", "layerwise", "--cold-start-stall", "1", *SMALL),
         ("--cold-start", "cpu", "--cpu-lora-workers", "1", *SMALL),
-        ("--cold-start", "auto", "--cpu-lora-workers", "1", "--cold-start-stall", "1", *SMALL),
+        ("--cold-start", "auto", "--cold-start-stall", "1", *SMALL),
     ],
     "one tier (`--host-pool 0`)": [("--host-pool", "0")],
     "chunked prompts": [("--max-batch-tokens", "8", "--max-num-seqs", "8")],
     "preemption (a small pool)": [("--device-pool", "4MiB")],
-    "`--copy-limit`": [("--copy-limit", "100MB", *SMALL)],
     "`--journal`, `--trace`": [("--journal", "JOURNAL", "--trace", "TRACE")],
     "`--api-key`": [KEYS],
     "`--tensor-parallel-size` above 1": [

@@ -18,8 +18,11 @@ from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secr
 from manylora.cluster.local import NodeShare, with_share
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
+from manylora.cluster.last_step import StepNote, read_step
+from manylora.cluster.names import journal_name
+from manylora.cluster.node_share import NodeShare
 from manylora.cluster.taken_request import TakenRequest
-from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings, SchedulerSettings
+from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
 from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
@@ -294,19 +297,13 @@ def test_a_replica_gets_a_gpu_for_each_of_its_ranks(
         NodeShare(settings, count + 1, count + 1, per_gpu)
 
 
-def test_ranks_have_no_cpu_workers() -> None:
-    scheduler = SchedulerSettings(cold_start=ColdStartConfig("auto"))
-    settings = EngineSettings(ModelSettings(MODEL), scheduler=scheduler, tensor_parallel_size=2)
-    assert with_share(settings, (None, 0), 1, 64).scheduler.cold_start.wanted_workers == 0
-
-
 @pytest.mark.parametrize(
     ("mode", "asked", "cores", "expected"),
     [
         ("cpu", "auto", 8, ("cpu", "4", 8)),
         ("cpu", "2", 1, ("cpu", "2", 4)),
         ("cpu", "auto", 2, ("wait", "auto", 0)),
-        ("auto", "auto", 2, ("auto", "0", 0)),
+        ("auto", "auto", 8, ("auto", "auto", 0)),
         ("layerwise", "auto", 8, ("layerwise", "auto", 0)),
     ],
 )

@@ -31,7 +31,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "`--fairness vtc`": [{"fairness": "vtc"}],
     "`--adapter-batch-limit`": [{"adapter_batch_limit": "1"}],
     "chunked prompts": [{"max_batch_tokens": 4, "max_num_seqs": 4}],
-    "`--copy-limit`": [{"copy_limit": "64MB"}],
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "`n` > 1, sampling with a seed": {"n": 2, "temperature": 0.7, "seed": 5},
@@ -79,7 +78,7 @@ def test_a_setting(settings: dict[str, Any]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [each for cells in SETTINGS.values() for each in cells], ids=str)
 def test_a_setting_layer_by_layer(settings: dict[str, Any]) -> None:
-    check({}, LAYERWISE, **{"copy_limit": "64MB"} | settings)
+    check({}, LAYERWISE, **settings)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)

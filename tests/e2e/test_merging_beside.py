@@ -43,7 +43,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"max_prefills_per_step": 1},
     ],
     "preemption (a small pool)": [{"device_pool": "6MiB", "host_pool": "8MiB"}],
-    "`--merge-copy host`, `--copy-limit`": [{"merge_copy": "host"}, {"copy_limit": "100MB"}],
+    "`--merge-copy host`": [{"merge_copy": "host"}],
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "`n` > 1, sampling with a seed": {"n": 2, "temperature": 0.7, "seed": 5},

@@ -258,23 +258,21 @@ def inject(rank):
 FAILS_TO_COPY = """
 def inject(rank):
     from manylora.memory.gates import CopyGate
-    copier, fails, now = rank._worker._copier, {1: 0, 3: 2, 5: 3}, [None, 0]
-    land, lane, whole = copier._land_groups, copier._lanes[True].copies, CopyGate.pass_group
-    copy = lane.copy_pieces
-    def landing(lane, command, gate, *others):
-        now[:] = fails.get(gate.number), 0
-        return land(lane, command, gate, *others)
-    def copied(*pieces, **how):
-        now[1] += 1
-        if now[1] - 1 == now[0]:
+    copier, number_of = rank._worker._copier, {}
+    start, transfer, whole = copier.start, copier._transfer, CopyGate.pass_whole
+    def started(command, landed, done, gate=None):
+        if gate is not None:
+            number_of[command.copy] = gate.turn = len(number_of) + 1
+        start(command, landed, done, gate)
+    def transferred(lane, command):
+        if number_of.get(command.copy) in (1, 3, 5):
             raise RuntimeError("the bus of one rank")
-        copy(*pieces, **how)
-    def passed(gate, number, until):
-        return whole(gate, number, until) and (gate.number, number) != (7, 1)
-    copier._land_groups, lane.copy_pieces, CopyGate.pass_group = landing, copied, passed
+        return transfer(lane, command)
+    def passed(gate, until):
+        return whole(gate, until) and gate.turn != 7
+    copier.start, copier._transfer, CopyGate.pass_whole = started, transferred, passed
 """
-"""Of the copies with gates the first, third and fifth fail, in the first, a middle and the last group of layers;
-the seventh counts as late."""
+"""Of the copies with gates the first, third and fifth fail; the seventh counts as late."""
 FAILS_TO_READ = """
 def inject(rank):
     from manylora.protocol import AdapterRead
@@ -409,8 +407,7 @@ def test_a_read_that_fails_on_one_rank_is_undone_on_all(
 def test_a_copy_that_fails_on_one_rank_spoils_its_rows_on_all(
     injecting: Callable[[str], None], sharding: str
 ) -> None:
-    """Steps await copies whose first, middle or last group of layers does not come on one rank, or late: the
-    request begins again."""
+    """Steps await copies that do not come on one rank, or late: the request begins again."""
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     names = sorted(path.name for path in Path(GERMAN).parent.iterdir() if path.is_dir())[:4]
     adapters = {name: str(Path(GERMAN).parent / name) for name in names}

@@ -44,7 +44,6 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
         "`--cache-policy`": {"cache_policy": "fastlibra-wom"},
         "chunked prompts": {"max_batch_tokens": 4, "max_num_seqs": 4},
         "preemption (a small pool)": {"device_pool": "6MiB", "host_pool": "8MiB"},
-        "`--copy-limit`": {"copy_limit": "1GB"},
         "`--scheduling-policy priority`": {"scheduling_policy": "priority"},
         "`--cold-start block`, `layerwise`, `auto`": {"cold_start": "layerwise", "cold_start_stall": 1.0},
     },

@@ -104,7 +104,6 @@ def test_adapters_that_leave_between_two_chunks_of_a_prompt(served: Bench, mode:
     largest = max(served.adapter_pages(4).values())
     settings: dict[str, Any] = {"cold_start": mode, "max_num_seqs": 4, "max_batch_tokens": 5}
     settings |= {"cpu_lora_workers": 1} if mode == "cpu" else {"cold_start_stall": 1.0}
-    settings["copy_limit"] = 2**24
     with served.llm(page_tokens=4, num_pages=largest + 14, **settings) as llm:
         served.check(llm.generate(prompts, greedy(16), names), 16)
         stats = llm.stats()

@@ -6,15 +6,17 @@ there, and Triton's in one test.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import CopyLane
 from manylora.executor import graphs
 from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
@@ -23,8 +25,9 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.operations import TritonOps
-from manylora.memory import bringing, gates
-from manylora.memory.gates import NUM_ORDERS, CopyGate, LandedWords, layer_groups
+from manylora.memory import bringing
+from manylora.memory.bringing import Bringer
+from manylora.memory.gates import CopyGate
 from manylora.protocol import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
@@ -43,7 +46,7 @@ from tests.executor.test_gates import (  # noqa: F401  # tests
     test_closing_while_a_step_waits,
     test_two_copies_two_adapters_and_kv_in_one_step,
 )
-from tests.executor.test_graphs import CapturingDevice, graphs_of, use_triton
+from tests.executor.test_graphs import graphs_of, use_triton
 
 
 class GatedOps(CpuOps):
@@ -82,28 +85,80 @@ class BringingOps(GatedOps):
         bring_groups(*tensors)
 
 
-def made(files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, ops: Ops) -> Rig:
+def made(
+    files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, ops: Ops, mode: str = "layerwise"
+) -> Rig:
     """One size of decoding steps and one of steps with prompts, with an adapter and without."""
     use_triton(monkeypatch)
     monkeypatch.setattr("manylora.executor.build.ops_for", lambda *_, **__: ops)
+    monkeypatch.setattr(bringing, "moves_by_kernel", lambda _: True)
+    monkeypatch.setattr("manylora.executor.build.with_gates", lambda settings, *_: settings)  # as on a GPU
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (24,))
     monkeypatch.setattr(graphs, "bucket_sizes", lambda most: [most])
     sizes = {"num_pages": 200, "page_bytes": 3072, "max_num_seqs": 5}
-    return keep_on_host(Rig(files.model, folder, pads_steps=True, cold_start="layerwise", **sizes), files)
+    return keep_on_host(Rig(files.model, folder, pads_steps=True, cold_start=mode, **sizes), files)
 
 
 @pytest.fixture
 def cold(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    rig = made(files, tmp_path, monkeypatch, GatedOps())
+    rig = made(files, tmp_path, monkeypatch, BringingOps())
     yield rig
     rig.worker.close()
 
 
-def words_of(rig: Rig) -> LandedWords:
-    found = rig.worker._copier._words
+def bringer_of(rig: Rig) -> Bringer:
+    found = rig.worker._copier._bringer
     assert found is not None
     return found
+
+
+def words_of(rig: Rig) -> list[int]:
+    return [int(word) for word in bringer_of(rig).words.words]
+
+
+class KernelHand:
+    """Stands for the kernel that brings copies: each group of layers lands when it is told to let it. ``beside``:
+    where its work goes, beside the steps'."""
+
+    def __init__(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, beside: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.allowed = threading.Semaphore(0)
+        self._rig, self._bringer, self._beside = rig, bringer_of(rig), beside
+        self._lane = rig.worker._copier._lanes[True].copies
+        self._end = self._lane.end
+        self._landing: threading.Thread | None = None
+        monkeypatch.setattr(self._bringer, "bring", self._bring)
+        monkeypatch.setattr(self._lane, "end", self._ended)
+
+    def _bring(self, lane: CopyLane, pairs: Sequence[tuple[int, int]], gate: CopyGate) -> None:
+        number = self._bringer._num_copies = self._bringer._num_copies + 1
+        landing = self._landing = threading.Thread(target=self._land, args=(pairs, number))
+        landing.start()
+        gate.open(lambda: landing.join(30), number)
+
+    def _land(self, pairs: Sequence[tuple[int, int]], number: int) -> None:
+        worker, words = self._rig.worker, self._bringer.words
+        with torch.inference_mode(), self._beside():
+            for group, (first, end) in enumerate(words.groups):
+                assert self.allowed.acquire(timeout=30)
+                for source, target in pairs:
+                    worker._arena.page(target)[first:end] = worker._host.page(source)[first:end]
+                words.words[group] = number
+
+    def _ended(self) -> Callable[[], float]:
+        wait, landing = self._end(), self._landing
+
+        def ended() -> float:
+            if landing is not None:
+                landing.join(30)
+            return wait()
+
+        return ended
+
+    def let(self, count: int) -> None:
+        self.allowed.release(count)
 
 
 def layers_written(rig: Rig, page: int) -> list[bool]:
@@ -119,9 +174,9 @@ def written_within(rig: Rig, page: int, count: int, seconds: float) -> list[bool
     return found
 
 
-def check_order(rig: Rig, hand: Hand, groups: int) -> None:
+def check_order(rig: Rig, hand: KernelHand) -> None:
     """A layer's keys are written once its group has landed, and those of later layers are not."""
-    command = bring(rig, 2, groups)
+    command = bring(rig, 2, 8)
     rig.open(1, PROMPT, adapter=2)
     step = awaiting(rig, command, 1)
     page = rig.sequences[1].pages[0]
@@ -129,7 +184,7 @@ def check_order(rig: Rig, hand: Hand, groups: int) -> None:
     rig.worker._device.synchronize()
     assert layers_written(rig, page) == [False] * LAYERS
     results = beside(rig, step)
-    for first, end in layer_groups(LAYERS, groups):
+    for first, end in bringer_of(rig).words.groups:
         expected = [layer < first for layer in range(LAYERS)]
         assert written_within(rig, page, first, 30) == expected
         time.sleep(0.05)
@@ -142,50 +197,47 @@ def check_order(rig: Rig, hand: Hand, groups: int) -> None:
     assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("mode", ["block", "layerwise"])
 def test_keys_are_written_layer_by_layer(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, groups: int
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    hand = Hand(cold, monkeypatch)
-    captured = graphs_of(cold).num_captured
-    check_order(cold, hand, groups)
-    cold.decode(3, 1)
-    check(cold, files, 1)
-    assert graphs_of(cold).num_captured == captured == 4, "warm and cold steps share captures"
+    rig = made(files, tmp_path, monkeypatch, BringingOps(), mode)
+    assert len(bringer_of(rig).words.groups) == (1 if mode == "block" else LAYERS)
+    captured = graphs_of(rig).num_captured
+    check_order(rig, KernelHand(rig, monkeypatch, nullcontext))
+    rig.decode(3, 1)
+    check(rig, files, 1)
+    assert graphs_of(rig).num_captured == captured == 4, "warm and cold steps share captures"
+    rig.worker.close()
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
-def test_copies_by_a_kernel(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int
-) -> None:
-    """From the step loop's thread, to the same bytes, words and tokens; an answer as for others; the next one is
-    the lane's where that cannot be."""
-    monkeypatch.setattr(bringing, "moves_by_kernel", lambda _: True)
-    ops = BringingOps()
-    rig = made(files, tmp_path, monkeypatch, ops)
+def test_copies_by_a_kernel(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the step loop's thread, to the same bytes, words and tokens; an answer as for others; the second one is
+    the lane's, since it is too large."""
+    ops = cold.worker._forward.decoder.ops  # type: ignore[union-attr]
+    assert isinstance(ops, BringingOps)
     assert ops.num_brought == 1, "compiled before the first copy"
     for turn in range(3):
         monkeypatch.setattr(bringing, "MOST_BYTES", 0 if turn == 1 else 2**30)
-        command = bring(rig, 2, groups)
-        rig.open(turn, [turn, *PROMPT], adapter=2)
-        assert rig.run(awaiting(rig, command, turn)).done.spoilt == ()
-        assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
+        command = bring(cold, 2, 8)
+        cold.open(turn, [turn, *PROMPT], adapter=2)
+        assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
+        assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
         for source, target in command.pairs:
-            assert torch.equal(rig.worker._host.page(source), rig.worker._arena.page(target))
-        assert words_of(rig).words[:, 0].tolist() == [turn + 1] * len(words_of(rig).groups)
-        rig.decode(2, turn)
-        rig.direct.end_sequence(turn)
-        rig.direct.evict_adapter(2)
-    check(rig, files, *range(3))
+            assert torch.equal(cold.worker._host.page(source), cold.worker._arena.page(target))
+        assert words_of(cold) == [1 if turn < 2 else 2] * LAYERS
+        cold.decode(2, turn)
+        cold.direct.end_sequence(turn)
+        cold.direct.evict_adapter(2)
+    check(cold, files, *range(3))
     assert ops.num_brought == 3
-    rig.worker.close()
 
 
 def test_keys_are_written_layer_by_layer_by_the_triton_kernels(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = made(files, tmp_path, monkeypatch, TritonOps())
-    check_order(rig, Hand(rig, monkeypatch), 8)
+    check_order(rig, KernelHand(rig, monkeypatch, nullcontext))
     check(rig, files, 1)
     rig.worker.close()
 
@@ -225,42 +277,22 @@ def test_a_cold_row_with_one_token_left_waits_for_the_whole_copy(cold: Rig, file
     check(cold, files, 2)
 
 
-def test_words_say_nothing_of_what_comes_ahead(
+def test_a_copy_that_cannot_be_launched_spoils_its_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages with rows of B have landed; a step that awaits the copy needs A, too."""
-    hand = Hand(cold, monkeypatch)
-    command = bring_ordered(cold, monkeypatch, 2, brings_b_first=True)
-    cold.open(1, PROMPT, adapter=2)
-    results = beside(cold, awaiting(cold, command, 1))
-    hand.let(LAYERS)
-    wait_until(lambda: hand.num_landed == LAYERS, "the groups have landed")
-    assert words_of(cold).words.tolist() == [[0, 0]] * LAYERS
-    hand.let(LAYERS)
-    result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, ())
-    assert words_of(cold).words.tolist() == [[1, 0]] * LAYERS
-    cold.decode(3, 1)
-    check(cold, files, 1)
+    """And the device waits for nothing."""
 
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no launch")
 
-@pytest.mark.parametrize("mark_fails", [False, True])
-def test_words_move_on_when_a_copy_breaks_off(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, mark_fails: bool
-) -> None:
-    """And where even that fails, the device waits for its bound and no longer."""
-    hand = Hand(cold, monkeypatch)
-    hand.broken = 1
-    if mark_fails:
-        monkeypatch.setattr(gates.Awaited.__init__, "__defaults__", (0.05,))
-        monkeypatch.setattr(LandedWords, "mark", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
-    command = bring(cold, 2, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(cold.worker._copier._lanes[True].copies), "launch", refuse)
+        command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
-    hand.let(LAYERS)
     result = cold.run(awaiting(cold, command, 1, others=(2,)))
     assert (result.done.ok, result.done.spoilt) == (True, (1,))
-    assert words_of(cold).words.tolist() == [[0 if mark_fails else 1, 0]] * LAYERS
+    assert words_of(cold) == [0] * LAYERS
     cold.decode(3, 2)
     check(cold, files, 2)
 
@@ -269,24 +301,12 @@ def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_a
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = graphs_of(cold)._gates._told  # type: ignore[union-attr]
-    check_late(cold, files, monkeypatch, lambda: bool(told[1]))
-
-
-def test_copies_of_other_groups_than_the_graphs(cold: Rig, files: Files) -> None:
-    """Words follow layers, however a copy is cut."""
-    for turn, groups in enumerate((1, 2, 3, 8), 1):
-        command = bring(cold, 2, groups)
-        cold.open(turn, [turn, *PROMPT], adapter=2)
-        assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
-        assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
-        assert words_of(cold).words.tolist() == [[turn, 0]] * LAYERS
-        cold.decode(2, turn)
-        cold.direct.evict_adapter(2)
-    check(cold, files, 1, 2, 3, 4)
+    hand = KernelHand(cold, monkeypatch, nullcontext)
+    check_late(cold, files, monkeypatch, hand, lambda: bool(told[1]))
 
 
 def test_two_steps_await_one_copy(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = Hand(cold, monkeypatch)
+    hand = KernelHand(cold, monkeypatch, nullcontext)
     command = bring(cold, 2, 8)
     hand.let(LAYERS)
     cold.open(1, PROMPT, adapter=2)
@@ -319,13 +339,12 @@ def test_copies_from_the_device_begin_when_a_step_has_been_launched(cold: Rig, e
     wait_until(lambda: bool((cold.worker._host.page(host) == 3.0).all()), "the copy")
 
 
-def test_without_words_a_captured_step_waits_for_the_whole_copy(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_such_a_kernel_a_captured_step_waits_for_the_whole_copy(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CapturingDevice, "can_mark", lambda _: False)
     rig = made(files, tmp_path, monkeypatch, GatedOps())
-    assert rig.worker._copier._words is None
-    assert "captured steps wait for whole copies" in caplog.text
+    assert rig.worker._copier._bringer is None
+    assert graphs_of(rig)._gates is None
     command = bring(rig, 2, 8)
     rig.open(1, PROMPT, adapter=2)
     assert rig.run(awaiting(rig, command, 1)).done.spoilt == ()
@@ -344,19 +363,3 @@ def test_launches_that_wait_allow_no_gates(
     assert rig.policy.cold_start.mode == "wait"
     assert ("CUDA_LAUNCH_BLOCKING" in caplog.text) == told
     rig.worker.close()
-
-
-def test_words_are_written_at_the_ends_of_groups() -> None:
-    class Lane:
-        def __init__(self) -> None:
-            self.marked: list[tuple[int, int]] = []
-
-        def mark(self, word: torch.Tensor, number: int) -> None:
-            self.marked.append((int(word.storage_offset()), number))
-
-    words = LandedWords(8, 4, CpuDevice())
-    for layers, groups in [((0, 3), [0]), ((3, 4), [1]), ((0, 8), [0, 1, 2, 3]), ((0, 1), []), ((1, 2), [0])]:
-        for order in range(NUM_ORDERS):
-            lane = Lane()
-            words.mark(lane, CopyGate([], 7, order), layers)  # type: ignore[arg-type]
-            assert lane.marked == [(NUM_ORDERS * group + order, 7) for group in groups]

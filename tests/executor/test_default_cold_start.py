@@ -58,8 +58,19 @@ def test_the_default_on_a_gpu_is_all_that_auto_is() -> None:
 
 @pytest.mark.parametrize(("cores", "workers"), [(2, 0), (4, 2), (16, 8), (32, 16), (192, 16)])
 def test_how_many_cpu_workers_there_are_unless_said(cores: int, workers: int) -> None:
-    assert ColdStartConfig("auto").workers_of(cores) == workers
-    assert ColdStartConfig("auto", cpu_workers="40").workers_of(cores) == 40, "a number is honoured"
+    assert ColdStartConfig("cpu").workers_of(cores) == workers
+    assert ColdStartConfig("cpu", cpu_workers="40").workers_of(cores) == 40, "a number is honoured"
+    assert ColdStartConfig("auto", cpu_workers="40").workers_of(cores) == 0, "auto has none"
+
+
+def test_copies_land_in_groups_where_captured_steps_see_them() -> None:
+    """Elsewhere they land whole, and the policy expects it."""
+
+    def groups(kind: Kind, **given: Any) -> int:
+        return with_gates(engine(cold_start="layerwise", **given), kind, False).scheduler.cold_start.num_groups
+
+    assert groups("cuda") == 8
+    assert groups("cuda", cuda_graphs="off") == groups("cpu") == 1
 
 
 def test_merging_and_a_mode_that_was_given_are_refused_still() -> None:
@@ -75,15 +86,7 @@ def test_an_engine_on_a_cpu_has_what_it_has_without_the_setting(tmp_path: Path) 
     assert info.cold_start == "wait"
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(8, 4), (2, 0)])
-def test_a_replica_on_a_gpu_has_its_share_of_the_cores(cores: int, workers: int) -> None:
-    shared = with_share(engine(), (None, 0), 1, cores)
-    assert with_gates(shared, "cpu", False).scheduler.cold_start.wanted_workers == 0
-    found = with_gates(shared, "cuda", False).scheduler.cold_start
-    assert (found.mode, found.wanted_workers, found.cores_before) == ("auto", workers, workers)
-
-
 def test_a_simulation_waits() -> None:
     shape = SHAPES["llama-2-7b"]
     target = SimulatedTarget("h200", shape, AnalyticalCosts(shape, HARDWARE["h200"]), None, None)
-    assert target.cold_start(engine().scheduler.cold_start, 0, None).mode == "wait"
+    assert target.cold_start(engine().scheduler.cold_start, 0).mode == "wait"

@@ -25,32 +25,24 @@ LAYERS = 3
 
 
 class Hand:
-    """Holds a lane's groups until it is told to let them land; fails the group ``broken``."""
+    """Holds copies of a lane until it is told to let them land; fails them where it is ``broken``."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bringing, "BY_KERNEL", False)  # which cannot be held
-        self.lane = rig.worker._copier._lanes[True].copies
+        copier = rig.worker._copier
         self.allowed = threading.Semaphore(0)
-        self.broken: int | None = None
+        self.is_broken = False
         self.num_landed = 0
-        self._was_landing = self.lane.landing
-        self._was_copy = self.lane.copy_pieces
-        self._is_first = True
-        monkeypatch.setattr(self.lane, "copy_pieces", self._copy)
-        monkeypatch.setattr(self.lane, "landing", self._landing)
+        self._transfer = copier._transfer
+        monkeypatch.setattr(copier, "_transfer", self._held)
 
-    def _copy(self, *pieces: Any) -> None:
-        if self._is_first:
-            assert self.allowed.acquire(timeout=30)
-            self._is_first = False
-        if self.broken == self.num_landed:
+    def _held(self, lane: Any, command: SwapPages) -> str:
+        assert self.allowed.acquire(timeout=30)
+        if self.is_broken:
             raise RuntimeError("the bus fell off")
-        self._was_copy(*pieces)
-
-    def _landing(self) -> object:
-        self.num_landed += 1
-        self._is_first = True
-        return self._was_landing()
+        error = self._transfer(lane, command)
+        self.num_landed += not error
+        return error
 
     def let(self, count: int) -> None:
         self.allowed.release(count)
@@ -141,8 +133,8 @@ def test_groups_are_even_and_none_is_empty() -> None:
     assert layer_groups(5, 1) == ((0, 5),)
 
 
-@pytest.mark.parametrize("groups", [1, 3, 8])
-def test_a_layer_begins_when_its_group_has_landed_and_not_before(
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_step_begins_when_its_copy_has_landed_and_not_before(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
     hand = Hand(cold, monkeypatch)
@@ -150,10 +142,9 @@ def test_a_layer_begins_when_its_group_has_landed_and_not_before(
     command = bring(cold, 2, groups)
     cold.open(1, PROMPT, adapter=2)
     results = beside(cold, awaiting(cold, command, 1))
-    for first, end in layer_groups(LAYERS, groups):
-        layers.check_begun(first)
-        hand.let(1)
-        layers.check_ended(first, end)
+    layers.check_begun(0)
+    hand.let(1)
+    layers.check_ended(0, LAYERS)
     result = results.get(timeout=30)
     assert (result.done.ok, result.done.spoilt) == (True, ())
     assert result.done.stall_s > 0
@@ -163,18 +154,17 @@ def test_a_layer_begins_when_its_group_has_landed_and_not_before(
     check(cold, files, 1)
 
 
-@pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_copy_that_fails_spoils_its_own_rows_only(
-    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, broken: int
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = Hand(cold, monkeypatch)
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
     cold.open(3, PROMPT[:4])
     cold.decode(2, 2)
-    hand.broken = broken
+    hand.is_broken = True
     command = bring(cold, 2, 8)
-    hand.let(LAYERS)
+    hand.let(1)
     result = cold.run(awaiting(cold, command, 1, others=(2, 3)))
     assert result.done.ok
     assert result.done.spoilt == (1,)
@@ -183,8 +173,8 @@ def test_a_copy_that_fails_spoils_its_own_rows_only(
     del cold.sequences[1]
     cold.decode(3, 2, 3)
     check(cold, files, 2, 3)
-    hand.broken, hand.num_landed, hand._is_first = None, 0, True
-    hand.let(2 * LAYERS)
+    hand.is_broken = False
+    hand.let(1)
     again = bring(cold, 2, 8)
     cold.open(4, PROMPT, adapter=2)
     assert cold.run(awaiting(cold, again, 4)).done.spoilt == ()
@@ -196,9 +186,9 @@ def test_a_step_commanded_before_the_failure_was_known_spoils_its_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = Hand(cold, monkeypatch)
-    hand.broken = 1
+    hand.is_broken = True
     command = bring(cold, 2, 8)
-    hand.let(LAYERS)
+    hand.let(1)
     for sequence in (1, 2):
         cold.open(sequence, PROMPT, adapter=2)
     cold.open(3, PROMPT, adapter=1)
@@ -221,7 +211,7 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     result = cold.run(awaiting(cold, command, 2))
     assert (result.done.ok, result.done.spoilt) == (True, ())
     check(cold, files, 1, 2)
-    cold.worker.forget_copies([(command.copy, False)], [])
+    cold.worker.forget_copies([(command.copy, False)])
     assert 2 not in cold.worker._tables
     cold.open(3, PROMPT)
     step = cold.command(cold.row(3))
@@ -229,24 +219,7 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     assert not cold.run(step).done.ok
 
 
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_rank_keeps_what_it_has_read_if_all_ranks_have(cold: Rig, files: Files, ok: bool) -> None:
-    """Another rank's read may fail when this one's has landed."""
-    cold.worker._is_rank = True
-    read = ReadAdapter(2, tuple(cold.take(len(cold.on_host[2]))), "device", 8, 99)
-    cold.direct.begin(read)
-    cold.open(1, PROMPT, adapter=2)
-    step = cold.command(cold.row(1))
-    step.awaits = (Await(99, (1,)),)
-    assert cold.run(step).done.spoilt == ()
-    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
-    cold.decode(3, 1)
-    check(cold, files, 1)
-    cold.worker.forget_copies([(99, ok)], [])
-    assert (2 in cold.worker._tables) == ok
-
-
-@pytest.mark.parametrize("brought", ["copy", "copy in groups", "read", "read in groups"])
+@pytest.mark.parametrize("brought", ["copy", "copy in groups", "read"])
 def test_what_failed_leaves_room_for_what_comes_to_its_pages(
     brought: str, cold: Rig, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,12 +245,12 @@ def test_what_failed_leaves_room_for_what_comes_to_its_pages(
         copy = SwapPages(rig.num_copies, True, pairs, smaller, groups)
         assert rig.direct.swap_pages(copy).ok
     else:
-        assert rig.direct.read_adapter(ReadAdapter(smaller, tuple(pages), "device", groups, 99 * groups)).ok
+        assert rig.direct.read_adapter(ReadAdapter(smaller, tuple(pages), "device")).ok
     rig.open(3, PROMPT, adapter=smaller)
     rig.decode(3, 2, 3)
     assert larger not in rig.worker._tables
     check(rig, files, 2, 3)
-    rig.worker.forget_copies([(failed.copy, False)], [])
+    rig.worker.forget_copies([(failed.copy, False)])
     rig.decode(2, 3)
     check(rig, files, 3)
     rig.worker.close()
@@ -298,12 +271,12 @@ def test_an_entry_that_cannot_be_made_fails_its_copy(
         patched.setattr(cold.worker._tables, "put", put)
         command = bring(cold, 2, 3)
     assert begun == [1]
-    hand.let(3)
+    hand.let(1)
     answer = cold.direct.wait_for(command)
     assert isinstance(answer, CopyDone)
     assert (answer.ok, "no entry" in answer.error) == (False, True)
     assert 2 not in cold.worker._tables
-    hand.let(3)
+    hand.let(1)
     again = bring(cold, 2, 3)
     cold.open(1, PROMPT, adapter=2)
     assert cold.run(awaiting(cold, again, 1)).done.spoilt == ()
@@ -327,37 +300,15 @@ def test_what_is_brought_elsewhere_drops_nothing(cold: Rig, files: Files) -> Non
     check(cold, files, 1, 2)
 
 
-def test_a_rank_forgets_a_read_when_it_is_told(cold: Rig, files: Files) -> None:
-    """Until then copies may follow it, though it has been answered here."""
-    cold.worker._is_rank = True
-    host = cold.take_host(len(cold.on_host[2]))
-    read = ReadAdapter(2, tuple(host), "host", 8)
-    cold.direct.begin(read)
-    assert cold.direct.wait_for(read).ok  # type: ignore[union-attr]
-    cold.open(1, PROMPT)
-    cold.decode(2, 1)
-    pairs = tuple(zip(host, cold.take(len(host))))
-    copy = SwapPages(1, True, pairs, 2, 8, follows_read=True)
-    cold.direct.begin(copy)
-    cold.open(2, PROMPT, adapter=2)
-    assert cold.run(awaiting(cold, copy, 2)).done.spoilt == ()
-    assert cold.direct.wait_for(copy).ok  # type: ignore[union-attr]
-    check(cold, files, 1, 2)
-    cold.worker.forget_copies([], [2])
-    again = SwapPages(2, True, pairs, 2, 8, follows_read=True)
-    cold.direct.begin(again)
-    assert not cold.direct.wait_for(again).ok  # type: ignore[union-attr]
-
-
 def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = note_passes(monkeypatch)
-    check_late(cold, files, monkeypatch, lambda: bool(passed))
+    check_late(cold, files, monkeypatch, Hand(cold, monkeypatch), lambda: bool(passed))
 
 
 def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows when the host has passed a group, or waits for it no longer."""
+    """Grows when the host has passed a copy, or waits for it no longer."""
     passed: list[None] = []
     whole = gates.Awaited._pass
 
@@ -369,9 +320,11 @@ def note_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return passed
 
 
-def check_late(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, is_late: Callable[[], bool]) -> None:
+def check_late(
+    cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, hand: Any, is_late: Callable[[], bool]
+) -> None:
+    """``hand``: holds copies."""
     monkeypatch.setattr(gates.Awaited.__init__, "__defaults__", (0.05,))
-    hand = Hand(cold, monkeypatch)
     command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
@@ -432,7 +385,7 @@ def test_closing_while_a_step_waits(cold: Rig, monkeypatch: pytest.MonkeyPatch) 
         results.get(timeout=0.1)
     closing = threading.Thread(target=cold.worker._copier.close)
     closing.start()
-    hand.let(1)  # the piece on its way lands; the rest is broken off
+    hand.let(1)
     result = results.get(timeout=30)
     closing.join(30)
     assert result.done.spoilt == (1,)

@@ -28,14 +28,10 @@ from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_captured_gates import GatedOps
 from tests.executor.test_cold_rows import (  # noqa: F401  # tests
-    bring_ordered,
     forget_all,
     served,
     served_by_cpu,
-    test_a_copy_that_fails_spoils_what_the_cpu_shrank_if_b_had_not_come,
-    test_a_layer_that_the_cpu_shrinks_begins_when_its_b_has_landed_and_not_before,
     test_adapters_without_rank_on_some_projections_beside_each_other,
-    test_layers_split_between_the_cpu_and_the_link,
     test_prompts_in_chunks_meet_the_adapter_as_it_lands,
     test_they_end_before_the_copy_begins_and_read_nothing_that_lay_in_its_pages,
 )
@@ -112,7 +108,7 @@ def test_a_worker_that_dies_or_is_slow_at_any_product_spoils_its_own_rows_only(
     del cold.sequences[1]
     cold.direct.evict_adapter(2)
     assert workers.wait_ready(30)
-    again = bring_ordered(cold, monkeypatch, 2, brings_b_first=place == 0.5)
+    again = bring(cold, 2, 8)
     cold.open(4, PROMPT, adapter=2)
     done = cold.run(served(cold, again, (4,))).done
     assert (done.spoilt, done.cpu_workers) == ((), 1)

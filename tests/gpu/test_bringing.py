@@ -12,7 +12,7 @@ from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory.arena import Arena
 from manylora.memory.bringing import bringer_of
-from manylora.memory.gates import CopyGate, LandedWords, layer_groups
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from tests.e2e.process import wait_until
 
@@ -31,8 +31,7 @@ def test_copies_beside_work_of_every_multiprocessor() -> None:
         HostPool(ON_HOST, PAGE, torch.bfloat16, device),
     )
     wait_until(lambda: host.pages_pinned == ON_HOST, "pinned pages", 30)
-    words = LandedWords(PAGE.layers, 8, device)
-    bringer = bringer_of(TritonOps(), words, arena, host, device)
+    bringer = bringer_of(TritonOps(), arena, host, device, 8)
     assert bringer is not None
     lane, source = device.copy_lane(), random.Random(5)
     busy = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -42,8 +41,8 @@ def test_copies_beside_work_of_every_multiprocessor() -> None:
     for turn in range(1, TURNS + 1):
         count = source.randint(1, 40)
         pairs = list(zip(source.sample(range(ON_HOST), count), source.sample(range(PAGES), count)))
-        gate = CopyGate(layer_groups(PAGE.layers, source.choice((1, 3, 8))), turn, turn % 2)
-        assert bringer.can_bring(pairs, gate)
+        gate = CopyGate()
+        assert bringer.can_bring(pairs)
         for _ in range(20):
             busy @ busy
         with lane.here():
@@ -52,9 +51,10 @@ def test_copies_beside_work_of_every_multiprocessor() -> None:
             wait = lane.end()
         for _ in range(20):
             busy @ busy
-        assert gate.pass_group(len(gate.groups) - 1, 0.0)
+        assert gate.number == turn
+        assert gate.pass_whole(0.0)
         landed = found[[target for _, target in pairs]]
         assert torch.equal(landed.cpu(), expected[[page for page, _ in pairs]])
-        assert words.words[:, turn % 2].tolist() == [turn] * len(words.groups)
+        assert bringer.words.words.tolist() == [turn] * 8
         assert wait() > 0
     host.close()

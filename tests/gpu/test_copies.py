@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from manylora.devices.cuda import CudaDevice, _CudaCopyLane
+from manylora.devices.cuda import CudaDevice
 from manylora.kernels.shapes import PageShape
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier
-from manylora.memory.gates import CopyGate, layer_groups
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.protocol import CopyDone, SwapPages
 
@@ -147,14 +147,9 @@ def test_a_refusal_leaves_pageable_memory_that_works(monkeypatch: pytest.MonkeyP
         bench.close()
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["batches", "one by one"])
 @pytest.mark.parametrize("shape", [PAGE, ODD], ids=["even", "odd"])
-def test_copies_in_layer_groups(shape: PageShape, at_once: bool) -> None:
+def test_copies_that_steps_may_await(shape: PageShape) -> None:
     bench = Bench(shape, chunk_bytes=4096)
-    lane = bench.copier._lanes[True].copies
-    assert isinstance(lane, _CudaCopyLane)
-    assert lane._by_batch, "the driver copies batches"
-    lane._by_batch = at_once
     generator = torch.Generator().manual_seed(9)
     try:
         bench.pinned()
@@ -165,12 +160,13 @@ def test_copies_in_layer_groups(shape: PageShape, at_once: bool) -> None:
             pages = random.Random(turn).sample(range(NUM_HOST_PAGES), NUM_PAGES)
             pairs = [(host, page) for page, host in enumerate(pages) if page % 7]
             bench.num_copies += 1
-            gate = CopyGate(layer_groups(shape.layers, 1 + turn), bench.num_copies)
-            command = SwapPages(bench.num_copies, True, tuple(pairs), None, 1 + turn)
+            gate = CopyGate()
+            command = SwapPages(bench.num_copies, True, tuple(pairs), None, 8)
             bench.copier.start(command, lambda: None, bench.answers.put, gate)
+            assert gate.pass_whole(time.monotonic() + 30)
+            found = bench.arena.run(0, NUM_PAGES).cpu().view(NUM_PAGES, -1)
             bench.wait(1)
             assert gate.wait_answer()
-            found = bench.arena.run(0, NUM_PAGES).cpu().view(NUM_PAGES, -1)
             for page, host in enumerate(pages):
                 expected = bench.host.run(host, 1) if page % 7 else torch.zeros_like(found[page])
                 assert torch.equal(found[page], expected)

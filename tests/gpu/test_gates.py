@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,14 +10,13 @@ import pytest
 import torch
 
 from manylora.executor import graphs
-from manylora.memory import bringing
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures
 from tests.executor.drive import Rig
 from tests.executor.test_captured_gates import (  # noqa: F401  # tests
+    KernelHand,
+    bringer_of,
     check_order,
     test_a_cold_row_with_one_token_left_waits_for_the_whole_copy,
-    test_two_steps_await_one_copy,
-    words_of,
 )
 from tests.executor.test_gates import (  # noqa: F401  # tests
     LAYERS,
@@ -66,50 +66,31 @@ def cold(
 @pytest.fixture
 def gated(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:  # noqa: F811
     rig = made(files, tmp_path, monkeypatch, captured=True, dtype="float32")
-    assert rig.worker._copier._words is not None, "the driver writes numbers in streams"
+    assert bringer_of(rig).words is not None
     yield rig
     rig.worker.close()
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@contextlib.contextmanager
+def own_stream() -> Iterator[None]:
+    """Beside the steps'."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield
+
+
 def test_keys_are_written_layer_by_layer(
     gated: Rig,
     files: Files,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    groups: int,
 ) -> None:
     """The device runs the layers whose groups have landed, and no others."""
     gated.open(9, PROMPT, adapter=1)
     gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
-    hand = Hand(gated, monkeypatch)
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        check_order(gated, hand, groups)
+    hand = KernelHand(gated, monkeypatch, own_stream)
+    with own_stream():
+        check_order(gated, hand)
     gated.decode(3, 1, 9)
     check(gated, files, 1, 9)
-
-
-def test_a_lane_that_cannot_tell_holds_a_step_up_for_its_bound(
-    gated: Rig,
-    files: Files,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gated.open(9, PROMPT, adapter=1)
-    gated.decode(1, 9)  # what a step loads when it first runs may wait for the device
-    monkeypatch.setattr(bringing, "BY_KERNEL", False)
-    monkeypatch.setattr(type(words_of(gated)), "mark", lambda *_: None)
-    monkeypatch.setattr("manylora.memory.gates.Awaited.__init__.__defaults__", (0.2,))
-    hand = Hand(gated, monkeypatch)
-    command = bring(gated, 2, 8)
-    gated.open(1, PROMPT, adapter=2)
-    gated.open(2, PROMPT, adapter=1)
-    step = awaiting(gated, command, 1, others=(2,))
-    gated.direct.issue_step(step)
-    hand.let(LAYERS)
-    done = gated.finish(step).done
-    assert (done.ok, done.spoilt) == (True, (1,))
-    assert 0.19 < done.stall_s < 5
-    gated.decode(3, 2)
-    check(gated, files, 2)
 
 
 def test_the_same_bits_as_a_step_that_begins_when_all_is_there(
@@ -150,6 +131,7 @@ def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed, graphs = note_passes(monkeypatch), cold.worker._graphs
+    hand = Hand(cold, monkeypatch) if graphs is None else KernelHand(cold, monkeypatch, own_stream)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def is_late() -> bool:
@@ -159,7 +141,7 @@ def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_a
         with torch.cuda.stream(stream):
             return bool(graphs._gates._told[1])  # type: ignore[union-attr]
 
-    check_late(cold, files, monkeypatch, is_late)
+    check_late(cold, files, monkeypatch, hand, is_late)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])

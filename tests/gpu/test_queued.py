@@ -12,9 +12,7 @@ from tests.executor.drive import Rig
 from tests.executor.test_cold_rows import (  # noqa: F401  # tests
     served,
     served_by_cpu,
-    test_a_copy_that_fails_spoils_what_the_cpu_shrank_if_b_had_not_come,
     test_adapters_without_rank_on_some_projections_beside_each_other,
-    test_layers_split_between_the_cpu_and_the_link,
     test_prompts_in_chunks_meet_the_adapter_as_it_lands,
     test_they_end_before_the_copy_begins_and_read_nothing_that_lay_in_its_pages,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,19 +11,17 @@ from hypothesis import strategies as st
 from manylora.kernels.bring_table import (
     MOST_WORDS,
     NUM_PROGRAMS,
-    BroughtGroup,
     bring_table,
     table_words,
 )
 from manylora.kernels.triton.bringing import bring_groups
 
-ORDERS = 2
 DEVICE = "cpu"
 
 
 def bring(
-    target: torch.Tensor, source: torch.Tensor, groups: list[BroughtGroup], targets: list[int], sources: list[int],
-    words: torch.Tensor, number: int, done: torch.Tensor,
+    target: torch.Tensor, source: torch.Tensor, groups: list[tuple[int, int]], targets: list[int],
+    sources: list[int], words: torch.Tensor, number: int, done: torch.Tensor,
 ) -> None:  # fmt: skip
     table = bring_table(number, groups, targets, sources)
     assert len(table) == table_words(len(groups), len(targets)) == table[0]
@@ -44,9 +41,9 @@ def test_pages_in_any_groups(data: st.DataObject) -> None:
     sources = data.draw(st.permutations(range(num_pages)))[:chosen]
     source = torch.arange(1, 1 + page * num_pages, device=DEVICE)
     target = torch.full((page * num_pages,), -7, dtype=torch.int64, device=DEVICE)
-    words = torch.zeros((layers, ORDERS), dtype=torch.int64, device=DEVICE)
+    words = torch.zeros((layers, 2), dtype=torch.int64, device=DEVICE)
     done = torch.zeros(layers, dtype=torch.int32, device=DEVICE)
-    groups = [BroughtGroup(a * slab, (b - a) * slab, a, b - a) for a, b in ranges]
+    groups = [(a * slab, (b - a) * slab) for a, b in ranges]
     expected = target.clone()
     for to, of in zip(targets, sources, strict=True):
         expected[to * page : (to + 1) * page] = source[of * page : (of + 1) * page]
@@ -54,15 +51,5 @@ def test_pages_in_any_groups(data: st.DataObject) -> None:
         target, source, groups, [t * page for t in targets], [s * page for s in sources], words[:, 1], 5, done
     )
     assert torch.equal(target, expected)
-    assert words.tolist() == [[0, 5]] * layers
+    assert words.tolist() == [*[[0, 5]] * len(groups), *[[0, 0]] * (layers - len(groups))]
     assert not done.any()
-
-
-@pytest.mark.parametrize("num_words", [0, 2])
-def test_a_group_may_have_no_word_or_several(num_words: int) -> None:
-    source, target = torch.arange(8, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    words = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    done = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    bring(target, source, [BroughtGroup(2, 3, 1, num_words)], [0], [0], words, 9, done)
-    assert target.tolist() == [0, 0, 2, 3, 4, 0, 0, 0]
-    assert words.tolist() == [0, *[9] * num_words, *[0] * (2 - num_words)]

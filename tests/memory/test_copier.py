@@ -16,7 +16,7 @@ from manylora.kernels.shapes import PageShape
 from manylora.memory import copier as copier_module
 from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, merged
-from manylora.memory.gates import CopyGate, layer_groups
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.protocol import CopyDone, SwapPages
 
@@ -60,7 +60,7 @@ class GatedDevice(CpuDevice):
         super().__init__()
         self.lanes: list[GatedLane] = []
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+    def copy_lane(self) -> CopyLane:
         self.lanes.append(GatedLane())
         return self.lanes[-1]
 
@@ -296,51 +296,21 @@ def test_closing_answers_what_was_put_off(putting_off: Bench) -> None:
     assert putting_off.answers.empty()
 
 
-@pytest.mark.parametrize("piece_bytes", [None, 1, 400, 10**6])
-def test_groups_of_layers_bring_their_own_bytes_and_go_at_the_lanes_rate(
-    piece_bytes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy in layer groups, by the CPU's own lane: after each group its layers are there and no others; at a
-    limited rate all bytes are counted, no more at a time than the limit's pieces have."""
-    device = CpuDevice()
-    arena = Arena(NUM_PAGES, PAGE, torch.bfloat16, device)
-    host = HostPool(NUM_HOST_PAGES, PAGE, torch.bfloat16, device)
-    generator = torch.Generator().manual_seed(1)
-    for pool in (arena.run(0, NUM_PAGES), host.run(0, NUM_HOST_PAGES)):
-        pool.copy_(torch.randint(0, 256, pool.shape, generator=generator, dtype=torch.uint8))
-    copier = Copier(arena, host, device, None if piece_bytes is None else 10**9)
-    lane, moved = copier._lanes[True], list[int]()
-    if lane.pace is not None:
-        assert piece_bytes is not None
-        lane.pace.piece_bytes = piece_bytes
-        monkeypatch.setattr(lane.pace, "moved", moved.append)
-    pairs = tuple(zip(random.Random(2).sample(range(NUM_HOST_PAGES), 9), range(30, 39)))
-    before = arena.run(0, NUM_PAGES).clone().view(NUM_PAGES, PAGE.layers, -1)
-    source = host.run(0, NUM_HOST_PAGES).view(NUM_HOST_PAGES, PAGE.layers, -1)
-    answers: queue.Queue[CopyDone] = queue.Queue()
-    gate = CopyGate(layer_groups(PAGE.layers, PAGE.layers))
-    seen: list[torch.Tensor] = []
-    opened = gate.open
-
-    def open_group(landing: Callable[[], None]) -> None:
-        seen.append(arena.run(0, NUM_PAGES).clone().view(NUM_PAGES, PAGE.layers, -1))
-        opened(landing)
-
-    monkeypatch.setattr(gate, "open", open_group)
-    copier.start(SwapPages(1, True, pairs, groups=PAGE.layers), lambda: None, answers.put, gate)
-    assert answers.get(timeout=60).ok
-    copier.close()
-    expected = before.clone()
-    assert len(seen) == PAGE.layers
-    for layer, found in enumerate(seen):
-        for of, to in pairs:
-            expected[to, layer] = source[of, layer]
-        assert torch.equal(found, expected)
-    if piece_bytes is not None:
-        assert sum(moved) == len(pairs) * PAGE.page_bytes
-        assert max(moved) <= max(piece_bytes, PAGE.itemsize)
-    arena.close()
-    host.close()
+def test_a_gate_opens_when_its_copy_has_landed(bench: Bench) -> None:
+    """And never where it fails."""
+    bench.into.gate.clear()
+    gates = [CopyGate(), CopyGate()]
+    for number, gate in enumerate(gates):
+        command = SwapPages(number, True, ((number, number),), groups=8)
+        bench.copier.start(command, lambda: None, bench.answers.put, gate)
+    assert not gates[0].pass_whole(0.0)
+    bench.into.broken = {bench.host.run(1, 1).data_ptr()}
+    bench.into.gate.set()
+    assert [bench.answer().ok for _ in gates] == [True, False]
+    assert gates[0].pass_whole(0.0)
+    assert torch.equal(bench.arena.run(0, 1), bench.host.run(0, 1))
+    assert not gates[1].pass_whole(0.0)
+    assert [gate.wait_answer() for gate in gates] == [True, False]
 
 
 def test_the_cpus_own_lane_measures_its_copies() -> None:

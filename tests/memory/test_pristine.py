@@ -6,12 +6,11 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manylora.config import ConfigError
 from manylora.devices.cpu import CpuCopyLane, CpuDevice
@@ -23,11 +22,57 @@ from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
 from manylora.memory.copier import Copier
 from manylora.memory.host import HostPool
 from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows, pristine_bytes
-from manylora.memory.turns import Turns
 from manylora.protocol import CopyDone, SwapPages
 from tests.memory.test_arena import FakeDevice
 
 GIB = 2**30
+
+
+PAGE = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=4)
+
+
+class NotingLane(CpuCopyLane):
+    """Waits for ``gate`` before each transfer; ``targets``: where they went."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+        self.targets: list[int] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.entered.set()
+        assert self.gate.wait(30)
+        self.targets.append(target.data_ptr())
+        super().copy(target, source)
+
+
+class NotingDevice(CpuDevice):
+    """Its lanes in the order they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: list[NotingLane] = []
+
+    def copy_lane(self) -> CopyLane:
+        self.lanes.append(NotingLane())
+        return self.lanes[-1]
+
+
+def small_copier(device: CpuDevice) -> Copier:
+    return Copier(Arena(2, PAGE, torch.float32, device), HostPool(2, PAGE, torch.float32, device), device)
+
+
+def copier_page(copier: Copier) -> int:
+    """Where its first page begins."""
+    return copier._arena.run(0, 1).data_ptr()
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    made = small_copier(CpuDevice())
+    yield made
+    made.close()
 
 
 def weights_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Weight]:
@@ -37,13 +82,15 @@ def weights_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Weight
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_bytes", [7, 64, 10**6])
-def test_rows_come_back_to_the_bit_and_others_stay(dtype: torch.dtype, chunk_bytes: int) -> None:
+def test_rows_come_back_to_the_bit_and_others_stay(
+    dtype: torch.dtype, chunk_bytes: int, copier: Copier
+) -> None:
     weights = weights_of(dtype)
     loaded = [weight.data.clone() for weight in weights]
     pristine = HostPristine(weights, CpuDevice(), chunk_bytes)
     for weight in weights:
         weight.data.fill_(7.0)
-    pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, Turns(CpuCopyLane()))
+    pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, copier)
     assert torch.equal(weights[0].data[1:3], loaded[0][1:3])
     assert (weights[0].data[0] == 7).all()
     assert (weights[0].data[3:] == 7).all()
@@ -53,7 +100,7 @@ def test_rows_come_back_to_the_bit_and_others_stay(dtype: torch.dtype, chunk_byt
     pristine.close()
     pristine.close()
     with pytest.raises(RuntimeError):
-        pristine.restore([WeightRows(0, 0, 1)], None, Turns(CpuCopyLane()))
+        pristine.restore([WeightRows(0, 0, 1)], None, copier)
 
 
 def test_a_copy_on_the_device_is_of_its_own_memory() -> None:
@@ -78,110 +125,60 @@ def test_memory_that_the_system_refuses_to_pin_is_said_so() -> None:
 
 
 def test_closing_breaks_a_restore_off() -> None:
-    entered, gate = threading.Event(), threading.Event()
-
-    class Gated(CpuCopyLane):
-        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-            entered.set()
-            assert gate.wait(30)
-            super().copy(target, source)
-
+    device = NotingDevice()
+    copier = small_copier(device)
+    lane = device.lanes[0]
+    lane.gate.clear()
     pristine = HostPristine(weights_of(), CpuDevice(), 8)
     raised: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def restore() -> None:
         try:
-            pristine.restore([WeightRows(0, 0, 6)], None, Turns(Gated()))
+            pristine.restore([WeightRows(0, 0, 6)], None, copier)
         except RuntimeError as error:
             raised.put(str(error))
 
     restoring = threading.Thread(target=restore)
     restoring.start()
-    assert entered.wait(30)
+    assert lane.entered.wait(30)
     closing = threading.Thread(target=pristine.close)
     closing.start()
     while not pristine._closing.is_set():
         time.sleep(0.001)
-    gate.set()
+    lane.gate.set()
     restoring.join(30)
     closing.join(30)
+    copier.close()
     assert raised.get(timeout=1) == "the engine is closing"
 
 
 # ---------------------------------------------------------------- beside copies of pages
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 20))
-def test_pages_keep_four_fifths_while_there_are_any(copies: list[int], chunk: int) -> None:
-    """By bytes: while copies are on their way the transfer moves at most a quarter of what they do, but for the
-    turn that it takes before the first has landed."""
-    turns, moved, landed = Turns(CpuCopyLane()), 0, 0
-    for _ in copies:
-        turns.begin_copy()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("manylora.memory.turns._LOOK_S", 0.0)  # nobody comes to change anything
-        for index, size in enumerate(copies):
-            turns.end_copy(size)
-            landed += size
-            if index + 1 < len(copies):
-                wanted = iter([True, False])
-                while turns.take(chunk, lambda wanted=wanted: next(wanted, False)):  # type: ignore[misc]
-                    moved += chunk
-                    wanted = iter([True, False])
-                assert landed - 4 * chunk < 4 * moved <= landed, "nor is a turn lost"
-    assert turns.take(chunk, lambda: True)
-
-
-class Timed(CpuCopyLane):
-    """Takes a moment for each transfer, one after another of all lanes, as one engine would."""
-
-    def __init__(self, device: TimedDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self.device.engine:
-            time.sleep(source.nbytes / 2e7)
-            super().copy(target, source)
-            self.device.moved += source.nbytes
-
-
-class TimedDevice(CpuDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine = threading.Lock()
-        self.moved = 0
-
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
-        return Timed(self)
-
-
-def test_a_restore_goes_on_beside_copies_and_leaves_them_their_rate() -> None:
-    page = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=4)
-    device = TimedDevice()
-    arena, host = Arena(64, page, torch.float32, device), HostPool(64, page, torch.float32, device)
-    copier = Copier(arena, host, device)
-    weights = [Weight(torch.randn(256, 256)) for _ in range(4)]
-    loaded = [weight.data.clone() for weight in weights]
-    pristine = HostPristine(weights, device, page.page_bytes)
-    for weight in weights:
-        weight.data.zero_()
+def test_a_restore_goes_on_in_turn_with_copies_of_pages() -> None:
+    """Pages that are asked for meanwhile wait for a few chunks, and not for all of the restore."""
+    device = NotingDevice()
+    copier = small_copier(device)
+    lane, weights = device.lanes[0], [Weight(torch.randn(64, 64))]
+    loaded = weights[0].data.clone()
+    pristine = HostPristine(weights, device, 512)
+    weights[0].data.zero_()
     done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
-    moved: list[int] = []  # by both, when each copy of a page has landed but has not been counted yet
-    for number in range(60):
-        command = SwapPages(number, True, ((number, number),))
-        copier.start(command, lambda: moved.append(device.moved), done.put)
-    rows = [WeightRows(number, 0, 256) for number in range(4)]
-    restoring = threading.Thread(target=pristine.restore, args=(rows, None, copier.turns))
+    args = [WeightRows(0, 0, 64)], None, copier
+    lane.gate.clear()
+    restoring = threading.Thread(target=pristine.restore, args=args)
     restoring.start()
-    for _ in range(60):
-        assert done.get(timeout=30).ok
+    assert lane.entered.wait(30)
+    copier.start(SwapPages(1, True, ((0, 0),)), lambda: None, done.put)
+    lane.gate.set()
+    assert done.get(timeout=30).ok
     restoring.join(30)
     copier.close()
     pristine.close()
-    # One chunk may go before the first page has landed, and one is asked for while the one before is on its way.
-    assert moved[-1] - 60 * page.page_bytes <= 60 * page.page_bytes // 4 + 2 * page.page_bytes
-    assert all(torch.equal(weight.data, data) for weight, data in zip(weights, loaded))
+    assert torch.equal(weights[0].data, loaded)
+    (place,) = [place for place, target in enumerate(lane.targets) if target == copier_page(copier)]
+    assert place <= 6, "one chunk is on its way, and some wait"
+    assert len(lane.targets) > 10
 
 
 # ---------------------------------------------------------------- the memory plan

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from typing import Any
 
 import pytest
+import torch
 
-from manylora.assist.workers import Workers
-from manylora.config import ColdStartConfig
-from manylora.executor import build, cold_rows
+from manylora.devices.cpu import CpuCopyLane
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -41,11 +40,20 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
     settings |= {"max_num_seqs": 4, "max_batch_tokens": 13}
     if mode in ("layerwise", "auto"):
         settings["cold_start_stall"] = 1.0
-    if mode in ("cpu", "auto") and "tensor_parallel_size" not in others:
+    if mode == "cpu":
         settings["cpu_lora_workers"] = 2 if depth == 1 else 1
-    # Slow enough that none has landed before its step begins.
-    settings["copy_limit"] = 2**22
-    with bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm:
+    copy = CpuCopyLane.copy
+
+    def slow(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
+        """No copy of this process has landed before its step begins."""
+        time.sleep(source.nbytes / 2**22)
+        copy(lane, target, source)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm,
+    ):
+        patch.setattr(CpuCopyLane, "copy", slow)
         # The first copy tells auto how slow they are.
         first = list(bench.checkpoint.adapters)[:1]
         bench.check(llm.generate(prompts[:1], greedy(NUM_TOKENS, n=2), first), NUM_TOKENS)
@@ -55,7 +63,7 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
         stats = llm.stats()
     begun = {kind.partition("/")[0] for kind in stats.cold_starts}
     # What auto chooses depends on what steps and copies take on this machine now.
-    assert begun <= {"wait", "layerwise", "cpu"} if mode == "auto" else mode in begun, stats.cold_starts
+    assert begun <= {"wait", "layerwise"} if mode == "auto" else mode in begun, stats.cold_starts
     assert stats.cpu_lora_s > 0 or "cpu" not in begun
     assert stats.spoilt_rows == 0
 
@@ -63,38 +71,6 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
 @pytest.mark.parametrize(("mode", "depth"), MODES)
 def test_cold_adapters(family: Bench, mode: str, depth: int) -> None:
     check_cold(family, mode, depth)
-
-
-@pytest.mark.parametrize(
-    "variant",
-    ["shrink", pytest.param("split", marks=pytest.mark.long), pytest.param("best", marks=pytest.mark.long)],
-)
-def test_the_cpu_does_a_part(bench: Bench, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    """The laboratory's settings, which no flag has."""
-    whole = build._with_workers
-
-    def told(*given: Any) -> ColdStartConfig:
-        return dataclasses.replace(whole(*given), variant=variant)  # type: ignore[arg-type]
-
-    served: list[bool] = []
-    begin = cold_rows.ColdRows.begin
-
-    def noting(rows: cold_rows.ColdRows, workers: Workers) -> bool:
-        served.append(rows.shrinks_only)
-        return begin(rows, workers)
-
-    monkeypatch.setattr(build, "_with_workers", told)
-    monkeypatch.setattr(cold_rows.ColdRows, "begin", noting)
-    for depth in (1, 2):
-        check_cold(bench, "cpu", depth)
-    assert variant == "best" or any(served) == (variant == "shrink")
-
-
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_copies_that_follow_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """The laboratory's, too."""
-    monkeypatch.setattr(ColdStartConfig, "host_read_groups", ColdStartConfig.read_groups)
-    check_cold(bench, "layerwise", depth)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

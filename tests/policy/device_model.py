@@ -90,10 +90,6 @@ class DeviceModel:
         self.copies: dict[int, tuple[SwapPages, list[tuple[object, ...]]]] = {}
         self.adapter_pages: dict[int, tuple[int, ...]] = {}
         self.coming: dict[int, tuple[int, ...]] = {}  # adapters that steps may await
-        self.following: dict[int, ReadAdapter] = {}  # copies that wait for reads
-        self.read_copies: dict[int, ReadAdapter] = {}  # reads that steps may await, by number
-        self.must_fail: set[int] = set()  # copies whose reads have failed
-        self.num_awaited_reads = 0
         self.failed_copies: set[int] = set()
         self.num_awaiting_steps = self.num_awaited_kv = self.num_served_steps = 0
         self.cpu_workers = 2
@@ -125,16 +121,8 @@ class DeviceModel:
                 for page in command.pages:  # the read writes from now on
                     self.fill(self.tier(command.tier), page, "being read")
                 self.reads.append(command)
-                if command.copy:
-                    self.read_copies[command.copy] = command
-                    self.coming[command.adapter] = command.pages
             case SwapPages():
                 origin, destination = self.tiers(command)
-                if command.follows_read:
-                    (read,) = [read for read in self.reads if read.adapter == command.adapter]
-                    assert read.groups, "a copy follows a read in groups"
-                    assert read.pages == tuple(source for source, _ in command.pairs)
-                    self.following[command.copy] = read
                 before = [self.whole(origin, page) for page, _ in command.pairs]
                 for _, page in command.pairs:
                     self.fill(destination, page, ("being copied", command.copy))
@@ -150,27 +138,17 @@ class DeviceModel:
         weights = None if self.switches and self.steps_wait else self.weights
         needed = [(w.copy, w.sequences) for w in step.awaits] + [(s.copy, s.sequences) for s in step.cpu]
         for copy, sequences in needed:
-            if copy in self.read_copies:
-                assert self.read_copies[copy].groups
-                self.num_awaited_reads += 1
-                continue
             assert copy in self.copies, "a step awaits copies that have not been answered"
             assert self.copies[copy][0].groups, "and that steps may await"
-            self.num_awaited_reads += copy in self.following
             assert set(sequences) <= {row.sequence for row in step.rows}, "for sequences of its own"
         self.num_served_steps += bool(step.cpu)
         self.num_awaiting_steps += bool(step.awaits)
-        self.num_awaited_kv += sum(
-            wanted.copy in self.copies and self.copies[wanted.copy][0].adapter is None
-            for wanted in step.awaits
-        )
+        self.num_awaited_kv += sum(self.copies[wanted.copy][0].adapter is None for wanted in step.awaits)
         awaiting = {sequence for wanted in step.awaits for sequence in wanted.sequences}
         lent: dict[int, tuple[int, ...]] = {}
         for served in step.cpu:
             command = self.copies[served.copy][0]
             assert command.adapter is not None, "the CPU serves adapters"
-            assert served.copy not in self.following, "whose pages on the host are whole"
-            assert 0 < served.groups <= command.groups
             for number in served.sequences:
                 assert self.sequences[number].start.adapter == command.adapter
                 lent[number] = tuple(source for source, _ in command.pairs)
@@ -238,15 +216,8 @@ class DeviceModel:
         """The copies without an answer that the oldest step awaits."""
         return [wanted.copy for wanted in self.steps[0].command.awaits if wanted.copy in self.copies]
 
-    def awaited_reads(self) -> list[ReadAdapter]:
-        """The reads without an answer that the oldest step awaits, itself or by a copy that follows them."""
-        awaited = {wanted.copy for wanted in self.steps[0].command.awaits}
-        own = [self.read_copies[copy] for copy in awaited if copy in self.read_copies]
-        return [*own, *(read for copy, read in self.following.items() if copy in awaited)]
-
     def end_copy(self, copy: int, ok: bool) -> None:
         """Land a copy, or break it off half way; what it read must have stayed as it was."""
-        assert copy not in self.following, "a copy is answered after the read that it follows"
         command, before = self.copies.pop(copy)
         if command.adapter is not None:
             self.coming.pop(command.adapter, None)
@@ -271,22 +242,11 @@ class DeviceModel:
 
     def land(self, read: ReadAdapter, ok: bool) -> None:
         self.reads.remove(read)
-        if read.copy:
-            del self.read_copies[read.copy]
-            self.coming.pop(read.adapter, None)
-            if not ok:
-                self.failed_copies.add(read.copy)
         if ok:
             if read.tier == "device":
                 self.adapter_pages[read.adapter] = read.pages
             for index, page in enumerate(read.pages):
                 self.fill(self.tier(read.tier), page, ("weights", read.adapter, index))
-        for copy in [copy for copy, followed in self.following.items() if followed is read]:
-            del self.following[copy]
-            command, _ = self.copies[copy]
-            self.copies[copy] = (command, [self.whole(self.host, page) for page, _ in command.pairs])
-            if not ok:
-                self.must_fail.add(copy)
 
     def draw(self, adapter: int, tokens: tuple[int, ...], sample: int) -> int:
         """The model."""

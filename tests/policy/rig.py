@@ -103,7 +103,6 @@ class Rig:
 
     def land_copy(self, copy: int | None = None, ok: bool = True) -> None:
         copy = min(self.device.copies) if copy is None else copy
-        ok = ok and copy not in self.device.must_fail
         copy_s = self.copy_page_s * len(self.device.copies[copy][0].pairs)
         self.device.end_copy(copy, ok)
         self.feed(CopyDone(copy, ok, copy_s, "" if ok else "made to fail"))

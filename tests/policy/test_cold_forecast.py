@@ -1,84 +1,41 @@
-"""When steps with cold rows are expected to end, and which way is chosen: what holds for any numbers."""
+"""When steps with cold rows are expected to end, and what is learnt of that: what holds for any numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from manylora.policy.cold_forecast import GAIN, Beginning, CpuShare, Landing, choose, end_s, split
+from manylora.policy.cold_start import Landing, Misses, boundary_s, end_s
 
 TINY = 1e-9
 seconds = st.floats(0, 10, allow_nan=False)
-landings = st.builds(
-    lambda begin, length, first, ahead: Landing(begin, begin + length, first, ahead),
-    seconds,
-    seconds,
-    st.integers(0, 7),
-    st.sampled_from([0.0, 0.0, 0.55, 1.0]),
-)
-shares = st.builds(CpuShare, st.integers(0, 8), seconds, st.floats(0, 1), st.booleans())
+landings = st.builds(lambda begin, length: Landing(begin, begin + length), seconds, seconds)
 GROUPS = 8
 
 
-@given(seconds, seconds, st.lists(landings, max_size=3), st.lists(landings, max_size=3), shares)
+@given(seconds, seconds, st.lists(landings, max_size=3))
 @settings(max_examples=300, deadline=None)
 def test_a_step_is_never_sooner_than_its_own_work_nor_later_than_all_together(
-    begin_s: float, step_s: float, histories: list[Landing], adapters: list[Landing], cpu: CpuShare
+    begin_s: float, step_s: float, coming: list[Landing]
 ) -> None:
-    end = end_s(begin_s, step_s, GROUPS, histories, adapters, cpu)
-    last = max((landing.end_s for landing in (*histories, *adapters)), default=0.0)
+    end = end_s(begin_s, step_s, GROUPS, coming)
+    last = max((landing.end_s for landing in coming), default=0.0)
     assert end >= begin_s + step_s - TINY
-    assert end <= max(begin_s, last) + step_s + cpu.seconds + TINY
-
-
-@given(seconds, seconds, landings, shares, seconds)
-@settings(max_examples=300, deadline=None)
-def test_what_comes_later_ends_no_step_sooner(
-    begin_s: float, step_s: float, adapter: Landing, cpu: CpuShare, more_s: float
-) -> None:
-    def end(landing: Landing = adapter, share: CpuShare = cpu) -> float:
-        return end_s(begin_s, step_s, GROUPS, (), (landing,), share)
-
-    assert end(dataclasses.replace(adapter, end_s=adapter.end_s + more_s)) >= end() - TINY
-    assert end(share=cpu._replace(seconds=cpu.seconds + more_s)) >= end() - TINY
-    assert end(share=cpu._replace(beside=0.0)) >= end() - TINY
-
-
-@given(seconds, seconds, landings, landings, seconds)
-def test_what_the_cpu_serves_waits_for_no_adapter(
-    begin_s: float, step_s: float, adapter: Landing, other: Landing, cpu_s: float
-) -> None:
-    whole = CpuShare(GROUPS, cpu_s)
-    ends = {end_s(begin_s, step_s, GROUPS, (), (landing,), whole) for landing in (adapter, other)}
-    assert len(ends) == 1
-
-
-@given(seconds, seconds, landings, st.floats(0, 1))
-def test_what_the_cpu_shrinks_waits_for_what_comes_ahead_and_no_more(
-    begin_s: float, step_s: float, adapter: Landing, ahead: float
-) -> None:
-    """A CPU that takes no time ends the step no later than to await the copy would, nor sooner than B is there."""
-    landing = dataclasses.replace(adapter, first_group=0, ahead=ahead)
-    shrinks = CpuShare(GROUPS, 0.0, shrinks_only=True)
-    end = end_s(begin_s, step_s, GROUPS, (), (landing,), shrinks)
-    assert end <= end_s(begin_s, step_s, GROUPS, (), (landing,)) + TINY
-    b_end_s = landing.begin_s + (landing.end_s - landing.begin_s) * (ahead or 1.0)
-    assert end >= max(begin_s + step_s, b_end_s + step_s / GROUPS) - TINY
-    assert end >= end_s(begin_s, step_s, GROUPS, (), (landing,), CpuShare(GROUPS, 0.0)) - TINY
+    assert end <= max(begin_s, last) + step_s + TINY
 
 
 @given(seconds, seconds, landings, seconds)
-def test_a_split_is_the_best_of_all(begin_s: float, step_s: float, adapter: Landing, cpu_s: float) -> None:
-    def end(groups: int) -> float:
-        landing = dataclasses.replace(adapter, first_group=groups % GROUPS)
-        return end_s(begin_s, step_s, GROUPS, (), (landing,), CpuShare(groups, cpu_s))
-
-    chosen = split(begin_s, step_s, GROUPS, adapter, CpuShare(0, cpu_s))
-    assert end(chosen) == min(map(end, range(GROUPS + 1)))
+@settings(max_examples=300, deadline=None)
+def test_what_comes_later_ends_no_step_sooner(
+    begin_s: float, step_s: float, landing: Landing, more_s: float
+) -> None:
+    later = dataclasses.replace(landing, end_s=landing.end_s + more_s)
+    end = end_s(begin_s, step_s, GROUPS, (landing,))
+    assert end_s(begin_s, step_s, GROUPS, (later,)) >= end - TINY
+    assert end_s(begin_s, step_s, 1, (landing,)) >= end - TINY, "one group is the whole copy"
 
 
 @given(landings, seconds)
@@ -88,40 +45,32 @@ def test_what_is_late_is_expected_to_come_later_still(landing: Landing, now: flo
     assert (expected == landing) == (now <= landing.end_s)
 
 
-ways = st.lists(
-    st.builds(Beginning, st.sampled_from(["layerwise", "cpu"]), st.floats(1, 10), seconds, st.integers(0, 8)),
-    max_size=4,
-)
+@given(seconds, seconds, st.floats(0.001, 1))
+def test_a_boundary_is_the_first_one_after(begin_s: float, ready_s: float, step_s: float) -> None:
+    at_s = boundary_s(begin_s, ready_s, step_s)
+    assert at_s >= max(begin_s, ready_s) - TINY
+    assert at_s < max(begin_s, ready_s + step_s) + TINY
+    assert boundary_s(begin_s, ready_s, 0.0) == max(begin_s, ready_s)
 
 
-@given(st.floats(1, 10), ways, seconds)
-@settings(max_examples=300, deadline=None)
-def test_a_choice_stands_still_for_no_longer_than_allowed_and_gains_by_it(
-    wait_s: float, others: list[Beginning], allowed_s: float
-) -> None:
-    wait = Beginning("wait", wait_s, 0.0)
-    chosen = choose([wait, *others], 0.0, allowed_s)
-    assert chosen in [wait, *others]
-    assert chosen is wait or chosen.stall_s <= allowed_s
-    assert chosen is wait or chosen.answer_s < wait_s * (1 - GAIN)
-    allowed = [way.answer_s for way in others if way.stall_s <= allowed_s]
-    assert chosen.answer_s <= min([wait_s, *allowed]) + 2 * GAIN * wait_s
+@given(st.floats(0.001, 1), st.floats(-0.5, 0.9))
+@settings(deadline=None)
+def test_a_miss_that_stays_is_learnt(expected_s: float, share: float) -> None:
+    misses, took_s = Misses(), expected_s * (1 + share)
+    for _ in range(40):
+        misses.answered("layerwise", expected_s + misses.late_s("layerwise"), took_s)
+    assert expected_s + misses.late_s("layerwise") == pytest.approx(took_s, rel=1e-3)
+    learnt_s = misses.late_s("layerwise")
+    misses.answered("wait", 0.01, 0.01)
+    assert abs(misses.late_s("layerwise")) <= abs(learnt_s), "what is not tried is believed a little more"
+    assert misses.late_s("block") == 0
 
 
-@pytest.mark.parametrize(
-    ("link", "rank", "tokens"), list(itertools.product((4, 8, 16, 52), (16, 64, 256), (16, 64, 512)))
-)
-def test_the_choice_is_within_two_hundredths_of_the_best(link: int, rank: int, tokens: int) -> None:
-    """Over link, rank and prompt, by Llama-2-7B's bytes: each way alone, and the choice among them."""
-    num_bytes, step_s = 5.0e6 * rank, 0.004 + 22e-6 * tokens
-    landing = Landing(0.0, num_bytes / (link * 1e9))
-    cpu_s = 0.0025 + num_bytes * (2e-11 + tokens / 16 * 2e-11)
-    served = end_s(0.0, step_s, GROUPS, (), (landing,), CpuShare(GROUPS, cpu_s, 0.5))
-    gated = end_s(0.0, step_s, GROUPS, (), (landing,))
-    found = [
-        Beginning("wait", landing.end_s + step_s, 0.0),
-        Beginning("layerwise", gated, gated - step_s),
-        Beginning("cpu", served, served - step_s, GROUPS),
-    ]
-    best = min(way.answer_s for way in found)
-    assert choose(found, 0.0, float("inf")).answer_s <= 1.02 * best
+@given(st.lists(st.tuples(st.sampled_from(["wait", "layerwise"]), seconds, seconds), max_size=30))
+@settings(deadline=None)
+def test_one_miss_counts_no_more_than_what_was_expected(seen: list[tuple[str, float, float]]) -> None:
+    misses = Misses()
+    for mode, expected_s, took_s in seen:
+        before_s = misses.late_s(mode)
+        misses.answered(mode, expected_s, took_s)
+        assert abs(misses.late_s(mode) - before_s) <= expected_s

@@ -8,10 +8,11 @@ from hypothesis.stateful import initialize, precondition, rule
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
 from manylora.config import CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
+from manylora.config import CACHE_POLICIES, CacheConfig, ColdStartConfig, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
-COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0, "reads": 0}
+COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0}
 """What all examples together have shown."""
 
 
@@ -28,9 +29,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth=st.sampled_from([1, 2]),
         cold_start=st.sampled_from(["block", "layerwise", "layerwise", "cpu", "auto"]),
         stall=st.sampled_from([0.02, 1.0]),
-        variant=st.sampled_from(["whole", "split", "shrink", "best"]),
-        step_s=st.sampled_from([0.0, 0.5]),
-        follows=st.booleans(),
     )
     def start(
         self,
@@ -43,9 +41,6 @@ class ColdStartMachine(ReplicaMachine):
         pipeline_depth: int,
         cold_start: str,
         stall: float,
-        variant: str,
-        step_s: float,
-        follows: bool,
     ) -> None:
         cache = CacheConfig(policy, adapter_share=0.5, tau_s=2.0, window_s=8.0)
         config = PolicyConfig(
@@ -61,10 +56,7 @@ class ColdStartMachine(ReplicaMachine):
             cold_start=ColdStartConfig(
                 cold_start,
                 stall if cold_start in ("layerwise", "auto") else 0.02,
-                variant=variant,  # type: ignore[arg-type]
-                rates=CpuRates(step_s=step_s),
-                num_workers=2 if cold_start in ("cpu", "auto") else 0,
-                reads_in_groups=follows,
+                num_workers=2 if cold_start == "cpu" else 0,
             ),
         )
         self.begin(config, DeviceModel(page_tokens, pipeline_depth))
@@ -81,8 +73,6 @@ class ColdStartMachine(ReplicaMachine):
     @rule(ends=st.booleans(), fails=st.booleans(), num_workers=st.sampled_from([2, 2, 2, 0]))
     def end_a_served_step(self, ends: bool, fails: bool, num_workers: int) -> None:
         """Before or after the copies that bring the adapters meanwhile, or with workers that die."""
-        for read in self.device.awaited_reads():
-            self.end_read_of(read, True)
         for copy in self.device.awaited():
             self.end_copy_of(copy, True, 0.001)
         if ends:
@@ -96,8 +86,6 @@ class ColdStartMachine(ReplicaMachine):
     @rule(own_s=st.sampled_from([0.0, 0.01, 2.0]), stall_s=st.sampled_from([0.0, 0.001, 0.5]))
     def end_step_well(self, own_s: float, stall_s: float) -> None:
         """What it awaits has landed by then."""
-        for read in self.device.awaited_reads():
-            self.end_read_of(read, True)
         for copy in self.device.awaited():
             self.end_copy_of(copy, True, 0.001)
         done = self.device.finish_step(ok=True)
@@ -110,8 +98,6 @@ class ColdStartMachine(ReplicaMachine):
     def spoil_step(self, is_late: bool) -> None:
         """What it awaits has failed, or has landed after the step was tired of waiting."""
         late = tuple(wanted.copy for wanted in self.device.steps[0].command.awaits if is_late)
-        for read in self.device.awaited_reads():
-            self.end_read_of(read, is_late)
         for copy in self.device.awaited():
             self.end_copy_of(copy, is_late, 0.001)
         self.feed(self.device.finish_step(ok=True, late=late))
@@ -123,7 +109,6 @@ class ColdStartMachine(ReplicaMachine):
             COUNTS["spoilt"] += self.replica._residency.counters.spoilt_rows
             COUNTS["kv"] += self.device.num_awaited_kv
             COUNTS["served"] += self.device.num_served_steps
-            COUNTS["reads"] += self.device.num_awaited_reads
 
 
 ColdStartMachine.TestCase.settings = settings(

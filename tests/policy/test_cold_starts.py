@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from manylora.config import ColdStartConfig, CpuRates
+from manylora.config import ColdStartConfig
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,
     AdapterFreed,
     AdapterRemoved,
+    ReadAdapter,
     Ready,
     RunStep,
     StepDone,
-    SwapPages,
 )
 from tests.policy.rig import Rig
 
@@ -28,10 +28,10 @@ SEEN = Counter[str]()
 """Examples in which steps have stood still at others' cost."""
 
 
-def cold_rig(mode: str = "layerwise", follows: bool = False, stall: float = 0.02, **settings: Any) -> Rig:
-    """Adapters 1 and 2 are served, and were never read. ``follows``: copies may follow reads."""
+def cold_rig(mode: str = "layerwise", stall: float = 0.02, **settings: Any) -> Rig:
+    """Adapters 1 and 2 are served, and were never read."""
     rig = Rig(**settings)
-    cold_start = ColdStartConfig(mode, stall, reads_in_groups=follows)
+    cold_start = ColdStartConfig(mode, stall)
     rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
     rig.add(1)
@@ -268,7 +268,7 @@ def test_a_cold_row_with_one_token_left_and_history_on_its_way() -> None:
 def served_rig() -> Rig:
     """A step is in flight for request "a" of adapter 3, whose rows the CPU serves."""
     rig = cold_rig("cpu")
-    cold_start = ColdStartConfig("cpu", num_workers=2, rates=CpuRates(step_s=0.001))
+    cold_start = ColdStartConfig("cpu", num_workers=2)
     rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
     rig.replica = Replica(rig.config)
     rig.add(3)
@@ -276,19 +276,6 @@ def served_rig() -> Rig:
     rig.land_read()
     assert rig.of(RunStep)[0].cpu
     return rig
-
-
-@pytest.mark.parametrize(("cpu_s", "hidden"), [(0.004, 0.4), (0.2, 1.0)])
-def test_how_much_of_the_cpus_time_a_step_hides_is_learnt(cpu_s: float, hidden: float) -> None:
-    rig = served_rig()
-    cold = rig.replica._cold
-    assert cold is not None
-    done = rig.device.finish_step(True)
-    done.device_s, done.stall_s, done.cpu_s = 0.011, 0.001, cpu_s
-    rig.feed(done)
-    assert cold._lessons.beside == pytest.approx(hidden), "the first one seen takes the assumption's place"
-    finish(rig)
-    rig.check_answers()
 
 
 def test_a_copy_beside_which_the_cpu_serves_is_hidden() -> None:
@@ -308,9 +295,9 @@ def test_nothing_is_learnt_of_a_served_step_that_fails() -> None:
     rig = served_rig()
     cold = rig.replica._cold
     assert cold is not None
-    before = deepcopy(vars(cold._lessons)), cold._num_workers
+    before = deepcopy(vars(cold._misses)), cold._num_workers
     rig.feed(rig.device.finish_step(False))
-    assert (vars(cold._lessons), cold._num_workers) == before
+    assert (vars(cold._misses), cold._num_workers) == before
     finish(rig)
 
 
@@ -334,102 +321,14 @@ def test_a_request_whose_copy_fails_while_the_cpu_serves_it_waits_for_another() 
     assert len(rig.tokens["a"]) == 2
 
 
-def variant_rig(
-    mode: str, variant: Literal["split", "shrink", "best"], missed_s: float = 0.0, **settings: Any
-) -> Rig:
-    """Of a slow link, where requests that the CPU served were so much later than expected."""
-    rig = cold_rig(mode, **settings)
-    rates = CpuRates(step_s=1e-4, byte_s=1e-9, token_byte_s=0.0)
-    cold_start = ColdStartConfig(mode, num_workers=2, rates=rates, variant=variant)
-    rig.config = dataclasses.replace(rig.config, cold_start=cold_start)
-    rig.replica = Replica(rig.config)
-    rig.replica._residency.rates.page_in_s = 0.01
-    cold = rig.replica._cold
-    assert cold is not None
-    cold._lessons._beyond_s["cpu"] = missed_s
-    return rig
-
-
-@pytest.mark.parametrize(("mode", "missed_s"), [("cpu", 0.0), ("cpu", 10.0), ("auto", 0.0), ("auto", 10.0)])
-def test_b_comes_first_where_the_cpu_is_to_shrink(mode: str, missed_s: float) -> None:
-    rig = variant_rig(mode, "shrink", missed_s)
-    rig.add(3)
-    rig.ask("a", 3, [1, 2, 3, 4, 5], 2)
-    rig.land_read()
-    (copy,) = rig.of(SwapPages)
-    (step,) = rig.of(RunStep)
-    is_served = mode == "cpu" or missed_s == 0.0
-    assert copy.brings_b_first == is_served
-    assert bool(step.cpu) == is_served
-    if mode == "cpu":
-        assert [rows.shrinks_only for rows in step.cpu] == [True]
-    assert bool(step.awaits) != is_served
-    finish(rig)
-    rig.check_answers()
-
-
-def test_all_rows_of_a_step_that_the_cpu_serves_begin_alike() -> None:
-    """A copy that was started for the queue comes in the order of every copy, the other one with B first: their
-    requests are served in a step each."""
-    rig = variant_rig("cpu", "shrink", num_pages=60)
-    for adapter in (3, 4):
-        rig.add(adapter)
-    rig.ask("c", 0, [1, 2, 3], 6)
-    rig.ask("a", 3, [1, 2, 3, 4, 5], 2)
-    rig.land_read()
-    rig.ask("b", 4, [1, 2, 3, 4, 5], 2)
-    rig.end_step()
-    rig.land_read()
-    assert [copy.brings_b_first for copy in rig.of(SwapPages)] == [False, True]
-    rig.ask("d", 3, [5, 4, 3, 2, 1], 2)
-    rig.end_step()
-    rig.end_step()
-    served = [[(rows.copy, rows.shrinks_only) for rows in step.cpu] for step in rig.of(RunStep) if step.cpu]
-    assert served == [[(1, False)], [(2, True)], [(1, False)]]
-    finish(rig)
-    rig.check_answers()
-
-
-@pytest.mark.parametrize("variant", ["split", "shrink", "best"])
-def test_workers_that_take_what_was_expected_of_their_part_teach_nothing(
-    variant: Literal["split", "shrink", "best"],
-) -> None:
-    """What the step stood still for is the copy's, too."""
-    rig = variant_rig("cpu", variant)
-    rig.add(3)
-    rig.ask("a", 3, [1, 2, 3, 4, 5], 2)
-    rig.land_read()
-    (step,) = rig.of(RunStep)
-    (served,) = step.cpu
-    cold, rates = rig.replica._cold, rig.config.cold_start.rates
-    assert cold is not None
-    assert served.shrinks_only or 0 < served.groups < 8
-    part = 1 - rates.b_share if served.shrinks_only else served.groups / 8
-    root = rig.replica._residency.tree.node(3)
-    before = deepcopy(vars(cold._lessons))
-    done = rig.device.finish_step(True)
-    done.device_s, done.stall_s = 0.5, 0.4
-    done.cpu_s = part * rates.busy_s(5, root.num_pages * rig.config.page_bytes, 2)
-    rig.feed(done)
-    assert cold._lessons._scale == pytest.approx(1.0)
-    assert cold._lessons.beside == before["beside"]
-    finish(rig)
-    rig.check_answers()
-
-
-@pytest.mark.parametrize("missed_s", [0.0, 10.0])
-def test_layers_are_split_where_the_cpu_is_expected_to_gain(missed_s: float) -> None:
-    """``missed_s``: by how much requests that the CPU served had their answers later than expected."""
-    rig = variant_rig("auto", "split", missed_s)
-    rig.add(1)
+@pytest.mark.parametrize("mode", ["block", "layerwise", "cpu", "auto"])
+@pytest.mark.parametrize("num_host_pages", [40, 0])
+def test_a_request_waits_for_its_read(mode: str, num_host_pages: int) -> None:
+    """No step begins before it, whether the adapter goes to the host or straight to the device."""
+    rig = cold_rig(mode, num_host_pages=num_host_pages)
     rig.ask("a", 1, [1, 2, 3, 4, 5], 2)
-    rig.land_read()
-    (copy,) = rig.of(SwapPages)
-    (step,) = rig.of(RunStep)
-    if missed_s:
-        assert (copy.first_group, step.cpu) == (0, ())
-    else:
-        assert 0 < copy.first_group < copy.groups
-        assert [served.groups in (copy.first_group, copy.groups) for served in step.cpu] == [True]
+    (read,) = rig.of(ReadAdapter)
+    assert read.tier == ("host" if num_host_pages else "device")
+    assert not rig.of(RunStep)
     finish(rig)
-    rig.check_answers()
+    assert len(rig.tokens["a"]) == 2

@@ -32,7 +32,6 @@ from manylora.protocol import (
     Keep,
     LetGo,
     PromptScored,
-    ReadAdapter,
     Ready,
     Reject,
     Released,
@@ -469,8 +468,6 @@ class ReplicaMachine(RuleBasedStateMachine):
         awaits = self.device.steps[0].command.awaits
         late: tuple[int, ...] = ()
         if awaits and how != "failed":  # else it could not even be issued, perhaps
-            for read in self.device.awaited_reads():
-                self.end_read_of(read, data.draw(st.sampled_from([True, True, True, False])))
             for copy in self.device.awaited():
                 self.end_copy_of(copy, data.draw(st.sampled_from([True, True, True, False])), 0.01)
             late = tuple(wanted.copy for wanted in awaits if data.draw(st.integers(0, 5)) == 0)
@@ -483,21 +480,17 @@ class ReplicaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.device.reads)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
     def land_read(self, data: st.DataObject, ok: bool) -> None:
-        self.end_read_of(data.draw(st.sampled_from(self.device.reads)), ok)
-
-    def end_read_of(self, read: ReadAdapter, ok: bool) -> None:
+        read = data.draw(st.sampled_from(self.device.reads))
         self.device.land(read, ok)
         self.feed(AdapterRead(read.adapter, ok, "" if ok else "made to fail"))
 
-    @precondition(lambda self: self.device.copies.keys() - self.device.following)
+    @precondition(lambda self: self.device.copies)
     @rule(data=st.data(), ok=st.sampled_from([True] * 7 + [False]), copy_s=st.sampled_from([1e-6, 1.0]))
     def end_copy(self, data: st.DataObject, ok: bool, copy_s: float) -> None:
         """In any order, and sometimes not at all; so slow at times that computing is cheaper."""
-        copies = sorted(self.device.copies.keys() - self.device.following)
-        self.end_copy_of(data.draw(st.sampled_from(copies)), ok, copy_s)
+        self.end_copy_of(data.draw(st.sampled_from(sorted(self.device.copies))), ok, copy_s)
 
     def end_copy_of(self, copy: int, ok: bool, copy_s: float) -> None:
-        ok = ok and copy not in self.device.must_fail
         self.device.end_copy(copy, ok)
         self.feed(CopyDone(copy, ok, copy_s, "" if ok else "made to fail"))
 

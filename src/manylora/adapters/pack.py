@@ -118,16 +118,6 @@ def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequen
     return np.add.outer(begins, inside).reshape(-1)[: layout.num_cells]
 
 
-def pages_of_b(layout: AdapterLayout, geometry: AdapterGeometry) -> np.ndarray:
-    """bool [num_pages]: which of the adapter's pages hold rows of B, some of them beside rows of A."""
-    found = np.zeros(layout.num_pages, dtype=bool)
-    for (_, first_b, rank), projection in zip(layout.records.tolist(), geometry.projections, strict=True):
-        end = first_b + rank * geometry.cells(projection.out_features)
-        if rank:
-            found[first_b // geometry.cells_per_page : -(-end // geometry.cells_per_page)] = True
-    return found
-
-
 def load_adapter(
     spec: AdapterSpec,
     layout: AdapterLayout,

@@ -26,8 +26,8 @@ class LentPool(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProductPart(msgspec.Struct, frozen=True, array_like=True):
-    """One projection of a product: its columns of the results (where they are x A alone, as many as the largest
-    rank), its records by adapter (first cell of A, of B, rank) and its scales by adapter and layer."""
+    """One projection of a product: its columns of the results, its records (first cell of A, of B, rank) and its
+    scales by adapter, the scales also by layer."""
 
     first_column: int
     num_columns: int
@@ -55,7 +55,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 class Orders(msgspec.Struct, frozen=True, array_like=True):
     """One step for one worker. ``cells``: for each adapter int64, little-endian: at how many elements into the
     pool a cell's layer 0 begins. ``jobs``: (layer, place of the product), which follow job ``first_job`` of the
-    board. ``shrinks_only``: results are x A, without the scale."""
+    board."""
 
     step: int
     num_tokens: int
@@ -64,7 +64,6 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     products: list[Product]
     cells: list[bytes]
     slices: list[Slice]
-    shrinks_only: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode

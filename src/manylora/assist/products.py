@@ -1,4 +1,4 @@
-"""The LoRA products of cold rows on one core: x A, times the scale, times B, in float32; or x A alone.
+"""The LoRA products of cold rows on one core: x A, times the scale, times B, in float32.
 
 Owns how an adapter's rows come out of the host pool into matrices. What it is asked lies in the board's rows, and
 what it finds goes into the board's results.
@@ -41,10 +41,7 @@ class CpuProducts:
                 columns = results[
                     own.first : own.end, part.first_column : part.first_column + part.num_columns
                 ]
-                if orders.shrinks_only:
-                    self._shrink(x, part, own, cells[own.adapter], layer, columns)
-                else:
-                    self._project(x, part, own, cells[own.adapter], layer, columns)
+                self._project(x, part, own, cells[own.adapter], layer, columns)
 
     def _project(
         self, x: np.ndarray, part: ProductPart, own: Slice, cells: np.ndarray, layer: int, into: np.ndarray
@@ -56,14 +53,6 @@ class CpuProducts:
         shrunk = x @ self._matrix(cells, first_a, rank, x.shape[1], layer).T
         shrunk *= np.float32(part.scales[own.adapter][layer])
         into[:] = shrunk @ self._matrix(cells, first_b, rank, part.num_columns, layer)
-
-    def _shrink(
-        self, x: np.ndarray, part: ProductPart, own: Slice, cells: np.ndarray, layer: int, into: np.ndarray
-    ) -> None:
-        """Columns that the adapter has no rank for keep what they had."""
-        first_a, _, rank = part.records[own.adapter]
-        if rank:
-            into[:, :rank] = x @ self._matrix(cells, first_a, rank, x.shape[1], layer).T
 
     def _matrix(self, cells: np.ndarray, first: int, rank: int, elements: int, layer: int) -> np.ndarray:
         """float32 ``[rank, elements]``, whose cells begin at ``first`` of the adapter's; until the next one."""

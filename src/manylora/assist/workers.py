@@ -142,11 +142,9 @@ class Workers:
         jobs: list[tuple[int, int]],
         products: list[Product],
         cells: list[np.ndarray],
-        *,
-        shrinks_only: bool = False,
     ) -> HandedStep | None:
         """Hand a step over: ``lengths`` rows of each adapter, whose cells lie at ``cells`` (int64). None where no
-        worker is free to take it. ``shrinks_only``: see ``Orders``."""
+        worker is free to take it."""
         self._replace_dead()
         free = self._free()
         if not free:
@@ -156,9 +154,7 @@ class Workers:
         shares = cut(lengths, self.slice_tokens, len(free))
         given = []
         for worker, slices in zip(free, shares):
-            orders = Orders(
-                self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices, shrinks_only
-            )
+            orders = Orders(self._num_steps, sum(lengths), self._num_jobs, jobs, products, packed, slices)
             try:
                 worker.give(orders)
             except OSError:

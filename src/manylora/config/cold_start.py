@@ -3,18 +3,16 @@
 import dataclasses
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from manylora.config.declaring import ConfigError, Section, check_rules, setting
-from manylora.rules import FINITE, Rule, at_least, at_most, more_than, one_of
+from manylora.rules import Rule, at_least, at_most, more_than, one_of
 
 COLD_START_MODES = ("wait", "block", "layerwise", "cpu", "auto")
 
 _STALL = 0.02
 _GROUPS = 8
 _NUM_GROUPS = {"wait": 0, "block": 1, "layerwise": _GROUPS, "cpu": _GROUPS, "auto": _GROUPS}
-_STALLED = ("layerwise", "auto")
-_WITH_WORKERS = ("cpu", "auto")
 
 MOST_CPU_TOKENS = 512
 """Tokens of one step whose adapters' products the CPU computes: what its workers' memory has room for."""
@@ -41,37 +39,6 @@ def num_cores() -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CpuRates:
-    """What the CPU takes for the LoRA of a step's cold rows, of one worker, as measured before serving; no user's
-    to give. A step costs ``step_s`` for its hand-overs and ``token_s`` for each token whose inputs and results go
-    to and fro; each adapter that a worker reads ``byte_s`` a byte, and each token of it ``token_byte_s`` for each
-    byte of its adapter. ``slice_tokens``: as many tokens as one worker takes before another one helps.
-    ``b_share``: of an adapter's pages those that hold rows of B, about; where the CPU computes x A alone it reads
-    what is left, and a token costs ``shrunk_token_s`` instead of ``token_s``."""
-
-    step_s: Annotated[float, at_least(0), FINITE] = 0.002
-    byte_s: Annotated[float, at_least(0), FINITE] = 2e-10
-    token_byte_s: Annotated[float, at_least(0), FINITE] = 1e-11
-    slice_tokens: Annotated[int, at_least(1)] = 16
-    token_s: Annotated[float, at_least(0), FINITE] = 0.0
-    b_share: Annotated[float, more_than(0), at_most(1)] = 0.55
-    shrunk_token_s: Annotated[float, at_least(0), FINITE] = 0.0
-
-    def num_busy(self, num_tokens: int, num_workers: int) -> int:
-        """How many workers so many tokens are cut for (CaraServe §4.2)."""
-        return max(1, min(num_workers, -(-num_tokens // self.slice_tokens)))
-
-    def busy_s(self, num_tokens: int, adapter_bytes: int, num_workers: int) -> float:
-        """How long the busiest worker computes for the tokens of one adapter."""
-        share = -(-num_tokens // self.num_busy(num_tokens, num_workers))
-        return adapter_bytes * (self.byte_s + share * self.token_byte_s)
-
-    def besides_s(self, num_tokens: int, shrinks_only: bool = False) -> float:
-        """What a step with so many tokens on the CPU takes for these besides."""
-        return self.step_s + num_tokens * (self.shrunk_token_s if shrinks_only else self.token_s)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ColdStartConfig(Section):
     """What a request does whose adapter, or whose cached KV, has to come from the host (CaraServe §4)."""
 
@@ -80,8 +47,8 @@ class ColdStartConfig(Section):
         "when a request begins whose adapter or cached KV comes from the host: wait (when it is there; steps of "
         "others go on), block (at once; its step waits for it), layerwise (at once, layer group by layer group as "
         "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of "
-        "the prompt meanwhile), auto (whichever is expected to answer first, within --cold-start-stall) (default: "
-        "auto on a GPU without --merge, else wait)",
+        "the prompt meanwhile), auto (wait or layerwise, whichever is expected to answer first) (default: auto on "
+        "a GPU without --merge, else wait)",
         name="cold_start",
         default_follows=True,
     )
@@ -95,23 +62,18 @@ class ColdStartConfig(Section):
         str, Rule(f"auto or a whole number from 0 to {MOST_WORKERS}", _is_worker_count)
     ] = setting(
         _AUTO,
-        "processes that compute adapters' products for --cold-start cpu and auto (auto: half of the cores, at "
-        f"most {_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
+        "processes that compute adapters' products for --cold-start cpu (auto: half of the cores, at most "
+        f"{_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
         "N|auto",
         name="cpu_lora_workers",
         takes_numbers=True,
     )
-    variant: Literal["whole", "split", "shrink", "best"] = "whole"
-    """What the CPU computes of a cold row: all layers, as in the paper; or the first ones, while the link brings
-    the others first; or x A in all layers, while the link brings B first, by which the device expands; or
-    whichever of the last two is expected to answer first."""
-    rates: CpuRates = CpuRates()
     num_workers: Annotated[int, at_least(0)] = 0
     """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
-    reads_in_groups: bool = False
-    """Whether adapters are read to host memory in groups too (``host_read_groups``); no user's to give."""
     cores_before: Annotated[int, at_least(0)] = 0
     """How many of the last cores of this machine other engines' workers are bound to."""
+    lands_whole: bool = False
+    """Copies land in no groups of layers: no kernel brings them."""
     follows_device: bool = False
     """No mode was given: where the engine runs decides (``on_device``)."""
 
@@ -130,25 +92,13 @@ class ColdStartConfig(Section):
     @property
     def num_groups(self) -> int:
         """Groups of layers in which a copy lands that steps may await; 0: none does."""
-        return _NUM_GROUPS[self.mode]
+        return min(_NUM_GROUPS[self.mode], 1) if self.lands_whole else _NUM_GROUPS[self.mode]
 
     def begins(self, has_host: bool) -> tuple[str, ...]:
         """How requests may begin whose adapter is not on the device: mode and source with a slash between."""
-        serves = {"auto": ("layerwise", "cpu") if self.num_workers else ("layerwise",)}
-        modes = dict.fromkeys(("wait", *serves.get(self.mode, (self.mode,))))
+        modes = dict.fromkeys(("wait", "layerwise" if self.mode == "auto" else self.mode))
         sources = (*("host",) * has_host, "files")
         return tuple(f"{mode}/{source}" for mode in modes for source in sources)
-
-    @property
-    def read_groups(self) -> int:
-        """Groups of layers in which an adapter is read straight to the device, for steps that await it; 0: in any
-        order. The paper's modes begin when it is there."""
-        return self.num_groups if self.mode in _STALLED else 0
-
-    @property
-    def host_read_groups(self) -> int:
-        """The same of reads to host memory, for copies that follow them."""
-        return self.read_groups if self.reads_in_groups else 0
 
     @property
     def wanted_workers(self) -> int:
@@ -157,7 +107,7 @@ class ColdStartConfig(Section):
 
     def workers_of(self, cores: int) -> int:
         """How many processes there are on a machine of so many cores."""
-        if self.mode not in _WITH_WORKERS:
+        if self.mode != "cpu":
             return 0
         if self.cpu_workers != _AUTO:
             return int(self.cpu_workers)
@@ -165,13 +115,12 @@ class ColdStartConfig(Section):
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
         """What one of several engines of a machine gets, ``cores`` being its share of these."""
-        most = self.on_device(has_gates=True)  # which is not known yet
-        count = most.workers_of(cores)
-        if count:
-            return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)
-        if self.mode == "cpu":
+        if self.mode != "cpu":
+            return self
+        count = self.workers_of(cores)
+        if not count:
             return ColdStartConfig("wait")
-        return dataclasses.replace(self, cpu_workers="0") if most.mode in _WITH_WORKERS else self
+        return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)
 
 
 def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:

@@ -215,12 +215,6 @@ class CacheSettings(Section):
         "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA min(64 GiB, 50%% of it))",
         is_size=True,
     )
-    copy_limit: Count | None = setting(
-        None,
-        "most bytes a second that copies between host and device move in either direction, such as 8GB; for "
-        "experiments (default: as fast as they go)",
-        is_size=True,
-    )
     policy: CacheConfig = CacheConfig()
     trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 

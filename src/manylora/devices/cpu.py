@@ -83,7 +83,7 @@ class CpuDevice:
 
         return end
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
+    def copy_lane(self) -> CopyLane:
         return CpuCopyLane()
 
     def can_mark(self) -> bool:
@@ -120,9 +120,6 @@ class _CpuPageWriter:
     def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
         copy_bytes(target, image)
 
-    def landing(self) -> Callable[[], None]:
-        return lambda: None
-
     def close(self) -> None:
         return
 
@@ -149,22 +146,8 @@ class CpuCopyLane:
         copy_bytes(target, source)
         self._seconds += time.perf_counter() - began
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        # A slice of a tensor takes several times what copying a small piece does, in the interpreter, for which
-        # the step loop waits meanwhile.
-        began = time.perf_counter()
-        targets, sources = target.numpy(), source.numpy()
-        for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-            targets[to : to + num_bytes] = sources[begin : begin + num_bytes]
-        self._seconds += time.perf_counter() - began
-
     def landing(self) -> Callable[[], None]:
         return lambda: None
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        word.numpy()[:] = number
 
     def end(self) -> Callable[[], float]:
         seconds = self._seconds

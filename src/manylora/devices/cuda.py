@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.batches import can_batch, copy_batch
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, Staged, borrowed, moves_by_kernel, upload_buffers
@@ -144,9 +143,8 @@ class CudaDevice:
 
         return end
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
-        assert behind is None or isinstance(behind, _CudaCopyLane)
-        return _CudaCopyLane(self.torch_device, None if behind is None else behind.stream)
+    def copy_lane(self) -> CopyLane:
+        return _CudaCopyLane(self.torch_device)
 
     def can_mark(self) -> bool:
         return can_write(self.torch_device)
@@ -276,12 +274,6 @@ class _CudaPageWriter:
             landed.record(self._stream)
         self._num_writes += 1
 
-    def landing(self) -> Callable[[], None]:
-        landed = torch.cuda.Event()
-        landed.record(self._stream)
-        device = self._stream.device
-        return lambda: torch.cuda.current_stream(device).wait_event(landed)
-
     def close(self) -> None:
         self._stream.synchronize()
         self._stages.clear()
@@ -295,15 +287,14 @@ class _CudaCopyLane:
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream = stream or torch.cuda.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
         self._begun: torch.cuda.Event | None = None
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
-        self._collected_bytes = self._batched_bytes = 0
+        self._collected_bytes = 0
         self._marks: collections.deque[torch.cuda.Event] = collections.deque()
         waits_for_nobody = moves_by_kernel(device)
-        self._by_batch = can_batch(device)
         self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
         self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
@@ -331,21 +322,6 @@ class _CudaCopyLane:
         self._issue()
         self._end_chunk()
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        if not self._by_batch:
-            for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-                self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
-            return
-        self._issue()
-        self._begin_timing()
-        copy_batch(target.data_ptr() + at, source.data_ptr() + of, num_bytes, self.stream)
-        self._batched_bytes += len(at) * num_bytes
-        if self._batched_bytes >= self._chunk_bytes:
-            self._batched_bytes = 0
-            self._end_chunk()
-
     def _end_chunk(self) -> None:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
@@ -364,10 +340,6 @@ class _CudaCopyLane:
         landed.record(self.stream)
         device = self.stream.device
         return lambda: torch.cuda.current_stream(device).wait_event(landed)
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        self._issue()
-        write_by_stream(word, number, self.stream)
 
     def end(self) -> Callable[[], float]:
         failure = None

@@ -39,10 +39,6 @@ class PageWriter(Protocol):
         ``image`` may be reused at once. The write waits for all work issued before the writer was made.
         """
 
-    def landing(self) -> Callable[[], None]:
-        """Gives a function for the step loop's thread: work issued after it was called there waits for what was
-        written so far, without keeping that thread."""
-
     def close(self) -> None:
         """Return when every write has landed. Raises what went wrong on the way."""
 
@@ -68,20 +64,9 @@ class CopyLane(Protocol):
         Returns early, unless much is on its way already.
         """
 
-    def copy_pieces(
-        self, target: torch.Tensor, at: np.ndarray, source: torch.Tensor, of: np.ndarray, num_bytes: int
-    ) -> None:
-        """``copy`` many times: ``num_bytes`` from each of ``of`` in ``source`` to ``at`` in ``target``, places in
-        bytes, int64 [N]. Both are uint8 and contiguous; what is read of host memory is pinned, where that makes
-        copies faster."""
-
     def landing(self) -> Callable[[], None]:
         """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
         it was called there waits for those copies, without keeping that thread."""
-
-    def mark(self, word: torch.Tensor, number: int) -> None:
-        """Begins all that was asked for so far; once that has landed ``word``, int64 [1] on the device, holds the
-        number, also for a kernel that looks for it meanwhile. Only where the device ``can_mark``."""
 
     def end(self) -> Callable[[], float]:
         """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
@@ -161,12 +146,11 @@ class Device(Protocol):
         """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
         wait."""
 
-    def copy_lane(self, behind: CopyLane | None = None) -> CopyLane:
-        """A lane whose copies run beside steps and beside other lanes. ``behind`` is another lane of this device:
-        then the copies of both run in the order in which they were begun."""
+    def copy_lane(self) -> CopyLane:
+        """A lane whose copies run beside steps and beside other lanes."""
 
     def can_mark(self) -> bool:
-        """Whether lanes can tell kernels that run what has landed, and ``mark`` works."""
+        """Whether ``mark`` works."""
 
     def mark(self, word: torch.Tensor, number: int) -> None:
         """Once all work issued so far has ended ``word``, int64 [1], on the device or pinned, holds the number,

@@ -30,7 +30,7 @@ from manylora.config import (
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
 from manylora.executor.cold_rows import LATE_S, start_workers
-from manylora.executor.cpu_times import measure_workers
+from manylora.executor.cpu_times import tune_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
@@ -187,7 +187,6 @@ def _with_pools(
         Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
         settings.adapters.max_adapter_rank,
         Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
-        cache.copy_limit,
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))
@@ -196,12 +195,14 @@ def _with_pools(
 
 def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
     """With the way of cold starts that the device can obey: where each launch waits for its end, no step waits for
-    what comes later."""
+    what comes later. Captured steps alone see copies land in groups of layers."""
     scheduler = settings.scheduler
     found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
     if launches_wait and found.num_groups:
         _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", found.mode)
         found = ColdStartConfig("wait")
+    if found.num_groups > 1 and (kind == "cpu" or settings.cuda_graphs == "off"):
+        found = dataclasses.replace(found, lands_whole=True)
     return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
 
 
@@ -219,9 +220,9 @@ def _with_workers(
     except OSError as error:
         raise ConfigError(f"CPU workers could not be started: {error}") from error
     worker.use_workers(workers, device_handover(workers.board, ops, device, LATE_S))
-    rates = measure_workers(workers, geometry, host, device.torch_device)
-    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, rates.slice_tokens)
-    return dataclasses.replace(config, rates=rates, num_workers=workers.num_workers)
+    tune_workers(workers, geometry, host, device.torch_device)
+    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, workers.slice_tokens)
+    return dataclasses.replace(config, num_workers=workers.num_workers)
 
 
 class CopyOfWeights(NamedTuple):

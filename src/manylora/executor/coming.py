@@ -1,25 +1,21 @@
 """What comes to the device beside the steps: copies with their gates, and the entries of what lands.
 
-Owns a gate from its copy's or its read's command on until no step can name it. Does not copy and does not read.
+Owns a gate from its copy's command on until no step can name it. Does not copy and does not read.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
-from manylora.adapters.pack import AdapterLayout, cell_offsets, pages_of_b
-from manylora.executor.arrivals import Arrivals, DeviceArrivals, HostArrivals
-from manylora.executor.cold_rows import ColdStep
+from manylora.adapters.pack import AdapterLayout, cell_offsets
+from manylora.executor.cold_rows import ColdAdapter, ColdStep
 from manylora.executor.reader import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
-from manylora.memory.gates import NUM_ORDERS, Awaited, CopyGate, Filling, LayerGroups, layer_groups
+from manylora.memory.gates import Awaited, CopyGate
 from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
@@ -47,11 +43,8 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, SwapPages | ReadAdapter] = {}  # of the gates
-        self._num_gates = [0] * NUM_ORDERS
+        self._commands: dict[CopyId, SwapPages] = {}  # of the gates
         self._answered: list[CopyId] = []  # at the last step's end
-        self._fillings: dict[AdapterId, Filling] = {}
-        self._read: list[tuple[AdapterId, Filling]] = []  # those that were answered at the last step's end
 
     def enter(self) -> None:
         """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
@@ -85,21 +78,12 @@ class Coming:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         self.claim(command)
         gate: CopyGate | None = None
-        filling: Filling | None = None
         if command.groups:
-            # In the order in which they land.
-            groups, first = self._groups(command, command.first_group)
-            in_order = groups[first:] + groups[:first]
-            order = int(command.follows_read)
-            self._num_gates[order] += 1
-            ahead = self._of_b(command) if command.brings_b_first else None
-            gate = self._gates[command.copy] = CopyGate(in_order, self._num_gates[order], order, ahead)
+            gate = self._gates[command.copy] = CopyGate()
             self._commands[command.copy] = command
 
         try:
-            if command.follows_read:
-                filling = self._filling_of(command)
-            self._copier.start(command, self._landing(command, gate), tell, gate, filling)
+            self._copier.start(command, self._landing(command, gate), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
             tell(CopyDone(command.copy, False, error=one_line(error)))
@@ -114,22 +98,8 @@ class Coming:
                 _log.exception("adapter %d has no entry", command.adapter)
                 gate.fail()
 
-    def _of_b(self, command: SwapPages) -> np.ndarray | None:
-        """Which pages of the adapter's hold rows of B; None where all do, or it was removed meanwhile."""
-        assert command.adapter is not None
-        with contextlib.suppress(AdapterError):
-            found = pages_of_b(self._layout_of(command.adapter), self._geometry)
-            return None if found.all() else found
-        return None
-
-    def _filling_of(self, command: SwapPages) -> Filling:
-        filling = self._fillings.get(command.adapter) if command.adapter is not None else None
-        if filling is None or not command.groups:
-            raise ValueError(f"copy {command.copy} follows a read that there is not")
-        return filling
-
     def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
-        """Steps that await the copy, or the read, look for it."""
+        """Steps that await the copy look for it."""
         self.enter()
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
@@ -157,21 +127,6 @@ class Coming:
 
         return note
 
-    # ------------------------------------------------------------ reads
-
-    def read(self, command: ReadAdapter) -> Arrivals:
-        """What is to be told of a read in groups, before it starts. Raises AdapterError for an adapter that is not
-        known, ValueError for a wrong command."""
-        groups = layer_groups(self._geometry.page.layers, command.groups)
-        if command.tier == "host":
-            filling = self._fillings[command.adapter] = Filling()
-            return HostArrivals(groups, filling)
-        landed = Landed.at(command.adapter, self._layout_of(command.adapter), self._geometry, command.pages)
-        self._enter_ahead(landed, command.copy)
-        gate = self._gates[command.copy] = CopyGate(groups, 0)
-        self._commands[command.copy] = command
-        return DeviceArrivals(groups, gate)
-
     # ------------------------------------------------------------ steps
 
     def awaited(self, step: RunStep) -> Awaited:
@@ -183,32 +138,16 @@ class Coming:
         """What the CPU is to compute for the step, and what it has to pass beside. Raises ValueError likewise, and
         AdapterError where an adapter was removed."""
         self._check_known(step)
-        found = ColdStep()
+        found: dict[AdapterId, ColdAdapter] = {}
         for wanted in step.cpu:
-            command, gate = self._commands[wanted.copy], self._gates[wanted.copy]
-            if (
-                isinstance(command, ReadAdapter)
-                or command.adapter is None
-                or not 0 < wanted.groups <= command.groups
-            ):
-                raise ValueError(f"copy {wanted.copy} brings no adapter in {wanted.groups} groups")
+            command = self._commands[wanted.copy]
+            if command.adapter is None:
+                raise ValueError(f"copy {wanted.copy} brings no adapter")
             layout = self._layout_of(command.adapter)
-            host_pages = [source for source, _ in command.pairs]
-            offsets = cell_offsets(layout, self._geometry, host_pages)
-            first_layer = self._first_layer(command, wanted.groups)
-            found.add(command.adapter, layout, offsets, gate, wanted, first_layer)
-        return found
-
-    def _groups(self, command: SwapPages, group: int) -> tuple[LayerGroups, int]:
-        """The copy's groups, and which of them a group of the command is: there may be fewer layers than it has
-        groups."""
-        groups = layer_groups(self._geometry.page.layers, command.groups)
-        return groups, -(-group * len(groups) // command.groups)
-
-    def _first_layer(self, command: SwapPages, group: int) -> int:
-        """Where the group begins, or the model ends."""
-        groups, number = self._groups(command, group)
-        return groups[number][0] if number < len(groups) else self._geometry.page.layers
+            offsets = cell_offsets(layout, self._geometry, [source for source, _ in command.pairs])
+            gate = self._gates[wanted.copy]
+            found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
+        return ColdStep(found)
 
     def _check_known(self, step: RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]
@@ -222,19 +161,10 @@ class Coming:
         what came before the answer is acted upon first."""
         self.forget((copy, self._gates[copy].wait_answer()) for copy in self._answered)
         self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]
-        for adapter, filling in self._read:
-            if self._fillings.get(adapter) is filling:  # else it is read again
-                del self._fillings[adapter]
-        self._read = [
-            (adapter, filling) for adapter, filling in self._fillings.items() if filling.is_answered
-        ]
 
-    def forget(self, answered: Iterable[tuple[CopyId, bool]], reads: Iterable[AdapterId] = ()) -> None:
+    def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
         """No step names these copies any more, each with whether it went well; what was entered ahead of one that
-        did not is dropped. Until then steps may name it, whose rows are spoilt. No copy follows the last read of
-        the adapters ``reads``."""
-        for name in reads:
-            self._fillings.pop(name, None)
+        did not is dropped. Until then steps may name it, whose rows are spoilt."""
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter

@@ -1,6 +1,6 @@
 """What CPU workers take for adapters' products, measured before serving on pages that no adapter has yet.
 
-Owns the sizes that are tried and the lines that are laid through their times. Gives what the policy is told.
+Owns the sizes that are tried and the line that is laid through their times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from manylora.assist.orders import Product, ProductPart
 from manylora.assist.workers import Workers, WorkersFailed
-from manylora.config import MOST_CPU_TOKENS, CpuRates
+from manylora.config import MOST_CPU_TOKENS
 from manylora.config.cold_start import SLICE_SHARE
 from manylora.executor.cold_rows import as_numbers
 from manylora.kernels.shapes import AdapterGeometry
@@ -28,44 +28,26 @@ REPEATS = 3
 _CPU = torch.device("cpu")
 
 
-def measure_workers(
+def tune_workers(
     workers: Workers, geometry: AdapterGeometry, host: HostPool, device: torch.device
-) -> CpuRates:
-    """Of one core, in the geometry's first group; what is assumed, where the workers do not answer or the host's
-    pool has too little room."""
+) -> None:
+    """Set how many tokens one takes, by the geometry's first group. Leave it where the workers do not answer or
+    the host's pool has too little room."""
     timed = TimedProduct(geometry, RANK, device)
     if timed.num_pages > host.num_pages or not workers.wait_ready(READY_S):
-        return CpuRates()
-    seconds: dict[int, tuple[float, float]] = {}
+        return
+    before = workers.slice_tokens
     try:
         # The least: at a start much else goes on, and one hand-over stands for those of all products.
-        for tokens in TOKENS:
-            seconds[tokens] = timed.seconds(workers, tokens, of=min)
+        seconds = {tokens: timed.seconds(workers, tokens, of=min) for tokens in TOKENS}
     except WorkersFailed:
-        return CpuRates()
-    busy = {tokens: pair[0] for tokens, pair in seconds.items()}
-    num_bytes = timed.num_bytes
-    token_byte_s = max(busy[TOKENS[-1]] - busy[TOKENS[0]], 1e-9) / ((TOKENS[-1] - TOKENS[0]) * num_bytes)
-    byte_s = max(busy[TOKENS[0]] / num_bytes - TOKENS[0] * token_byte_s, 0.0)
-    besides = {tokens: max(whole - alone, 0.0) for tokens, (alone, whole) in seconds.items()}
-    handover_s = min(besides.values())
-    to_and_fro_s = max(besides[TOKENS[-1]] - handover_s, 0.0) / TOKENS[-1]
-    # Rows and results of other products are narrower or wider.
-    products = [group for groups in geometry.layers for group in groups]
-    of_inputs = to_and_fro_s * sum(group.in_features for group in products) / timed.width
-    of_results = to_and_fro_s * sum(group.offsets[-1] for group in products) / timed.width
-    fixed_tokens = (byte_s * num_bytes + handover_s) / (token_byte_s * num_bytes)
-    slice_tokens = int(min(max(SLICE_SHARE * fixed_tokens, 1), MOST_CPU_TOKENS))
-    workers.slice_tokens = slice_tokens
-    return CpuRates(
-        len(products) * handover_s,
-        byte_s,
-        token_byte_s,
-        slice_tokens,
-        of_inputs + of_results,
-        geometry.b_share,
-        of_inputs,
-    )
+        workers.slice_tokens = before
+        return
+    fewest, most = TOKENS[0], TOKENS[-1]
+    token_s = max(seconds[most][0] - seconds[fewest][0], 1e-9) / (most - fewest)
+    read_s = max(seconds[fewest][0] - fewest * token_s, 0.0)
+    handover_s = min(max(whole_s - busy_s, 0.0) for busy_s, whole_s in seconds.values())
+    workers.slice_tokens = int(min(max(SLICE_SHARE * (read_s + handover_s) / token_s, 1), MOST_CPU_TOKENS))
 
 
 class TimedProduct:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 
-from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.executor.forward import Forward
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse, StepGraphs
@@ -54,11 +53,3 @@ def steps_of_fixed_sizes(
         rehearse(*graphs.rehearsals(Forward(decoder, arena, geometry, device, forward.ranked)))
     graphs.capture_all(progress)
     return graphs
-
-
-def landed_words(device: Device, num_layers: int, num_groups: int) -> LandedWords | None:
-    """What gates inside captured steps wait for; None, with one warning, where the device cannot."""
-    if not device.can_mark():
-        _log.warning("captured steps wait for whole copies: the driver writes no numbers in streams")
-        return None
-    return LandedWords(num_layers, num_groups, device)

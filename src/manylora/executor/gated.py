@@ -14,9 +14,9 @@ import torch
 
 from manylora.devices.device import Device
 from manylora.kernels.ops import Ops
-from manylora.memory.gates import NUM_ORDERS, LandedWords
+from manylora.memory.gates import LandedWords
 
-NUMBERS = 1 + NUM_ORDERS
+NUMBERS = 2
 """Of a step: what its gates wait for (``Awaited.numbers``)."""
 
 
@@ -25,7 +25,7 @@ class _PassesGates(Protocol):
     def pass_gate(
         self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
-        """What is issued after it begins once ``landed`` [2] is at least ``wanted[1:]``, or the step's gates were
+        """What is issued after it begins once ``landed`` [1] is at least ``wanted[1]``, or the step's gates were
         shut for ``wanted[0]`` nanoseconds. ``told`` [2]: for how many they were, and 1 where that was too long;
         the first gate begins it anew. All int64."""
 
@@ -51,7 +51,7 @@ class StepGates:
         def pass_gate(layer: int) -> None:
             group = group_of.get(layer)
             if group is not None:
-                self._ops.pass_gate(self._words.words[group], wanted, self._told, group == 0)
+                self._ops.pass_gate(self._words.words[group : group + 1], wanted, self._told, group == 0)
 
         return pass_gate
 

@@ -255,7 +255,7 @@ class StepGraphs:
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
         if awaited is not None:
-            awaited.all(but_marked=gates is not None)
+            awaited.pass_all(but_marked=gates is not None)
         outputs = captured.replay()
         self.ran = bucket
         if awaited is not None and gates is not None:

@@ -24,9 +24,8 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import MergedLayer, MergePlan
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
-from manylora.memory.copier import one_line
+from manylora.memory.copier import Copier, one_line
 from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows
-from manylora.memory.turns import Turns
 from manylora.models.decoder import Decoder
 from manylora.protocol import SetMerged, SwitchDone
 from manylora.types import BASE, AdapterId
@@ -45,11 +44,11 @@ class MergedWeights:
         tables: AdapterTables,
         geometry: AdapterGeometry,
         device: Device,
-        turns: Turns,
+        copier: Copier,
         ranked: RankedMerging | None = None,
     ) -> None:
-        """``pristine``: of the weights of ``decoder.linears``, in their order. ``turns``: of copies to the
-        device. ``ranked``: where the decoder is one rank's share."""
+        """``pristine``: of the weights of ``decoder.linears``, in their order. ``ranked``: where the decoder is
+        one rank's share."""
         self._linears = decoder.linears
         self._ops = decoder.ops
         self._pristine = pristine
@@ -59,7 +58,7 @@ class MergedWeights:
         self._ranked = ranked
         self._of_weights = geometry if ranked is None else ranked.geometry
         self._device = device
-        self._turns = turns
+        self._copier = copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-merge")
         self._merged: AdapterId = BASE
         self._may_name: AdapterId | None = BASE  # None: any
@@ -180,7 +179,7 @@ class MergedWeights:
             for place, projection in enumerate(group.projections):
                 if self._differs[self._of_weights.projections.index(projection)]:
                     rows.append(WeightRows(number, group.offsets[place], group.offsets[place + 1]))
-        pristine.restore(rows, issued, self._turns)
+        pristine.restore(rows, issued, self._copier)
         self._differs = np.zeros_like(self._differs)
 
     def _answer(

@@ -23,6 +23,7 @@ from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
 from manylora.executor.arrivals import Arrivals
+from manylora.executor.keeper import Keeper
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool
@@ -89,15 +90,14 @@ class AdapterReader:
         spec: AdapterSpec | None,
         command: ReadAdapter,
         done: Callable[[AdapterRead], None],
-        arrivals: Arrivals | None = None,
     ) -> None:
         """Read into the command's pages; ``done`` is called once.
 
-        ``spec`` None stands for an unknown adapter. ``arrivals``: of one that is awaited; its table entry is made
-        already. Raises RuntimeError after ``close``; then ``done`` is not called.
+        ``spec`` None stands for an unknown adapter. Raises RuntimeError after ``close``; then ``done`` is not
+        called.
         """
         writer = self._device.page_writer() if command.tier == "device" else None
-        self._threads.submit(self._run, spec, command, writer, done, arrivals)
+        self._threads.submit(self._run, spec, command, writer, done)
 
     def close(self) -> None:
         """Break reads off, answer every one that is left, end the threads. Idempotent."""
@@ -112,14 +112,13 @@ class AdapterReader:
         command: ReadAdapter,
         writer: PageWriter | None,
         done: Callable[[AdapterRead], None],
-        arrivals: Arrivals | None,
     ) -> None:
         began = time.perf_counter()
         error, is_at_fault = "", False
         try:
             if spec is None:
                 raise AdapterError("the adapter is not known")
-            self._read(spec, command, writer, arrivals)
+            self._read(spec, command, writer)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -130,22 +129,14 @@ class AdapterReader:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
         read_s = time.perf_counter() - began
-        if error and arrivals is not None:
-            arrivals.give_up()
         done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
-        if arrivals is not None:
-            arrivals.answer()
 
-    def _read(
-        self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None, arrivals: Arrivals | None
-    ) -> None:
-        layout, num_layers = layout_of(spec, self._geometry), self._geometry.page.layers
+    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> None:
+        layout = layout_of(spec, self._geometry)
         self._check_open()
         if writer is None:
             pages = [self._host.page(page) for page in command.pages]
             load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
-            if arrivals is not None:
-                arrivals.arrived(num_layers, lambda: None)
             return
         landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
 
@@ -155,13 +146,10 @@ class AdapterReader:
 
         try:
             load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-            if arrivals is not None:
-                arrivals.arrived(num_layers, writer.landing())
         finally:
             # Also after a failure: the pages go to others, which a late write must not meet.
             writer.close()
-        if arrivals is None:
-            self._note_landed(landed)
+        self._note_landed(landed)
 
     def _check_open(self) -> None:
         if self._closing:

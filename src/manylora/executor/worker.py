@@ -25,7 +25,7 @@ from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep
 from manylora.executor.coming import Coming
-from manylora.executor.fixed_steps import landed_words, steps_of_fixed_sizes
+from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
@@ -101,14 +101,12 @@ class Worker:
         registry: Registry,
         max_adapter_rank: int | None = None,
         shards: Shards | None = None,
-        copy_limit: int | None = None,
         ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
-        ``shards``, if any, run parts of large enough batches side by side. ``copy_limit``: most bytes a second of
-        copies one way. ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is
-        given.
+        ``shards``, if any, run parts of large enough batches side by side. ``ranked``: where the decoder is one
+        rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
@@ -139,7 +137,7 @@ class Worker:
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         # Where steps are run and not launched, they would hold up what is put off.
-        self._copier = Copier(arena, host, device, copy_limit, puts_off=device.captures)
+        self._copier = Copier(arena, host, device, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)
 
@@ -166,9 +164,9 @@ class Worker:
                 self._coming.step_ended()
             self._tell(result)
 
-    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]], reads: Sequence[AdapterId]) -> None:
+    def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
         """Of one of several ranks: see ``Coming.forget``."""
-        self._coming.forget(answered, reads)
+        self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -183,7 +181,7 @@ class Worker:
             self._tables,
             self._geometry,
             self._device,
-            self._copier.turns,
+            self._copier,
             ranked,
         )
 
@@ -231,10 +229,11 @@ class Worker:
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            words = landed_words(self._device, self._geometry.page.layers, limits.num_groups)
-        if words is not None:
-            lies = self._arena, self._host, self._device
-            self._copier.tell_landed(words, bringer_of(self._forward.decoder.ops, words, *lies))
+            ops, lies = self._forward.decoder.ops, (self._arena, self._host, self._device)
+            bringer = bringer_of(ops, *lies, limits.num_groups)
+            if bringer is not None:
+                self._copier.use_kernel(bringer)
+                words = bringer.words
         steps = self._forward, self._tables, limits, scratch_page, words
         self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
 
@@ -247,7 +246,7 @@ class Worker:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
         merged = BASE
         if self._merging is not None:
-            self._copier.flush()  # a switch takes turns with copies
+            self._copier.flush()  # a switch goes on beside copies
             merged = self._merging.settle()
         began = time.perf_counter()
         started: list[SequenceId] = []
@@ -317,12 +316,12 @@ class Worker:
                 outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
                 self._tables.send()
+                if awaited is not None:
+                    awaited.pass_all()
             if cold is not None:
-                outputs = self._run_cold(part, inputs, awaited, cold)
-            elif self.before_layer is not None:
-                outputs = part.eager.run(inputs, self.before_layer)
+                outputs = self._run_cold(part, inputs, cold)
             elif outputs is None:
-                outputs = part.eager.run(inputs, None if awaited is None else awaited.layer)
+                outputs = part.eager.run(inputs, self.before_layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)
@@ -337,11 +336,11 @@ class Worker:
         sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
         return Sampled(sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
 
-    def _run_cold(self, part: _Part, inputs: StepInputs, awaited: Awaited | None, cold: ColdStep) -> Outputs:
+    def _run_cold(self, part: _Part, inputs: StepInputs, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
         rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device)
         with cold.launching(self._workers):
-            return part.eager.run(inputs, cold.before_layer(awaited), rows)
+            return part.eager.run(inputs, cold=rows)
 
     def _finish(
         self,
@@ -423,8 +422,7 @@ class Worker:
         try:
             spec = self.inspections.find(command.adapter)
             self._coming.claim(command)
-            arrivals = self._coming.read(command) if command.groups and spec is not None else None
-            self._reader.start(spec, command, self._tell, arrivals)
+            self._reader.start(spec, command, self._tell)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
@@ -462,9 +460,9 @@ class Worker:
             self._workers.close()
         if not frees:
             return
-        self._copier.close()
         if self._merging is not None:
             self._merging.close()
+        self._copier.close()
         try:
             self._device.synchronize()
         except RuntimeError:

@@ -123,16 +123,15 @@ class SampledRows:
 
 
 class ColdProducts(Protocol):
-    """What is computed beside the device, of rows whose adapters are on their way, in the first ``num_layers``.
-    ``lora``: the plan of the other rows there."""
+    """What is computed beside the device, of rows whose adapters are on their way. ``lora``: the plan of the other
+    rows."""
 
-    num_layers: int
     lora: Any | None
 
-    def post(self, x: torch.Tensor, layer: int, group: ProjectionGroup) -> bool:
+    def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
         """Begin with the rows' products; whether there are any."""
 
-    def add(self, y: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup) -> None:
+    def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
         """Wait for what was begun last, and add it to y ``[T, sum(out)]`` in place."""
 
 

@@ -175,12 +175,6 @@ class AdapterGeometry:
         return -(-elements // self.cell_elements)
 
     @property
-    def b_share(self) -> float:
-        """Share of an adapter's cells that hold B, for an adapter on every projection."""
-        of_b = sum(self.cells(projection.out_features) for projection in self.projections)
-        return of_b / (of_b + sum(self.cells(projection.in_features) for projection in self.projections))
-
-    @property
     def slack(self) -> float:
         """Share of the cells' bytes that hold nothing, for an adapter on every projection."""
         return _slack(self.slab_elements, self.projections, self.cell_elements)

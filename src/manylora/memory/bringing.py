@@ -1,8 +1,7 @@
 """Copies in layer groups by one kernel, where operations have one: launched by the step loop's thread, so that no
 other works beside it.
 
-Owns the kernel's tables and which copies it is for. Others, and what a device without such a kernel copies, are
-the lane's thread's (``copier``).
+Owns the kernel's tables, the numbers of copies and which copies it is for. Others land whole (``copier``).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 
 from manylora.devices.device import CopyLane, Device, Tensors
 from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by
-from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
+from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
 from manylora.memory.arena import Arena
-from manylora.memory.gates import CopyGate, LandedWords, LayerGroups
+from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool
 from manylora.types import PageId
 
@@ -50,14 +49,15 @@ class _BringsGroups(Protocol):
 
 
 def bringer_of(
-    ops: object, words: LandedWords, arena: Arena, host: HostPool, device: Device
+    ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int
 ) -> Bringer | None:
-    """None where operations have no such kernel, or the device's kernels do not read pinned memory."""
+    """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel, or the
+    device's kernels do not read pinned memory."""
     if not isinstance(ops, _BringsGroups) or not moves_by_kernel(device.torch_device):
         return None
     if host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
-    bringer = Bringer(ops, words, arena, host, device)
+    bringer = Bringer(ops, arena, host, device, num_groups)
     bringer.compile()
     return bringer
 
@@ -70,38 +70,37 @@ class Bringer:
     """
 
     def __init__(
-        self, ops: _BringsGroups, words: LandedWords, arena: Arena, host: HostPool, device: Device
+        self, ops: _BringsGroups, arena: Arena, host: HostPool, device: Device, num_groups: int
     ) -> None:
+        self.words = LandedWords(host.shape.layers, num_groups, device)
         self._ops = ops
-        self._words = words
         self._arena = arena
         self._host = host
         self._device = device
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
-        self._words_of = words.words.unbind(1)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
-        self._done = device.zeros((len(words.groups),), torch.int32)
+        self._done = device.zeros((len(self.words.groups),), torch.int32)
         self._tables = [StagingBuffer(device.torch_device, by_kernel=True) for _ in range(_TABLES)]
         self._turn = 0
         self._source: torch.Tensor | None = None
-        self._starts: dict[tuple[int, int], Callable[[], None]] = {}  # by the table's place and the order
-        self._brought: dict[LayerGroups, list[BroughtGroup]] = {}
+        self._starts: dict[int, Callable[[], None]] = {}  # by the table's place
+        slab_words = host.shape.slab_bytes // _WORD
+        self._groups = [(first * slab_words, (end - first) * slab_words) for first, end in self.words.groups]
+        self._num_copies = 0
 
     def compile(self) -> None:
         """Before the first copy: one of nothing, from memory that need not be the pool's."""
         staged = _staged(self._tables[0], _NOTHING)
         table, was_issued = staged.lend()
-        self._launch(self._scratch.view(-1), table, order=0)
+        self._launch(self._scratch.view(-1), table)
         was_issued()
 
-    def can_bring(self, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> bool:
-        """Of pinned pages, not too many, in no more groups than there are words for."""
+    def can_bring(self, pairs: Sequence[tuple[PageId, PageId]]) -> bool:
+        """Of pinned pages, not too many."""
         return (
             BY_KERNEL
-            and table_words(len(gate.groups), len(pairs)) <= MOST_WORDS
+            and table_words(len(self.words.groups), len(pairs)) <= MOST_WORDS
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
-            and gate.num_ahead == 0
-            and len(gate.groups) <= len(self._words.groups)
             and max(pairs, default=(0, 0))[0] < self._host.pages_pinned
         )
 
@@ -109,31 +108,20 @@ class Bringer:
         """Copy (source, destination) pages group by group, and open the gate: for steps whose gates are on the
         device each group as it lands, for others all of them once the whole copy has. Raises IndexError where
         there is no such page, RuntimeError."""
-        groups = self._brought.get(gate.groups)
-        if groups is None:
-            groups = self._brought[gate.groups] = self._described(gate.groups)
         check_pages([source for source, _ in pairs], self._host.num_pages)
         check_pages([target for _, target in pairs], self._arena.num_pages)
         words = self._host.shape.page_bytes // _WORD
         targets, sources = [target * words for _, target in pairs], [source * words for source, _ in pairs]
         turn = self._turn = (self._turn + 1) % _TABLES
-        start = self._starts.get((turn, gate.order))
+        start = self._starts.get(turn)
         if start is None:
-            start = self._starts[turn, gate.order] = self._captured(self._tables[turn], gate.order)
-        _staged(self._tables[turn], bring_table(gate.number, groups, targets, sources))
+            start = self._starts[turn] = self._captured(self._tables[turn])
+        self._num_copies += 1
+        _staged(self._tables[turn], bring_table(self._num_copies, self._groups, targets, sources))
         lane.launch(start)
-        gate.open(lane.landing(), len(gate.groups))
+        gate.open(lane.landing(), self._num_copies)
 
-    def _described(self, groups: LayerGroups) -> list[BroughtGroup]:
-        slab_words = self._host.shape.slab_bytes // _WORD
-        found = []
-        for first, end in groups:
-            marked = self._words.of_layers((first, end))
-            length = (end - first) * slab_words
-            found.append(BroughtGroup(first * slab_words, length, marked.start, len(marked)))
-        return found
-
-    def _captured(self, staged: StagingBuffer, order: int) -> Callable[[], None]:
+    def _captured(self, staged: StagingBuffer) -> Callable[[], None]:
         """What launches a copy by this table, whatever it says then."""
         table, was_issued = _staged(staged, _NOTHING).lend()
         if self._source is None:
@@ -142,7 +130,7 @@ class Bringer:
         source = self._source
 
         def launch() -> Tensors:
-            self._launch(source, table, order)
+            self._launch(source, table)
             return ()
 
         try:
@@ -158,8 +146,8 @@ class Bringer:
 
         return start
 
-    def _launch(self, source: torch.Tensor, table: torch.Tensor, order: int) -> None:
-        self._ops.bring_groups(self._target, source, table, self._scratch, self._words_of[order], self._done)
+    def _launch(self, source: torch.Tensor, table: torch.Tensor) -> None:
+        self._ops.bring_groups(self._target, source, table, self._scratch, self.words.words, self._done)
 
 
 _NOTHING = bring_table(0, (), (), ())

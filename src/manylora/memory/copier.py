@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from manylora.devices.device import CopyLane, Device
 from manylora.memory.arena import Arena
-from manylora.memory.bringing import Bringer, check_pages
-from manylora.memory.gates import CopyGate, Filling, LandedWords
+from manylora.memory.bringing import Bringer
+from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
-from manylora.memory.pace import Pace
-from manylora.memory.turns import Turns
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId
 
@@ -32,16 +28,14 @@ where the device's copy engines move them (``devices/staging``)."""
 _log = logging.getLogger(__name__)
 
 _CLOSING = "the engine is closing"
-_NOT_READ = "what it was to copy could not be read"
 
 
 class _Lane:
     """One direction: a thread that issues transfers, and one that waits for them and answers, so that the
     next copy is on its way while the one before is being answered."""
 
-    def __init__(self, name: str, copies: CopyLane, pace: Pace | None) -> None:
+    def __init__(self, name: str, copies: CopyLane) -> None:
         self.copies = copies
-        self.pace = pace
         self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
         self.last: Future[None] | None = None
@@ -51,43 +45,6 @@ class _Lane:
         for pool in (self.issuing, self.answering):
             pool.submit(_begin)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one size and dtype, at the lane's rate."""
-        pace = self.pace
-        if pace is None:
-            self.copies.copy(target, source)
-            return
-        size = max(1, pace.piece_bytes // target.itemsize)
-        to, of = target.view(-1), source.view(-1)
-        for first in range(0, len(of), size):
-            self.copies.copy(to[first : first + size], of[first : first + size])
-            self.copies.landing()
-            pace.moved(of[first : first + size].nbytes)
-
-    def copy_pieces(
-        self,
-        target: torch.Tensor,
-        at: np.ndarray,
-        source: torch.Tensor,
-        of: np.ndarray,
-        num_bytes: int,
-        *,
-        at_once: bool,
-    ) -> None:
-        """``copy`` of many pieces (``CopyLane.copy_pieces``, where they may be copied ``at_once``)."""
-        pace = self.pace
-        if not at_once or (pace is not None and num_bytes > pace.piece_bytes):
-            for to, begin in zip(at.tolist(), of.tolist(), strict=True):
-                self.copy(target[to : to + num_bytes], source[begin : begin + num_bytes])
-            return
-        count = max(1, len(at)) if pace is None else pace.piece_bytes // num_bytes
-        for first in range(0, len(at), count):
-            part = slice(first, first + count)
-            self.copies.copy_pieces(target, at[part], source, of[part], num_bytes)
-            if pace is not None:
-                self.copies.landing()
-                pace.moved(len(at[part]) * num_bytes)
-
     def flush(self) -> None:
         """Give its threads what was put off."""
         put_off, self.put_off = self.put_off, []
@@ -96,8 +53,6 @@ class _Lane:
 
     def close(self) -> None:
         self.flush()
-        if self.pace is not None:
-            self.pace.stop()
         self.issuing.shutdown(wait=True)
         self.answering.shutdown(wait=True)
 
@@ -108,46 +63,25 @@ class Copier:
     ``start``, ``flush`` and ``close`` belong to the step loop's thread.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        host: HostPool,
-        device: Device,
-        bytes_s: int | None = None,
-        *,
-        puts_off: bool = False,
-    ) -> None:
-        """``bytes_s``: the most bytes a second that either lane moves. ``puts_off``: what no step waits for
-        (copies from the device, and the answers to those that a kernel brings) begins with ``flush``. The lanes'
-        threads would take turns at the interpreter with the step loop's while that launches a step."""
-
-        def lane(name: str) -> _Lane:
-            return _Lane(name, device.copy_lane(), None if bytes_s is None else Pace(bytes_s))
-
+    def __init__(self, arena: Arena, host: HostPool, device: Device, *, puts_off: bool = False) -> None:
+        """``puts_off``: what no step waits for (copies from the device, and the answers to those that a kernel
+        brings) begins with ``flush``. The lanes' threads would take turns at the interpreter with the step loop's
+        while that launches a step."""
         self._arena = arena
         self._host = host
         self._device = device
         self._lanes = {
-            True: lane("copy-in"),
-            False: lane("copy-out"),
+            True: _Lane("copy-in", device.copy_lane()),
+            False: _Lane("copy-out", device.copy_lane()),
         }
-        self.turns = Turns(device.copy_lane(behind=self._lanes[True].copies))
-        """Of copies to the device, with whatever else goes there."""
-        # It waits for reads, which others need not. A stream of its own might get no turn of the device's copy
-        # engine while copies of pages never end.
-        behind = device.copy_lane(behind=self._lanes[True].copies)
-        pace = None if bytes_s is None else Pace(bytes_s)
-        self._following = _Lane("copy-read", behind, pace)
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
-        self._words: LandedWords | None = None
         self._bringer: Bringer | None = None
 
-    def tell_landed(self, words: LandedWords, bringer: Bringer | None = None) -> None:
-        """Write there what has landed of copies with gates; before the first of them. ``bringer``: copies by a
-        kernel what it can, from the step loop's thread."""
-        self._words, self._bringer = words, bringer
+    def use_kernel(self, bringer: Bringer) -> None:
+        """Have it bring what it can of copies with gates, on the step loop's thread; before the first of them."""
+        self._bringer = bringer
 
     def settle(self) -> None:
         """Copies to the device wait for what was issued by now.
@@ -163,43 +97,49 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None = None,
-        filling: Filling | None = None,
     ) -> None:
         """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
 
         ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
         RuntimeError after ``close``; then neither is called. May have to wait for ``flush``.
 
-        ``gate``: of a copy to the device, opened as its groups of layers land, and answered after ``done``.
-        ``filling``: of a copy with a gate, what is being read into its sources. It is answered after that.
+        ``gate``: of a copy to the device that steps may await, answered after ``done``.
         """
-        lane = self._lanes[command.to_device] if filling is None else self._following
+        lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
-        if command.to_device:
-            self.turns.begin_copy()
-        bringer = None if gate is None or filling is not None else self._bringer_for(lane, command, gate)
-        given = lane, command, after, landed, done, gate, filling, bringer
-        try:
-            if bringer is not None:
-                with lane.copies.here():
-                    self._issue(*given)
-            elif self._puts_off and not command.to_device and not self._closing:
-                lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
-            else:
-                lane.flush()  # answers come in order
-                lane.last = lane.issuing.submit(self._issue, *given)
-        except RuntimeError:
-            self._count(command, landed=False)
-            raise
+        bringer = None if gate is None else self._bringer_for(lane, command)
+        given = lane, command, after, landed, done, gate, bringer
+        if bringer is not None:
+            with lane.copies.here():
+                self._issue(*given)
+        elif self._puts_off and not command.to_device and not self._closing:
+            lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
+        else:
+            lane.flush()  # answers come in order
+            lane.last = lane.issuing.submit(self._issue, *given)
 
-    def _bringer_for(self, lane: _Lane, command: SwapPages, gate: CopyGate) -> Bringer | None:
-        """None: the lane's thread has the copy issued by the copy engine. It comes before what that thread has not
-        issued yet, so then it is none of these."""
+    def move(
+        self, target: torch.Tensor, source: torch.Tensor, issued: object
+    ) -> Future[Callable[[], float]]:
+        """Copy to the device after the work that ``issued`` stands for, in turn with copies of pages: as
+        ``CopyLane.copy``, from any thread but with no copy that has a gate. Gives what ``CopyLane.end`` does.
+        Raises RuntimeError after ``close``."""
+        return self._lanes[True].issuing.submit(self._move, target, source, issued)
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:
+        lane = self._lanes[True]
+        lane.copies.begin(issued)
+        lane.copies.copy(target, source)
+        return lane.copies.end()
+
+    def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
+        """None: the lane's thread issues the copy, which lands whole. A kernel's comes before what that thread has
+        not issued yet, so then there is none."""
         bringer = self._bringer
-        if bringer is None or self._closing or lane.pace is not None:
+        if bringer is None or self._closing:
             return None
         is_idle = lane.last is None or lane.last.done()
-        return bringer if is_idle and bringer.can_bring(command.pairs, gate) else None
+        return bringer if is_idle and bringer.can_bring(command.pairs) else None
 
     def flush(self) -> None:
         """Begin what was put off: a step has been launched, or none is to be launched now."""
@@ -209,7 +149,7 @@ class Copier:
     def close(self) -> None:
         """Break copies off, answer every one that is left, end the threads. Idempotent."""
         self._closing = True
-        for lane in (*self._lanes.values(), self._following):
+        for lane in self._lanes.values():
             lane.close()
         self._bringer = None  # which holds views of the pools
 
@@ -221,19 +161,17 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
-        filling: Filling | None,
         bringer: Bringer | None,
     ) -> None:
         error, wait = "", None
-        began = time.perf_counter()
         try:
             lane.copies.begin(after)
-            if gate is None:
-                error = self._transfer(lane, command)
-            elif bringer is not None:
+            if gate is not None and bringer is not None:
                 bringer.bring(lane.copies, command.pairs, gate)
             else:
-                error = self._land_groups(lane, command, gate, filling)
+                error = self._transfer(lane, command)
+                if gate is not None and not error:
+                    gate.open(lane.copies.landing())
         except Exception as failure:
             error = one_line(failure)
         try:
@@ -242,48 +180,12 @@ class Copier:
         except Exception as failure:
             error = error or one_line(failure)
         if error and gate is not None:
-            self._give_up(lane, gate)
-        paced_since = None if lane.pace is None else began
-        answer = functools.partial(
-            self._answer, command, error, wait, landed, done, gate, filling, paced_since
-        )
+            gate.fail()
+        answer = functools.partial(self._answer, command, error, wait, landed, done, gate)
         if self._puts_off and bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
-
-    def _land_groups(self, lane: _Lane, command: SwapPages, gate: CopyGate, filling: Filling | None) -> str:
-        """The same for a copy that steps may await: group by group of layers, each of which opens the gate."""
-        sources, targets = np.array(command.pairs, dtype=np.int64).reshape(-1, 2).T
-        check_pages(sources.tolist(), self._host.num_pages)
-        check_pages(targets.tolist(), self._arena.num_pages)
-        host, arena = self._host.run(0, self._host.num_pages), self._arena.run(0, self._arena.num_pages)
-        at_once = not self._device.copies_from_pinned or bool(
-            sources.max(initial=0) < self._host.pages_pinned
-        )
-        page_bytes, slab_bytes = self._host.shape.page_bytes, self._host.shape.slab_bytes
-        for number, (first, end) in enumerate(gate.groups):
-            if filling is not None and not filling.wait_layers(end):
-                return _NOT_READ
-            if self._closing:
-                return _CLOSING
-            pages, offset = gate.pages(number), first * slab_bytes
-            at, of = targets[pages] * page_bytes + offset, sources[pages] * page_bytes + offset
-            lane.copy_pieces(arena, at, host, of, (end - first) * slab_bytes, at_once=at_once)
-            gate.open(lane.copies.landing())
-            if self._words is not None and number >= gate.num_ahead:
-                self._words.mark(lane.copies, gate, (first, end))
-        return ""
-
-    def _give_up(self, lane: _Lane, gate: CopyGate) -> None:
-        """The rest of the copy will not come: nothing waits for it any more, on the device either."""
-        gate.fail()
-        if self._words is None:
-            return
-        try:
-            self._words.mark(lane.copies, gate, (0, max(end for _, end in gate.groups)))
-        except Exception:
-            _log.exception("steps that await a failed copy are held up for some seconds")
 
     def _transfer(self, lane: _Lane, command: SwapPages) -> str:
         """Start the copy's transfers; what broke them off, or nothing."""
@@ -294,9 +196,9 @@ class Copier:
             if self._closing:
                 return _CLOSING
             if command.to_device:
-                lane.copy(self._arena.run(destination, count), self._host.run(source, count))
+                lane.copies.copy(self._arena.run(destination, count), self._host.run(source, count))
             else:
-                lane.copy(self._host.run(destination, count), self._arena.run(source, count))
+                lane.copies.copy(self._host.run(destination, count), self._arena.run(source, count))
         return ""
 
     def _answer(
@@ -307,33 +209,21 @@ class Copier:
         landed: Callable[[], None],
         done: Callable[[CopyDone], None],
         gate: CopyGate | None,
-        filling: Filling | None,
-        paced_since: float | None,
     ) -> None:
         seconds = 0.0
         try:
             seconds = wait() if wait else 0.0
-            if paced_since is not None:
-                seconds = time.perf_counter() - paced_since
-            if filling is not None and not filling.wait_answer():
-                error = error or _NOT_READ
             if not error:
                 landed()
         except Exception as failure:
             error = error or one_line(failure)
-        self._count(command, landed=not error)
         if error and gate is not None:
             gate.fail()
-        if error and error not in (_CLOSING, _NOT_READ):
+        if error and error != _CLOSING:
             _log.warning("copy %d failed: %s", command.copy, error)
         done(CopyDone(command.copy, not error, seconds, error))
         if gate is not None:
             gate.answer(not error)
-
-    def _count(self, command: SwapPages, landed: bool) -> None:
-        """The copy, whose turn had begun, has ended."""
-        if command.to_device:
-            self.turns.end_copy(len(command.pairs) * self._host.shape.page_bytes if landed else 0)
 
 
 def merged(

@@ -1,15 +1,13 @@
-"""Gates: a step may begin while a copy to the device that some of its rows read still lands, group by group. So
-may a copy while its sources are still being read.
+"""Gates: a step may begin while a copy to the device that some of its rows read still lands.
 
-A copy's lane opens its gate one group of layers after the other; a step passes a group before its first layer: on
-the step loop's thread, or, where its layers are not launched one by one, on the device, by words that the lane
-writes. Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run
-anything.
+A kernel that brings a copy says on the device which groups of layers have landed. A captured step passes them
+there, each before its first layer. Any other step passes a copy whole, on the step loop's thread, before it
+begins.
+Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run anything.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import threading
@@ -19,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from manylora.devices.device import CopyLane, Device
+from manylora.devices.device import Device
 from manylora.types import SequenceId
 
 LATE_S = 10.0
@@ -38,74 +36,37 @@ def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
     return tuple(itertools.pairwise(edges))
 
 
-NUM_ORDERS = 2
-"""Copies land in the order in which they were commanded among those from host memory, and among those that follow
-reads."""
-
-
 class LandedWords:
-    """By group of layers and order, the number of the last copy whose part there has landed, on the device: int64
-    [G, NUM_ORDERS].
+    """By group of layers, the number of the last copy by a kernel whose part there has landed: int64 [G], on the
+    device.
 
-    Copies of one order land one after the other, so one number stands for all up to it. ``groups``: [first, end)
-    of layers.
+    These copies land one after the other, so one number stands for all up to it. ``groups``: [first, end) of
+    layers.
     """
 
     def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
         self.groups = layer_groups(num_layers, num_groups)
-        self.words = device.zeros((len(self.groups), NUM_ORDERS), torch.int64)
-        # A view is an operation of torch, for which a lane's thread would have to wait for the interpreter.
-        self._each = [[row[order : order + 1] for order in range(NUM_ORDERS)] for row in self.words]
-
-    def mark(self, lane: CopyLane, gate: CopyGate, layers: tuple[int, int]) -> None:
-        """After what the lane was asked for so far: the gate's copy has landed up to the end of these layers, and
-        before them it had."""
-        for group in self.of_layers(layers):
-            lane.mark(self._each[group][gate.order], gate.number)
-
-    def of_layers(self, layers: tuple[int, int]) -> range:
-        """The groups whose last layer is one of these, [first, end)."""
-        first, end = layers
-        ends = [last for _, last in self.groups]
-        return range(bisect.bisect_right(ends, first), bisect.bisect_right(ends, end))
+        # Each begins at a multiple of 16 bytes: kernels are compiled anew for what does not.
+        self.words = device.zeros((len(self.groups), 2), torch.int64)[:, 0]
 
 
 class CopyGate:
-    """Opened by the lane of one copy, or by a read, and passed by steps. ``groups``: of layers, see
-    ``layer_groups``; ``number``: of the copy among those of its ``order`` that have gates, from 1; 0: nothing
-    tells the device when it lands. ``num_ahead``: so many groups bring some of the copy's pages alone, and as many
-    after them, of the same layers, the others; 0: each group brings all."""
+    """Opened when a copy has been issued, and passed by steps. ``number``: of the copy among those that a kernel
+    brings, from 1; 0: nothing tells the device when it lands."""
 
-    def __init__(
-        self,
-        groups: LayerGroups,
-        number: int = 1,
-        order: int = 0,
-        ahead: np.ndarray | None = None,
-    ) -> None:
-        """``ahead``: bool, which of the copy's pages come in all groups before the others; None: none does."""
-        self.groups = groups if ahead is None else (*groups, *groups)
-        self.num_ahead = 0 if ahead is None else len(groups)
-        self._ahead = ahead
-        self.number = number
-        self.order = order
+    def __init__(self) -> None:
+        self.number = 0
         self._changed = threading.Condition()
-        self._passes: list[Callable[[], None]] = []  # of the groups that are open
+        self._landing: Callable[[], None] | None = None
         self.has_failed = False
         """What has not landed will not come."""
         self._answer: bool | None = None
 
-    def pages(self, number: int) -> np.ndarray | slice:
-        """Which of the copy's pages a group brings, as an index."""
-        if self._ahead is None:
-            return slice(None)
-        return self._ahead if number < self.num_ahead else ~self._ahead
-
-    def open(self, landing: Callable[[], None], count: int = 1) -> None:
-        """The next ``count`` groups have landed once ``landing`` has been called on the step loop's thread, for
-        what is issued after that (``CopyLane.landing``)."""
+    def open(self, landing: Callable[[], None], number: int = 0) -> None:
+        """The copy has landed once ``landing`` has been called on the step loop's thread, for what is issued after
+        that (``CopyLane.landing``). ``number``: of one that a kernel brings."""
         with self._changed:
-            self._passes += [landing] * count
+            self._landing, self.number = landing, number
             self._changed.notify_all()
 
     def fail(self) -> None:
@@ -131,55 +92,18 @@ class CopyGate:
             self._changed.wait_for(lambda: self._answer is not None)
             return self._answer is True
 
-    def pass_group(self, number: int, until: float) -> bool:
-        """What is issued from now on reads the group as it landed: True. False where it has not come by ``until``
+    def pass_whole(self, until: float) -> bool:
+        """What is issued from now on reads the copy as it landed: True. False where it has not come by ``until``
         (``time.monotonic``) or will not. On the step loop's thread."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._passes) > number or self.has_failed, max(0.0, until - time.monotonic())
+                lambda: self._landing is not None or self.has_failed, max(0.0, until - time.monotonic())
             )
-            landing = self._passes[number] if len(self._passes) > number else None
+            landing = self._landing
         if landing is None:
             return False
         landing()
         return True
-
-
-class Filling:
-    """An adapter's read into host pages, layer by layer, and the copy that follows it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_layers = 0
-        self._answer: bool | None = None
-
-    def filled(self, num_layers: int) -> None:
-        """So many of the first layers are in the pages. From any thread; what is less than before says nothing."""
-        with self._changed:
-            self._num_layers = max(self._num_layers, num_layers)
-            self._changed.notify_all()
-
-    def answer(self, ok: bool) -> None:
-        """The read has been answered."""
-        with self._changed:
-            self._answer = ok
-            self._changed.notify_all()
-
-    @property
-    def is_answered(self) -> bool:
-        return self._answer is not None
-
-    def wait_layers(self, num_layers: int) -> bool:
-        """Whether these layers are in the pages; waits until they are, or never will be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_layers >= num_layers or self._answer is not None)
-            return self._num_layers >= num_layers and self._answer is not False
-
-    def wait_answer(self) -> bool:
-        """Wait for the answer, which every read gets; whether it went well."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._answer is not None)
-            return self._answer is True
 
 
 class Awaited:
@@ -196,39 +120,28 @@ class Awaited:
         self.stall_s = 0.0
         """How long the thread has waited at gates; from ``spoilt`` on, and the device."""
 
-    def layer(self, layer: int) -> None:
-        """Before the first operation of a layer: pass the groups that begin with it."""
+    def pass_all(self, but_marked: bool = False) -> None:
+        """Wait for every copy; ``but_marked``: for those that land without the device being told."""
         for gate, sequences in self._gates:
-            for number, (first, _) in enumerate(gate.groups):
-                if first == layer:
-                    self._pass(gate, number, sequences)
+            if not (but_marked and gate.number):
+                self._pass(gate, sequences)
 
-    def all(self, but_marked: bool = False) -> None:
-        """Before a step whose layers cannot be told apart: pass every group. ``but_marked``: of what lands without
-        the device being told."""
-        for gate, sequences in self._gates:
-            for number in range(0 if but_marked and gate.number else len(gate.groups)):
-                self._pass(gate, number, sequences)
-
-    def numbers(self) -> tuple[int, ...]:
-        """For gates on the device: for how many nanoseconds to wait, and by order the number of the last copy that
-        has not been answered (0: none)."""
-        numbers = [0] * NUM_ORDERS
-        for gate, _ in self._gates:
-            if not gate.is_answered:
-                numbers[gate.order] = max(numbers[gate.order], gate.number)
-        return int(self._late_s * 1e9), *numbers
+    def numbers(self) -> tuple[int, int]:
+        """For gates on the device: for how many nanoseconds to wait, and the number of the last copy that has not
+        been answered (0: none)."""
+        unanswered = (gate.number for gate, _ in self._gates if not gate.is_answered)
+        return int(self._late_s * 1e9), max(unanswered, default=0)
 
     def passes_on_device(self, told: Callable[[], np.ndarray]) -> None:
         """The step's gates are on the device. ``told`` waits for it: int64, for how many nanoseconds they were
         shut, and whether a copy was late."""
         self._told = told
 
-    def _pass(self, gate: CopyGate, number: int, sequences: tuple[SequenceId, ...]) -> None:
+    def _pass(self, gate: CopyGate, sequences: tuple[SequenceId, ...]) -> None:
         began = time.monotonic()
         if self._until is None:
             self._until = began + self._late_s
-        if not gate.pass_group(number, self._until):
+        if not gate.pass_whole(self._until):
             self._late.update(sequences)
         self.stall_s += time.monotonic() - began
 

@@ -9,7 +9,7 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -18,16 +18,14 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.weight import Weight, WeightKind
 from manylora.memory.budget import in_mib
-from manylora.memory.copier import TRANSFER_BYTES
+from manylora.memory.copier import TRANSFER_BYTES, Copier
 from manylora.memory.host import shared_memory
-from manylora.memory.turns import Turns
 
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 _CHUNKS_AHEAD = 4
-"""So many are issued beside the one that is waited for. A chunk is behind 256 MiB of pages at most: with
-fewer chunks the transfer would have less than the share that ``Turns`` grants it."""
+"""So many are asked for beside the one that is waited for: copies of pages that come later wait for no more."""
 
 
 class WeightRows(NamedTuple):
@@ -97,19 +95,17 @@ class HostPristine:
         self._waiting = device.copy_lane()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-restore")
 
-    def restore(self, rows: Sequence[WeightRows], issued: object, turns: Turns) -> None:
-        """Copy these rows over the weights' own, after the work that ``issued`` stands for, in their order and
-        beside copies of pages; returns when all have landed. Raises what went wrong, RuntimeError after
-        ``close``."""
-        self._thread.submit(self._restore, rows, issued, turns).result()
+    def restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
+        """Copy these rows over the weights' own, after the work that ``issued`` stands for, in their order and in
+        turn with copies of pages; returns when all have landed. Raises what went wrong, RuntimeError after
+        ``close`` or the copier's."""
+        self._thread.submit(self._restore, rows, issued, copier).result()
 
-    def _restore(self, rows: Sequence[WeightRows], issued: object, turns: Turns) -> None:
-        waits: collections.deque[Callable[[], float]] = collections.deque()
+    def _restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
+        moving: collections.deque[Future[Callable[[], float]]] = collections.deque()
         # Here, not on the lane that pages have too: their copies wait for no step.
         self._waiting.begin(issued)
         self._waiting.end()()
-        lane = turns.lane
-        turns.begin_transfer()
         try:
             for number, begin, end in rows:
                 weight, copy = self._weights[number], self._copies[number]
@@ -117,17 +113,15 @@ class HostPristine:
                     target, width = _as_bytes(data), data.nbytes // len(data)
                     for at in range(begin * width, end * width, self._chunk_bytes):
                         part = slice(at, min(at + self._chunk_bytes, end * width))
-                        if not turns.take(part.stop - part.start, lambda: not self._closing.is_set()):
+                        if self._closing.is_set():
                             raise RuntimeError("the engine is closing")
-                        lane.begin(issued)
-                        lane.copy(target[part], copy[part])
-                        waits.append(lane.end())
-                        if len(waits) > _CHUNKS_AHEAD:
-                            waits.popleft()()
+                        moving.append(copier.move(target[part], copy[part], issued))
+                        if len(moving) > _CHUNKS_AHEAD:
+                            moving.popleft().result()()
         finally:
             # Also after a failure: what follows may not meet a late chunk.
-            while waits:
-                waits.popleft()()
+            while moving:
+                moving.popleft().result()()
 
     def close(self) -> None:
         """Break a restore off, end the thread, free the memory. Idempotent."""

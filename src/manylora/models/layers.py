@@ -55,7 +55,7 @@ class LoraLinear:
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         """x ``[T, in]`` to ``[T, sum(out)]``, both summands contiguous."""
         cold = step.batch.cold
-        if cold is not None and self.layer < cold.num_layers:
+        if cold is not None:
             return self._beside(cold, x, step)
         return step.ops.lora_summands(
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
@@ -64,7 +64,7 @@ class LoraLinear:
     def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The gated product of gate and up side by side: silu(gate) * up, ``[T, I]``."""
         cold = step.batch.cold
-        if cold is not None and self.layer < cold.num_layers:
+        if cold is not None:
             return step.ops.silu_mul(self._beside(cold, x, step).whole)
         return step.ops.lora_gated(
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
@@ -72,10 +72,10 @@ class LoraLinear:
 
     def _beside(self, cold: ColdProducts, x: torch.Tensor, step: Step) -> Summands:
         """The same, where what adapters add to some rows is computed elsewhere meanwhile."""
-        has_posted = cold.post(x, self.layer, self.group)
+        has_posted = cold.post(x, self.group)
         y = step.ops.lora_summands(x, self.weight, self.bias, step.pool, self.layer, self.group, cold.lora)
         if has_posted:
-            cold.add(y.product, step.pool, self.layer, self.group)
+            cold.add(y.product, self.group)
         return y
 
 

@@ -1,41 +1,87 @@
 """Cold starts: which sequences run while what they read is still on its way (CaraServe §4).
 
-Decides whether a loading sequence has a row in the next step, and whether the CPU computes its adapter's part,
-from when its copies are expected to land and what that costs the others; knows which copies each step in flight
-needs. Learns from events alone. Moves nothing.
+Decides whether a loading sequence has a row in the next step, from when its copies are expected to land and what
+that costs the others; knows which copies each step in flight needs. Learns from events alone. Moves nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from manylora.config import MOST_CPU_TOKENS, PolicyConfig
 from manylora.policy.batching import StepPlan
-from manylora.policy.cold_copies import ComingCopies
-from manylora.policy.cold_forecast import (
-    NO_CPU,
-    Beginning,
-    CpuShare,
-    Landing,
-    boundary_s,
-    choose,
-    end_s,
-    split,
-)
-from manylora.policy.cold_lessons import ColdLessons
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
-from manylora.policy.tree import Node, path_to
-from manylora.protocol import AdapterRead, Await, CopyDone, CpuRows, StepDone, SwapPages
+from manylora.policy.tree import LOADING as NODE_LOADING
+from manylora.policy.tree import RESIDENT, Node, path_to
+from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
 from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
 """What steps may stand still for at once, however long none did."""
+GAIN = 0.01
+"""By this share of the wait a row must be answered sooner to begin before its copies have landed."""
 
-_NO_LIMIT = float("inf")
+_LEARN = 0.3
+"""How much of a miss the next forecast makes good."""
+_FORGET = 0.95
+"""What is not tried is believed a little more each time, or it would never be tried again."""
+
+# ---------------------------------------------------------------- forecasts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Landing:
+    """A copy that moves from ``begin_s`` to ``end_s``."""
+
+    begin_s: float
+    end_s: float
+
+    def group_s(self, number: int, num_groups: int) -> float:
+        """When that group of layers, from 0, has landed."""
+        return self.begin_s + (self.end_s - self.begin_s) * (number + 1) / num_groups
+
+    def as_of(self, now: float) -> Landing:
+        """What is expected where it has not been answered by ``now``: one that is late goes on for as long as it
+        is late already."""
+        late_s = now - self.end_s
+        return self if late_s <= 0 else dataclasses.replace(self, end_s=now + late_s)
+
+
+def end_s(begin_s: float, step_s: float, num_groups: int, landings: Iterable[Landing]) -> float:
+    """When a step ends that would take ``step_s`` alone. Its layers run in groups, each when the one before has
+    ended and what the copies bring of it has landed."""
+    landings = list(landings)
+    group_s = step_s / num_groups
+    end = begin_s
+    for number in range(num_groups):
+        for landing in landings:
+            end = max(end, landing.group_s(number, num_groups))
+        end += group_s
+    return end
+
+
+def boundary_s(begin_s: float, ready_s: float, step_s: float) -> float:
+    """When the first step begins that may have what is ready at ``ready_s``, where steps of ``step_s`` follow one
+    another from ``begin_s`` on."""
+    late_s = ready_s - begin_s
+    if late_s <= 0:
+        return begin_s
+    if step_s <= 0:
+        return ready_s
+    return begin_s + math.ceil(late_s / step_s) * step_s
+
+
+class Beginning(NamedTuple):
+    """One way for a cold row to begin: when its answer is expected, and for how long the step stands still."""
+
+    mode: str
+    answer_s: float
+    stall_s: float
 
 
 class _Forecast(NamedTuple):
@@ -49,6 +95,112 @@ class _Forecast(NamedTuple):
     is_guess: bool
 
 
+class Misses:
+    """How much later than forecasts say requests have lately been answered, by how they began."""
+
+    def __init__(self) -> None:
+        self._late_s: dict[str, float] = {}
+
+    def late_s(self, mode: str) -> float:
+        """Less than 0 where they were answered sooner."""
+        return self._late_s.get(mode, 0.0)
+
+    def answered(self, mode: str, expected_s: float, took_s: float) -> None:
+        """The step of a request that began so has ended; of a miss no more counts than was expected in all."""
+        missed_s = min(max(took_s - expected_s, -expected_s), expected_s)
+        for other in self._late_s:
+            if other != mode:
+                self._late_s[other] *= _FORGET
+        self._late_s[mode] = self.late_s(mode) + _LEARN * missed_s
+
+
+# ---------------------------------------------------------------- copies on their way
+
+
+@dataclasses.dataclass(slots=True)
+class _Copy:
+    """When a copy that was commanded at ``since_s`` is expected to land, and what it took, once that is known.
+    ``adapter``: which one it brings."""
+
+    landing: Landing
+    adapter: AdapterId | None
+    num_pages: int
+    since_s: float
+    took_s: float | None = None
+
+
+class ComingCopies:
+    """What cold rows read and is on its way to the device: by which copy it comes, and when that is expected to
+    land. By number, until a copy is forgotten."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._copies: dict[CopyId, _Copy] = {}
+        self._lane_free_s = 0.0  # when the last one that was answered had landed
+
+    def __getitem__(self, copy: CopyId) -> _Copy:
+        return self._copies[copy]
+
+    def get(self, copy: CopyId) -> _Copy | None:
+        """None where it is forgotten."""
+        return self._copies.get(copy)
+
+    def forget(self, copy: CopyId) -> None:
+        """No step names it any more."""
+        del self._copies[copy]
+
+    def started(self, copies: Iterable[SwapPages], now: float) -> None:
+        """These were commanded, after those before."""
+        for command in copies:
+            if command.to_device:
+                coming = _Copy(Landing(now, now), command.adapter, len(command.pairs), now)
+                self._copies[command.copy] = coming
+        self._expect()
+
+    def ended(self, number: CopyId, seconds: float) -> bool:
+        """It has been answered; False where it is forgotten."""
+        copy = self._copies.get(number)
+        if copy is None:
+            return False
+        copy.took_s = seconds
+        self._lane_free_s = max(self._lane_free_s, copy.landing.begin_s + seconds)
+        self._expect()
+        return True
+
+    def _expect(self) -> None:
+        """When those that are on their way land, one after another, by what is known now."""
+        free_s = self._lane_free_s
+        for copy in self._copies.values():
+            if copy.took_s is None:
+                begin_s = max(copy.since_s, free_s)
+                free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
+                copy.landing = Landing(begin_s, free_s)
+
+    def of_sequence(self, sequence: Sequence) -> list[CopyId] | None:
+        """Those that bring what the sequence waits for; None where something does not come by a copy that is on
+        its way."""
+        assert sequence.node is not None
+        found: dict[CopyId, None] = {}
+        for node in (self._residency.tree.node(sequence.adapter), *path_to(sequence.node)):
+            if node.residence is RESIDENT or node.has_landed:
+                continue
+            copy = self.of_node(node)
+            if copy is None:
+                return None
+            found[copy] = None
+        return list(found)
+
+    def of_node(self, node: Node) -> CopyId | None:
+        """The number of the copy that is on its way with a loading node."""
+        if node.residence is not NODE_LOADING:
+            return None
+        move = self._residency.transfers.current(node)
+        return move.copy if move is not None and move.to_device else None
+
+
+# ---------------------------------------------------------------- decisions
+
+
 @dataclasses.dataclass(slots=True)
 class _Step:
     """What a step in flight needs, and what was expected of it. ``waited``: of rows that waited until now."""
@@ -59,16 +211,6 @@ class _Step:
     waited: list[_Forecast]
     stall_s: float
     has_others: bool
-    num_served: int
-    """Tokens that the CPU serves."""
-    busy_s: float
-    """Of the CPU, without its hand-overs."""
-    num_groups: int
-    """Of layers."""
-
-    def is_whole(self) -> bool:
-        """Whether the CPU serves all layers."""
-        return all(rows.groups == self.num_groups and not rows.shrinks_only for rows in self.cpu)
 
     def copies(self) -> set[CopyId]:
         """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
@@ -90,94 +232,33 @@ class ColdStarts:
     def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
         self._config = config.cold_start
         self._page_tokens = config.page_tokens
-        self._page_bytes = config.page_bytes
         self._residency = residency
         self._held = held
-        self._copies = ComingCopies(residency, config.cold_start.rates.b_share)
+        self._copies = ComingCopies(residency)
         self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
         self._num_workers = config.cold_start.num_workers
-        self._lessons = ColdLessons(config.cold_start.rates)
+        self._misses = Misses()
         # What was expected when these were first left to wait.
         self._waiting: dict[SequenceId, _Forecast] = {}
         # Of the step that is being composed:
         self._composed_s = 0.0
         self._chosen: dict[SequenceId, Beginning] = {}
-        self._busy_s = 0.0
-        self._num_served = 0
+        self._num_served = 0  # tokens that the CPU serves
         self._stall_s = 0.0
         self._has_others = False  # which stand still with it
 
-    # ------------------------------------------------------------ copies
-
-    def order_copies(self) -> None:
-        """Have copies of adapters that are about to start bring first what the CPU is not to serve, where layers
-        are split between both, or it shrinks only."""
-        if not self._serves_cpu() or self._config.variant == "whole":
-            return
-        now = self._steps_end_s
-        for sequence in self._held.admitted if self._held.num_loading else ():
-            root = self._residency.tree.node(sequence.adapter)
-            move = self._residency.transfers.current(root)
-            if self._residency.transfers.is_read(sequence.adapter):
-                continue  # it comes as it is read
-            if sequence.stage is LOADING and move is not None and move.copy is None and move.to_device:
-                landing = Landing(now, now + root.num_pages * self._residency.rates.page_in_s)
-                step_s = self._residency.rates.expected_step_s(sequence.num_remaining)
-                order = self._order(now, step_s, landing, sequence.num_remaining, root)
-                self._residency.transfers.order(sequence.adapter, *order)
-
-    def _order(
-        self, now: float, step_s: float, landing: Landing, num_tokens: int, root: Node
-    ) -> tuple[int, bool]:
-        """Which group comes first, and whether B does before A: as answers soonest of what the variant has, and of
-        awaiting the copy in the order of every copy, where there is a choice."""
-        num_groups, variant = self._config.num_groups, self._config.variant
-        busy_s = self._busy_seconds(num_tokens, root)
-        whole = self._share(num_groups, num_tokens, busy_s)
-        ways: list[tuple[Landing, CpuShare]] = []
-        if variant != "shrink":
-            groups = split(now, step_s, num_groups, landing, whole)
-            first = dataclasses.replace(landing, first_group=groups % num_groups)
-            ways.append((first, whole._replace(groups=groups)))
-        if variant != "split":
-            ahead = dataclasses.replace(landing, ahead=self._config.rates.b_share)
-            ways.append(
-                (ahead, self._share(num_groups, num_tokens, self._shrunk_s(busy_s), shrinks_only=True))
-            )
-
-        def expected_s(way: tuple[Landing, CpuShare]) -> float:
-            return end_s(now, step_s, num_groups, (), way[:1], way[1])
-
-        best = min(ways, key=expected_s)
-        if self._config.mode == "auto":
-            awaited_s = expected_s((landing, NO_CPU)) + self._lessons.beyond_s("layerwise")
-            if awaited_s <= expected_s(best) + self._lessons.beyond_s("cpu"):
-                return 0, False
-        return best[0].first_group, best[1].shrinks_only
-
     def copy_ended(self, event: CopyDone) -> None:
         """A copy has been answered; it is remembered while a step that needs it is in flight."""
-        self._ended(event.copy, event.copy_s)
-
-    def read_ended(self, event: AdapterRead, now: float) -> None:
-        """A read has been answered, before it is forgotten: what follows it lands now."""
-        read = self._residency.transfers.read_of(event.adapter)
-        if read is None or not self._copies.read_ended(event.adapter, now):
-            return
-        if read.copy is not None:
-            self._ended(read.copy, event.read_s)
-
-    def _ended(self, number: CopyId, seconds: float) -> None:
-        if self._copies.ended(number, seconds):
-            self._forget_unless_needed(number)
+        if self._copies.ended(event.copy, event.copy_s):
+            self._forget_unless_needed(event.copy)
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):
             self._copies.forget(copy)
 
-    # ------------------------------------------------------------ the decision
+    # ------------------------------------------------------------ the next step
 
     def add_rows(self, plan: StepPlan, started: Iterable[SwapPages], now: float) -> None:
         """Give rows to loading sequences, oldest first, where what the others lose by it is within what they may.
@@ -187,11 +268,9 @@ class ColdStarts:
         self._copies.started(started, now)
         self._chosen = {}
         self._composed_s = now
-        self._busy_s = self._stall_s = 0.0
+        self._stall_s = 0.0
         self._num_served = 0
         self._has_others = len(self._held.admitted) > self._held.num_loading
-        by_adapter: dict[AdapterId, tuple[int, bool]] = {}  # what the CPU does of it in this step
-        of_cpu: tuple[int, bool] | None = None  # and of any
         for sequence in self._held.admitted if self._held.num_loading else ():
             if (
                 sequence.stage is not LOADING
@@ -204,25 +283,13 @@ class ColdStarts:
             num_tokens = min(sequence.num_remaining, plan.budget, room)
             if not copies or num_tokens <= 0:
                 continue
-            ways = self._ways(sequence, copies, plan.rows, num_tokens, now)
-            served = by_adapter.get(sequence.adapter)
-            if served is not None:  # all rows of an adapter begin alike
-                ways = [way for way in ways if way.mode == "wait" or way.of_cpu == served]
-            elif of_cpu is not None:  # and all that the CPU serves
-                ways = [way for way in ways if not way.groups or way.of_cpu == of_cpu]
-            way = self._choose(ways, now, self._most_alone_s(copies))
+            way, num_tokens = self._way(sequence, copies, plan.rows, num_tokens, now)
             if way.mode == "wait":
                 root = self._residency.tree.node(sequence.adapter)
                 self._waiting.setdefault(sequence.id, self._forecast(root, way))
                 continue
             self._waiting.pop(sequence.id, None)
-            if way.groups:
-                num_tokens = self._served_tokens(sequence, num_tokens)
-                self._num_served += num_tokens
-                busy_s = self._busy_seconds(num_tokens, self._residency.tree.node(sequence.adapter))
-                self._busy_s += self._shrunk_s(busy_s) if way.shrinks_only else busy_s
-                of_cpu = way.of_cpu
-            by_adapter[sequence.adapter] = way.of_cpu
+            self._num_served += num_tokens if way.mode == "cpu" else 0
             self._chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
@@ -231,97 +298,58 @@ class ColdStarts:
             plan.rows.append((sequence, num_tokens, 1 + sequence.num_unborn_forks if is_last else 0))
             plan.budget -= num_tokens
 
-    def _forecast(self, node: Node, way: Beginning) -> _Forecast:
-        """Of the step that is being composed."""
-        is_guess = not self._residency.rates.has_copied
-        return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
-
-    def _most_alone_s(self, copies: Iterable[CopyId]) -> float:
-        """For how long a step may stand still that holds up no other row. Requests that come meanwhile wait for
-        it, so not for a read that takes its time."""
-        is_read = any(self._copies[copy].is_read for copy in copies)
-        return MOST_ALLOWED_S if is_read else _NO_LIMIT
-
-    def _choose(self, ways: list[Beginning], now: float, most_alone_s: float) -> Beginning:
-        mode = self._config.mode
-        # What a row of this step has cost already, this one may cost too.
-        allowed_s = self._stall_s + self._allowed_s if self._has_others else most_alone_s
-        if mode == "auto":
-            return choose(ways, now, allowed_s)
-        way = next((way for way in ways if way.mode == mode), ways[0])
-        return way if mode != "layerwise" or way.stall_s <= allowed_s else ways[0]
-
-    def _ways(
+    def _way(
         self, sequence: Sequence, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float
-    ) -> list[Beginning]:
-        """How the sequence may begin; to wait comes first."""
+    ) -> tuple[Beginning, int]:
+        """How the sequence begins, and with how many tokens."""
         mode, num_groups = self._config.mode, self._config.num_groups
         rates = self._residency.rates
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
         begin_s = max(now, self._steps_end_s)
         step_s = rates.expected_step_s(num_prefill)
-        coming = [(c.landing.as_of(now), c.adapter) for c in map(self._copies.__getitem__, copies)]
-        histories = [landing for landing, adapter in coming if adapter is None]
-        adapters = [landing for landing, adapter in coming if adapter is not None]
-        landed_s = max(landing.end_s for landing in (*histories, *adapters))
+        coming = [(self._copies[copy].landing.as_of(now), self._copies[copy].adapter) for copy in copies]
+        landed_s = max(landing.end_s for landing, _ in coming)
         # Where others go on, one of their steps is on its way when it has landed.
         starts_s = boundary_s(begin_s, landed_s, rates.expected_step_s(0) if rows else 0.0)
-        found = [Beginning("wait", starts_s + step_s + self._lessons.beyond_s("wait"), 0.0)]
-        alone_s = begin_s + step_s
-        if mode != "cpu":
-            name = "layerwise" if mode == "auto" else mode
-            until_s = end_s(begin_s, step_s, num_groups, histories, adapters)
-            answer_s = until_s + self._lessons.beyond_s(name)
-            found.append(Beginning(name, answer_s, max(0.0, until_s - alone_s)))
-        may_serve = (
-            self._serves_cpu() and adapters and not self._residency.transfers.is_read(sequence.adapter)
-        )
-        served = self._served_tokens(sequence, num_tokens) if may_serve else 0
-        if served > 0:
-            root = self._residency.tree.node(sequence.adapter)
-            busy_s = self._busy_seconds(served, root)
-            num_served = self._num_served + served
-            whole = self._share(num_groups, num_served, self._busy_s + busy_s)
-            shares = [whole]
-            if adapters[0].first_group:
-                shares.append(whole._replace(groups=adapters[0].first_group))
-            if adapters[0].ahead:
-                busy_s = self._busy_s + self._shrunk_s(busy_s)
-                shares.append(self._share(num_groups, num_served, busy_s, shrinks_only=True))
-            for share in shares:
-                until_s = end_s(begin_s, step_s, num_groups, histories, adapters, share)
-                # A prompt that the CPU's memory cuts goes on when the adapter is there.
-                answer_s = until_s if served == sequence.num_remaining else max(until_s, landed_s) + step_s
-                answer_s += self._lessons.beyond_s("cpu")
-                stall_s = max(0.0, until_s - alone_s)
-                found.append(Beginning("cpu", answer_s, stall_s, share.groups, share.shrinks_only))
-        # As the variant asks, where the copy comes so.
-        return [found[0], found[-1]] if mode == "cpu" and len(found) > 1 else found
+        wait = Beginning("wait", starts_s + step_s + self._misses.late_s("wait"), 0.0)
+        served = num_tokens
+        if mode == "cpu":
+            has_adapter = any(adapter is not None for _, adapter in coming)
+            served = self._served_tokens(sequence, num_tokens) if has_adapter else 0
+            if served <= 0:
+                return wait, num_tokens
+            coming = [(landing, adapter) for landing, adapter in coming if adapter is None]
+        until_s = end_s(begin_s, step_s, num_groups, [landing for landing, _ in coming])
+        name = "layerwise" if mode == "auto" else mode
+        answer_s = until_s
+        if mode == "cpu" and served < sequence.num_remaining:
+            # A prompt that the CPU's memory cuts goes on when the adapter is there.
+            answer_s = max(until_s, landed_s) + step_s
+        stall_s = max(0.0, until_s - begin_s - step_s)
+        way = Beginning(name, answer_s + self._misses.late_s(name), stall_s)
+        return (way, served) if self._may_begin(way, wait, now) else (wait, num_tokens)
 
-    # ------------------------------------------------------------ the CPU
-
-    def _serves_cpu(self) -> bool:
-        return self._config.mode in ("cpu", "auto") and self._num_workers > 0
+    def _may_begin(self, way: Beginning, wait: Beginning, now: float) -> bool:
+        """Whether a row begins this way instead of waiting."""
+        if self._config.mode not in ("layerwise", "auto"):
+            return True
+        # What a row of this step has cost already, this one may cost too.
+        if self._has_others and way.stall_s > self._stall_s + self._allowed_s:
+            return False
+        return self._config.mode != "auto" or wait.answer_s - way.answer_s > GAIN * (wait.answer_s - now)
 
     def _served_tokens(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of the sequence's next tokens the CPU may serve: of its prompt, and not the one that others
         fork off, which needs the adapter to be there."""
-        if sequence.has_drawn:
+        if self._num_workers == 0 or sequence.has_drawn:
             return 0
         most = sequence.num_remaining - (sequence.num_unborn_forks > 0)
         return min(num_tokens, most, MOST_CPU_TOKENS - self._num_served)
 
-    def _busy_seconds(self, num_tokens: int, root: Node) -> float:
-        return self._lessons.busy_s(num_tokens, root.num_pages * self._page_bytes, self._num_workers)
-
-    def _share(self, groups: int, num_tokens: int, busy_s: float, shrinks_only: bool = False) -> CpuShare:
-        """``num_tokens``: of all cold rows of the step; all layers keep the workers busy for ``busy_s``."""
-        seconds = self._lessons.besides_s(num_tokens, shrinks_only) + busy_s
-        return CpuShare(groups, seconds, self._lessons.beside, shrinks_only)
-
-    def _shrunk_s(self, busy_s: float) -> float:
-        """Of what keeps workers busy, what they need to shrink only."""
-        return busy_s * (1 - self._config.rates.b_share)
+    def _forecast(self, node: Node, way: Beginning) -> _Forecast:
+        """Of the step that is being composed."""
+        is_guess = not self._residency.rates.has_copied
+        return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
     # ------------------------------------------------------------ steps
 
@@ -339,21 +367,21 @@ class ColdStarts:
         if not (self._held.num_loading or self._waiting):
             return (), ()
         wanted: dict[CopyId, list[int]] = {}
-        served: dict[tuple[CopyId, tuple[int, bool]], list[int]] = {}
+        served: dict[CopyId, list[int]] = {}
         first: Sequence | None = None
         for sequence, _, _ in rows:
             if sequence.stage is not LOADING:
                 continue
             first = first or sequence
-            way = self._chosen[sequence.id]
+            is_of_cpu = self.mode_of(sequence) == "cpu"
             for copy in self._copies.of_sequence(sequence) or ():
-                if way.groups and self._copies[copy].adapter is not None:
-                    served.setdefault((copy, way.of_cpu), []).append(sequence.id)
+                if is_of_cpu and self._copies[copy].adapter is not None:
+                    served.setdefault(copy, []).append(sequence.id)
                     self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
-        cpu = tuple(CpuRows(copy, tuple(of), *of_cpu) for (copy, of_cpu), of in served.items())
+        cpu = tuple(CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
         waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
@@ -361,12 +389,7 @@ class ColdStarts:
             begun = None
             if first is not None:
                 begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
-            num_groups = self._config.num_groups
-            busy_s = self._busy_s * max((rows.groups for rows in cpu), default=0) / num_groups
-            stall_s, has_others = self._stall_s, self._has_others
-            self._in_flight[step] = _Step(
-                awaits, cpu, begun, waited, stall_s, has_others, self._num_served, busy_s, num_groups
-            )
+            self._in_flight[step] = _Step(awaits, cpu, begun, waited, self._stall_s, self._has_others)
         return awaits, cpu
 
     def step_ended(
@@ -399,10 +422,6 @@ class ColdStarts:
         if step.cpu:
             self._residency.lent.step_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
-            if event.cpu_s > 0 and not step.awaits:
-                # Where some layers await the copy, what the step stood still for says nothing of the CPU.
-                own_s = event.device_s - event.stall_s if step.is_whole() else 0.0
-                self._lessons.served(step.num_served, step.busy_s, event.cpu_s, own_s, event.stall_s)
         if step.begun is not None:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
             self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
@@ -410,7 +429,7 @@ class ColdStarts:
             expected_s, answer_s = forecast.answer_s - forecast.made_s, now - forecast.made_s
             self._residency.counters.cold_answered(expected_s, answer_s)
             if event.ok and not event.spoilt and not forecast.is_guess:
-                self._lessons.answered(forecast.mode, expected_s, answer_s)
+                self._misses.answered(forecast.mode, expected_s, answer_s)
             told = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
             if forecast is step.begun:
                 told += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"

@@ -36,8 +36,7 @@ class NodeStates:
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
         self.lent = LentPages(self.host)
-        cold = config.cold_start
-        self.transfers = Transfers(cold.num_groups, cold.read_groups, cold.host_read_groups)
+        self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
         """Of what left the device last for want of room, where the policy ``prices_pages``."""

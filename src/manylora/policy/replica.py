@@ -164,8 +164,6 @@ class Replica(RequestLives):
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
         if not self._residency.transfers.is_read(event.adapter):
             return
-        if self._cold is not None:
-            self._cold.read_ended(event, now)
         node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
@@ -255,8 +253,6 @@ class Replica(RequestLives):
         if len(self._kept):
             self._kept.bring(now, len(self._waiting))
         self._swapper.use_idle_lane(now)
-        if self._cold is not None:
-            self._cold.order_copies()
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)

@@ -238,8 +238,6 @@ class Residency(NodeStates):
             elif node.host is NO_COPY:
                 assert node.is_adapter, "KV without a host copy cannot be brought back"
                 self.read(now, node, reason)
-            if self.transfers.may_follow(node.adapter) and node.is_adapter:
-                self.transfers.queue(node, to_device=True)
 
     def read(self, now: float, node: Node, reason: str) -> None:
         """Read an adapter from its source: to the host where it finds room, else to the device at once."""
@@ -299,16 +297,13 @@ class Residency(NodeStates):
                 self._land(node)
             else:
                 self._set_host(node, HELD, node.host_pages)
-                if node.residence is LOADING and self.transfers.current(node) is None:
+                if node.residence is LOADING:
                     self.transfers.queue(node, to_device=True)
             return None
         if not read.to_device:
-            pages, following = node.host_pages, self.transfers.current(node)
+            pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            if following is None:
-                self.lent.release(node, pages)
-            else:
-                following.owns_host_pages = True
+            self.lent.release(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
@@ -339,8 +334,7 @@ class Residency(NodeStates):
         num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
         self.counters.swaps_failed += not event.ok
         if event.ok:
-            if not moves[0].follows_read:  # what it took says more of the read
-                self.rates.saw_copy(num_pages, event.copy_s, to_device)
+            self.rates.saw_copy(num_pages, event.copy_s, to_device)
             self.counters.copied(num_pages, event.copy_s, to_device)
 
     def _saved(self, node: Node, ok: bool) -> None:

@@ -30,30 +30,22 @@ class Move:
     owns_host_pages: bool = False
     copy: CopyId | None = None
     """The copy that it is a part of, once that has started."""
-    follows_read: bool = False
-    """Whether that copy waits for what is read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """An adapter's read in flight; ``to_device``: it goes there at once, since the host has no room. ``copy``: the
-    number by which steps may await it."""
+    """An adapter's read in flight; ``to_device``: it goes there at once, since the host has no room."""
 
     node: Node
     to_device: bool
-    copy: CopyId | None = None
 
 
 class Transfers:
     """Parts of copies by node, copies by number, reads by adapter."""
 
-    def __init__(self, num_groups: int = 0, read_groups: int = 0, host_read_groups: int = 0) -> None:
-        """``num_groups``: of layers, in which copies to the device land that steps may await; 0: none does.
-        ``read_groups``: those in which adapters are read to the device; ``host_read_groups``: to the host, so that
-        copies may follow; 0: none does."""
+    def __init__(self, num_groups: int = 0) -> None:
+        """``num_groups``: of layers, in which copies to the device land that steps may await; 0: none does."""
         self._num_groups = num_groups
-        self._read_groups = read_groups
-        self._host_read_groups = host_read_groups
         self.pages_coming = 0
         """Device pages that copies in flight, or queued, write."""
         self._queued: list[Move] = []
@@ -62,8 +54,6 @@ class Transfers:
         self._current: dict[Node, Move] = {}
         self._num_moves: collections.Counter[AdapterId] = collections.Counter()
         self._reads: dict[AdapterId, Read] = {}
-        self._started_reads: list[Read] = []
-        self._orders: dict[AdapterId, tuple[int, bool]] = {}
 
     # ------------------------------------------------------------ copies
 
@@ -75,11 +65,6 @@ class Transfers:
         self._num_moves[node.adapter] += 1
         if to_device:
             self.pages_coming += len(node.pages)
-
-    def order(self, adapter: AdapterId, first_group: int, brings_b_first: bool = False) -> None:
-        """The adapter's copy, if the next ``flush`` starts one, brings its layer groups from there on first, or
-        the pages that hold rows of B."""
-        self._orders[adapter] = first_group, brings_b_first
 
     def current(self, node: Node) -> Move | None:
         """The node's newest part of a copy that has not ended, if the node still goes its way."""
@@ -94,7 +79,6 @@ class Transfers:
         if not self._queued:
             return []
         queued, self._queued = self._queued, []
-        orders, self._orders = self._orders, {}
         started = []
         for to_device in (False, True):
             batch: list[Move] = []
@@ -102,21 +86,14 @@ class Transfers:
                 if move.to_device is not to_device:
                     continue
                 if move.node.is_adapter:
-                    order = orders.get(move.node.adapter, (0, False)) if to_device else (0, False)
-                    started.append(self._start([move], move.node.adapter, *order))
+                    started.append(self._start([move], move.node.adapter))
                 else:
                     batch.append(move)
             for first in range(0, len(batch), MOST_PAGES_A_COPY):
                 started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
         return started
 
-    def _start(
-        self,
-        moves: list[Move],
-        adapter: AdapterId | None,
-        first_group: int = 0,
-        brings_b_first: bool = False,
-    ) -> SwapPages:
+    def _start(self, moves: list[Move], adapter: AdapterId | None) -> SwapPages:
         self._num_copies += 1
         self._copies[self._num_copies] = moves
         to_device = moves[0].to_device
@@ -126,12 +103,9 @@ class Transfers:
             for page, host in zip(move.pages, move.host_pages, strict=True)
         )
         groups = self._num_groups if to_device else 0
-        follows_read = to_device and adapter is not None and self.is_read(adapter)
         for move in moves:
-            move.copy, move.follows_read = self._num_copies, follows_read
-        return SwapPages(
-            self._num_copies, to_device, pairs, adapter, groups, first_group, follows_read, brings_b_first
-        )
+            move.copy = self._num_copies
+        return SwapPages(self._num_copies, to_device, pairs, adapter, groups)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""
@@ -159,30 +133,10 @@ class Transfers:
 
     def read(self, node: Node, to_device: bool) -> ReadAdapter:
         """Start to read an adapter into the pages that its node has in that tier."""
-        groups, copy = self._read_groups if to_device else self._host_read_groups, None
-        if to_device and groups:
-            self._num_copies += 1
-            copy = self._num_copies
-        self._reads[node.adapter] = Read(node, to_device, copy)
-        if groups:
-            self._started_reads.append(self._reads[node.adapter])
+        self._reads[node.adapter] = Read(node, to_device)
         if to_device:
-            return ReadAdapter(node.adapter, node.pages, "device", groups, copy or 0)
-        return ReadAdapter(node.adapter, node.host_pages, "host", groups)
-
-    def take_started_reads(self) -> list[Read]:
-        """Those in groups that were started since the last time, and have not ended."""
-        started, self._started_reads = self._started_reads, []
-        return [read for read in started if self._reads.get(read.node.adapter) is read]
-
-    def may_follow(self, adapter: AdapterId) -> bool:
-        """Whether the adapter is being read to the host in groups, which a copy may follow."""
-        read = self._reads.get(adapter)
-        return self._host_read_groups > 0 and read is not None and not read.to_device
-
-    def read_of(self, adapter: AdapterId) -> Read | None:
-        """The adapter's read, if it is under way."""
-        return self._reads.get(adapter)
+            return ReadAdapter(node.adapter, node.pages, "device")
+        return ReadAdapter(node.adapter, node.host_pages, "host")
 
     def read_ended(self, adapter: AdapterId) -> Read:
         """The adapter's read is over."""

@@ -75,22 +75,17 @@ step_row = functools.partial(tuple.__new__, StepRow)
 
 
 class Await(NamedTuple):
-    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings, or a ReadAdapter with
-    ``copy``."""
+    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
 
 
 class CpuRows(NamedTuple):
-    """These sequences' rows of a step need of the adapter that a copy brings the layers behind its first
-    ``groups`` groups alone: what it adds in the layers before is computed on the CPU, from the copy's sources.
-    ``shrinks_only``: of that the first half is; for the second one the rows need B in these layers too."""
+    """The CPU computes what the adapter of a copy adds to these sequences' rows, from the copy's sources."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
-    groups: int
-    shrinks_only: bool = False
 
 
 @dataclasses.dataclass(slots=True)  # like StepDone
@@ -131,15 +126,11 @@ class ReadAdapter:
     """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead.
 
     On the device it is then resident; in host pages it waits for a SwapPages that names it.
-    ``groups``: it comes in so many groups of layers, the first layers' first, for a copy that follows it, or, by
-    the number ``copy``, for steps that await it as they await a copy; 0: in any order.
     """
 
     adapter: AdapterId
     pages: tuple[PageId, ...]
     tier: Tier = "device"
-    groups: int = 0
-    copy: CopyId = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,10 +141,7 @@ class SwapPages:
     destinations are this copy's alone until the answer, and no issued step touches them but one that awaits it.
     ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
     ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0: none
-    does. ``first_group``: the last ones from there on come before the others. ``brings_b_first``: the pages that
-    hold rows of B come in all groups before the others come in theirs.
-    ``follows_read``: the sources are those of a ReadAdapter with ``groups`` that has not been answered: each group
-    is copied when it has been read, and the copy is answered after the read. It fails where the read does.
+    does.
     """
 
     copy: CopyId
@@ -161,9 +149,6 @@ class SwapPages:
     pairs: tuple[tuple[PageId, PageId], ...]
     adapter: AdapterId | None = None
     groups: int = 0
-    first_group: int = 0
-    follows_read: bool = False
-    brings_b_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

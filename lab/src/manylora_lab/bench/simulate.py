@@ -22,7 +22,6 @@ from manylora.config import (
     check_workers,
     is_import_name,
     lora_sharding_of,
-    parse_size,
 )
 from manylora.config.merging import says_something
 from manylora.flags import FLAGS, build_settings
@@ -78,8 +77,9 @@ class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``interconnect``: a profile, by whose ranks' exchanges the
     hardware's cards exchange. ``policies``: names with commas between, or "all".
-    ``merge``: modes likewise, each with every policy. ``engine``: settings by flag name.
-    ``with_limits``: bounds beside every policy (docs/limits.md)."""
+    ``merge``: modes likewise, each with every policy. ``copy_limit``: most bytes a second that copies move; None: as
+    the costs have it. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
+    (docs/limits.md)."""
 
     profile: str | None = None
     model: str | None = None
@@ -92,6 +92,7 @@ class SimulateSettings:
     interconnect: str | None = None
     policies: str = "manylora"
     merge: str = "unmerged"
+    copy_limit: int | None = None
     is_warm: bool = True
     with_limits: bool = False
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -155,18 +156,17 @@ class SimulatedTarget:
             self.shape, self.tensor_parallel_size, self.sharding, rank, page_tokens, self.modules
         )
 
-    def cold_start(self, config: ColdStartConfig, host_bytes: int, copy_limit: int | None) -> ColdStartConfig:
+    def cold_start(self, config: ColdStartConfig, host_bytes: int) -> ColdStartConfig:
         """As an engine there gives it to its policy. Raises ConfigError where the CPU cannot serve."""
         config = config.on_device(has_gates=False)  # wait, where no mode was given
+        config = dataclasses.replace(config, lands_whole=self.kind == "cpu" and config.num_groups > 1)
         check_host_pool(config, host_bytes)
         if self.cold is None:
             if config.mode == "cpu":
                 raise ConfigError(f"--cold-start cpu: {_NO_CPU}")
             return config
-        num_workers = config.workers_of(self.cold.cores)
         check_workers(config, self.cold.cores)
-        rates = self.cold.told(self.costs, copy_limit)
-        return dataclasses.replace(config, rates=rates, num_workers=num_workers)
+        return dataclasses.replace(config, num_workers=config.workers_of(self.cold.cores))
 
     def cold_costs(self, config: PolicyConfig) -> ColdCosts:
         """What cold starts take."""
@@ -239,7 +239,7 @@ def _simulated(
 ) -> dict[str, Any]:
     """One policy's result, beside it, if asked for, the most that any could have kept; or the reference's."""
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
-    limit, cold = copy_limit(settings), target.cold_costs(config)
+    limit, cold = settings.copy_limit, target.cold_costs(config)
     merge_costs = target.merge_costs(config)
     of_policy: dict[str, Any] = {}
     clairvoyant = Clairvoyant(config.merge) if config.merge.is_on else None
@@ -273,12 +273,6 @@ def _simulated(
         **of_policy, **summarize(replay), **ttft_parts_ms(replay.outcomes), "dropped": dropped,
         "service_difference": replay.service_difference(), "merging": merged,
     }  # fmt: skip
-
-
-def copy_limit(settings: SimulateSettings) -> int | None:
-    """Bytes a second; None: as the costs have it."""
-    value = settings.engine.get("copy_limit")
-    return None if value is None else parse_size(value)
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
@@ -442,7 +436,7 @@ def config_of(
         merge=merge,
         max_prefills_per_step=scheduler.max_prefills,
         kept_share=scheduler.kept_share,
-        cold_start=target.cold_start(scheduler.cold_start, host_bytes, copy_limit(settings)),
+        cold_start=target.cold_start(scheduler.cold_start, host_bytes),
     )
 
 

@@ -29,7 +29,6 @@ from manylora_lab.bench.simulate import (
     SimulatedTarget,
     SimulateSettings,
     config_of,
-    copy_limit,
     modes_of,
     noted,
     notes_of,
@@ -279,7 +278,7 @@ def _member(
     pages = [target.adapter_pages(rank, config.page_tokens) for rank in stream.ranks]
     merging = target.merge_costs(config)
     return Member(
-        config, target.costs, pages, target.name, merging=merging, copy_limit=copy_limit(settings),
+        config, target.costs, pages, target.name, merging=merging, copy_limit=settings.copy_limit,
         cold=target.cold_costs(config), rank_costs=costs_by_rank,
     )  # fmt: skip
 

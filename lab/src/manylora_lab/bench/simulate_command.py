@@ -8,6 +8,7 @@ from typing import Any
 
 from manylora.aliases import add_removed
 from manylora.config import ConfigError
+from manylora.config import AdapterSettings, ConfigError, parse_size
 from manylora.flags import FLAGS, convert
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (
@@ -44,7 +45,7 @@ FLAG_NAMES = (
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
     "max_prefills_per_step", "kept_share",
-    "cold_start", "cold_start_stall", "cpu_lora_workers", "copy_limit",
+    "cold_start", "cold_start_stall", "cpu_lora_workers",
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
@@ -111,6 +112,10 @@ def add_parser(kinds: Any) -> None:
     )
     add_removed(parser, _REMOVED)
     parser.add_argument(
+        "--copy-limit", metavar="SIZE",
+        help="most bytes a second that copies move in either direction, such as 8GB (default: as the device says)",
+    )  # fmt: skip
+    parser.add_argument(
         "--limits",
         action="store_true",
         help="the most that any policy could have kept beside each (some 10 %% slower)",
@@ -155,6 +160,7 @@ def _simulate(args: argparse.Namespace) -> int:
         interconnect=args.interconnect,
         policies=args.policies,
         merge=args.merge,
+        copy_limit=None if args.copy_limit is None else _rate(args.copy_limit),
         is_warm=not args.cold,
         with_limits=args.limits,
         engine=given,
@@ -177,3 +183,14 @@ def _simulate(args: argparse.Namespace) -> int:
         plot=args.plot,
     )
     return run_cluster(cluster, lambda: stream_of(args))
+
+
+def _rate(text: str) -> int:
+    """Raises ConfigError."""
+    try:
+        rate = parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"--copy-limit: {error}") from None
+    if rate < 1:
+        raise ConfigError("--copy-limit must be at least 1")
+    return rate

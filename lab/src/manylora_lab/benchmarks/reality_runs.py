@@ -16,6 +16,10 @@ from typing import Any
 import msgspec
 
 from manylora.config import ConfigError, PolicyConfig, num_cores
+from manylora.pricing.cold import CpuRates, cpu_rates, gate_lines
+from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
+from manylora.pricing.fit import fit_profile
+from manylora.pricing.profile import Profile
 from manylora_lab.benchmarks.chat_runs import REAL, TOY, ChatScale, RateLoad
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora_lab.benchmarks.run_report import RunReport, replace
@@ -105,9 +109,9 @@ class AsItWas(Noted):
 
 
 def cold_of(policy: PolicyConfig, cores: int, profile: Profile) -> ColdCosts:
-    """What cold starts take, as the engine measured it before it served; what gates cost, by the profile."""
-    cold_start = policy.cold_start
-    return ColdCosts(cold_start.rates, cold_start.num_workers, cores, gates=gate_lines(profile))
+    """What cold starts take, by the profile."""
+    rates = cpu_rates(profile) or CpuRates()
+    return ColdCosts(rates, policy.cold_start.num_workers, cores, gates=gate_lines(profile))
 
 
 def simulate(

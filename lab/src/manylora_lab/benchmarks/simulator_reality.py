@@ -9,8 +9,8 @@ From the repository's root:
     python -m manylora_lab.benchmarks.simulator_reality --device cuda --rates "10x2,5x2,20*0.6" --out reality.json
 
 ``cuda``: Llama-2-7B's shape, dummy weights, 100 adapters of rank 32 or 64, one pool of 12.6 GiB. ``cpu``: the
-demo model's shape on one thread, the traces' lengths divided. ``--cold-start`` and ``--copy-limit`` hold for the
-engine, the profile and the simulation alike. Beside ``--out`` are written its picture (.png), the
+demo model's shape on one thread, the traces' lengths divided. ``--cold-start`` holds for the engine, the profile
+and the simulation alike. Beside ``--out`` are written its picture (.png), the
 steps (.log.json.gz) and the profile (.profile.json). ``--again`` simulates an earlier report's streams anew, with
 no engine. Each stream is simulated a second time 'as it was': with the speed that the engine had in every five
 seconds of it, and what its reads took; that tells the simulator's error from the machine's changes of speed.
@@ -55,7 +55,7 @@ ENGINES = {
     "toy": {**ON_CPU, "max_num_seqs": 8, "device_pool": "16MiB", "host_pool": "8MiB"},
 }  # fmt: skip
 """The worker's own settings, for the profile: what is served has the limits of the scale."""
-GIVEN = ("host_pool", "cold_start", "copy_limit", "cpu_lora_workers")
+GIVEN = ("host_pool", "cold_start", "cpu_lora_workers")
 """Settings of the worker that the command may change."""
 AFTER_S = 60.0
 """About what comes after the last stream takes."""
@@ -205,8 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--cold-start", choices=COLD_START_MODES, help="how cold requests begin (default: wait)"
     )
-    parser.add_argument("--copy-limit", metavar="SIZE", help="most bytes a second that copies move")
-    parser.add_argument("--cpu-lora-workers", metavar="N", help="for --cold-start cpu and auto")
+    parser.add_argument("--cpu-lora-workers", metavar="N", help="for --cold-start cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

@@ -6,15 +6,32 @@ and token of a worker's slice; and the lines of what awaited copies cost their s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from manylora.config import CpuRates
 from manylora.config.cold_start import SLICE_SHARE
 from manylora_lab.pricing.fit import FitError, nonnegative_least_squares, relative_fit
 from manylora_lab.pricing.profile import CpuPoint, Profile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CpuRates:
+    """What the CPU takes for the LoRA of a step's cold rows, of one worker. A step costs ``step_s`` for its
+    hand-overs; each adapter that a worker reads ``byte_s`` a byte, and each token of it ``token_byte_s`` for each
+    byte of its adapter. ``slice_tokens``: as many tokens as one worker takes before another one helps."""
+
+    step_s: float = 0.002
+    byte_s: float = 2e-10
+    token_byte_s: float = 1e-11
+    slice_tokens: int = 16
+
+    def busy_s(self, num_tokens: int, adapter_bytes: int, num_workers: int) -> float:
+        """How long the busiest worker computes for the tokens of one adapter (CaraServe §4.2)."""
+        num_busy = max(1, min(num_workers, -(-num_tokens // self.slice_tokens)))
+        return adapter_bytes * (self.byte_s + -(-num_tokens // num_busy) * self.token_byte_s)
 
 
 class CpuLine(NamedTuple):
@@ -37,7 +54,7 @@ def fit_cpu(points: Sequence[CpuPoint]) -> CpuLine:
 
 
 def cpu_rates(profile: Profile) -> CpuRates | None:
-    """As an engine there would tell its policy; None where the profile has it not."""
+    """None where the profile has them not."""
     if not profile.cpu_products:
         return None
     line = fit_cpu(profile.cpu_products)

@@ -111,17 +111,6 @@ class ModelShape:
         """Pages that an adapter takes. The engine's cells can need up to 5 % more (``kernels.shapes``)."""
         return -(-self.adapter_bytes(rank, modules) // self.page_bytes(page_tokens))
 
-    def pages_of_b(self, rank: int, page_tokens: int, modules: Iterable[str] = ATTENTION_MODULES) -> int:
-        """How many of them hold rows of B: module by module, A comes before B (``adapters.pack``)."""
-        slab = self.page_bytes(page_tokens) // self.layers // self.itemsize
-        found: set[int] = set()
-        end = 0
-        for inputs, outputs in (self.modules[name] for name in modules):
-            begin = end + rank * inputs
-            end = begin + rank * outputs
-            found.update(range(begin // slab, -(-end // slab)))
-        return len(found)
-
     @property
     def fingerprint(self) -> str:
         """A digest that is equal for equal sizes, whatever the name."""

@@ -15,6 +15,9 @@ from typing import Literal
 import numpy as np
 
 from manylora.config import CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
+from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
+from manylora.pricing.cold import CpuRates
+from manylora.pricing.shapes import ModelShape, shape_named
 from manylora.protocol import Command, Event, RunStep, StepDone
 from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.caraserve_cells import MODULES, popularity
@@ -124,7 +127,7 @@ def stream_of(case: ColdCase) -> Stream:
     return Stream("cold", tuple(requests), (case.rank,) * count)
 
 
-def config_of(case: ColdCase, stream: Stream, cold: ColdCosts) -> PolicyConfig:
+def config_of(case: ColdCase, stream: Stream) -> PolicyConfig:
     """The engine's, with the system's policy."""
     page_bytes = case.shape.page_bytes(PAGE_TOKENS)
     adapter_pages = case.shape.adapter_pages(case.rank, PAGE_TOKENS, MODULES)
@@ -133,7 +136,6 @@ def config_of(case: ColdCase, stream: Stream, cold: ColdCosts) -> PolicyConfig:
     if case.held is not None:
         num_pages = min(num_pages, case.held * (adapter_pages + _KV_PAGES))
     mode = {"cached": "wait", "s-lora": "block"}.get(case.system, case.system)
-    has_workers = mode in ("cpu", "auto")
     return PolicyConfig(
         num_pages=num_pages + all_pages if case.system == "cached" else num_pages,
         page_tokens=PAGE_TOKENS,
@@ -144,9 +146,7 @@ def config_of(case: ColdCase, stream: Stream, cold: ColdCosts) -> PolicyConfig:
         page_bytes=page_bytes,
         cache=CacheConfig("s-lora" if case.system == "s-lora" else "manylora"),
         pipeline_depth=1,  # as in the paper's engine
-        cold_start=ColdStartConfig(
-            mode, rates=cold.told(costs_of(case)), num_workers=WORKERS if has_workers else 0
-        ),
+        cold_start=ColdStartConfig(mode, num_workers=WORKERS if mode == "cpu" else 0),
     )
 
 
@@ -161,7 +161,7 @@ class ColdReplay(Replay):
         self._with_prompts: set[int] = set()
         super().__init__(
             stream,
-            config_of(case, stream, cold),
+            config_of(case, stream),
             costs_of(case),
             [adapter_pages] * len(stream.ranks),
             watch=self._note_step,

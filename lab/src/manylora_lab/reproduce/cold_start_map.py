@@ -21,9 +21,7 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 Cores = Literal["measured", "assumed"]
-SINGLE = ("wait", "block", "layerwise", "cpu")
-VARIANTS = {"cpu, split": "split", "cpu, shrink": "shrink", "auto": "best"}
-WAYS = (*SINGLE, *VARIANTS)
+WAYS = ("wait", "block", "layerwise", "cpu", "auto")
 LINKS = (4, 8, 16, 52)
 """GB/s."""
 RANKS = (16, 64, 256)
@@ -41,9 +39,6 @@ NOTES = (
     f"{WORKERS} workers. measured: as ours took on a core of a shared machine; assumed: 100 GFLOP/s and 8 GB/s "
     "each, 20 us a hand-over. What cores compute is hidden by half of the step's own time at most, and their "
     "results cross the same link.",
-    "cpu, split: the CPU serves the first layers while the link brings the others first. cpu, shrink: the CPU "
-    "computes x A alone while the link brings the pages with rows of B first, by which the device expands. auto "
-    "may do both.",
 )
 
 
@@ -63,8 +58,6 @@ def measure(case: MapCase) -> Row:
     h200 = HARDWARE["h200"]
     card = dataclasses.replace(h200, link_bytes_s=1e9 * case.link / h200.link_efficiency)
     costs = AnalyticalCosts(_SHAPE, card, launch_s=_LAUNCH_S)
-    mode = case.way.partition(", ")[0]
-    has_workers = mode in ("cpu", "auto")
     cold = _cold(case)
     page_bytes = _SHAPE.page_bytes(PAGE_TOKENS)
     pages = _SHAPE.adapter_pages(case.rank, PAGE_TOKENS, ALL_MODULES)
@@ -79,8 +72,7 @@ def measure(case: MapCase) -> Row:
         cache=CacheConfig("lru"),
         pipeline_depth=1,
         cold_start=ColdStartConfig(
-            mode, rates=cold.told(costs), num_workers=WORKERS if has_workers else 0,
-            variant=VARIANTS.get(case.way, "whole"),  # type: ignore[arg-type]
+            case.way, num_workers=WORKERS if case.way == "cpu" else 0
         ),
     )  # fmt: skip
     requests = [
@@ -98,15 +90,11 @@ def measure(case: MapCase) -> Row:
 
 
 def _cold(case: MapCase) -> ColdCosts:
-    pages = [
-        count(case.rank, PAGE_TOKENS, ALL_MODULES) for count in (_SHAPE.pages_of_b, _SHAPE.adapter_pages)
-    ]
-    found = assumed_cold(_SHAPE, ALL_MODULES, HARDWARE["h200"])
-    found = dataclasses.replace(found, num_workers=WORKERS, ahead=pages[0] / pages[1])
+    found = dataclasses.replace(assumed_cold(_SHAPE, ALL_MODULES, HARDWARE["h200"]), num_workers=WORKERS)
     if case.cores == "assumed":
         return found
     # Four products a layer, where the measured step has one.
-    rates = dataclasses.replace(MEASURED_RATES, step_s=4 * MEASURED_RATES.step_s, b_share=found.rates.b_share)
+    rates = dataclasses.replace(MEASURED_RATES, step_s=4 * MEASURED_RATES.step_s)
     return dataclasses.replace(found, rates=rates)
 
 

@@ -9,6 +9,11 @@ import dataclasses
 from collections.abc import Iterable
 
 from manylora.config import ConfigError, CpuRates
+from manylora.config import ConfigError
+from manylora.pricing.cold import NO_GATES, CpuRates, GateLines, cpu_rates, gate_lines, store_read
+from manylora.pricing.costs import StepCosts
+from manylora.pricing.profile import Profile
+from manylora.pricing.shapes import ModelShape
 from manylora.protocol import RunStep
 from manylora.types import CopyId
 from manylora_lab.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines
@@ -18,7 +23,6 @@ from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.hardware import Hardware
 
 _ASSUMED = CpuRates()
-_MANY = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +32,7 @@ class ColdCosts:
     ``rates``: of one of ``num_workers`` workers. The machine has ``cores``, of which the engine keeps one and each
     read that is under way takes one. ``beside``: the share of a step's own time that hides the CPU's.
     ``result_token_bytes``: what crosses the link for each token that the CPU serves, over all layers, at
-    ``result_bytes_s`` beside copies that leave the link room; None: as a copy does, in turns with these. Of rows
-    that the CPU shrinks only it is ``shrunk_share`` of their adapter's bytes, and ``ahead`` the share of its pages
-    that the link brings first (0: as the bytes of B).
+    ``result_bytes_s`` beside copies that leave the link room; None: as a copy does, in turns with these.
     ``group_shares``: of a step's time, by layer groups; empty: even. ``gates``: what a copy costs the step that
     awaits it beside standing still.
     """
@@ -41,8 +43,6 @@ class ColdCosts:
     beside: float = 0.5
     result_token_bytes: int = 0
     result_bytes_s: float | None = None
-    shrunk_share: float = 0.0
-    ahead: float = 0.0
     group_shares: tuple[float, ...] = ()
     gates: GateLines = NO_GATES
 
@@ -59,49 +59,25 @@ class ColdCosts:
         workers = max(1, min(self.num_workers, self.cores - 1 - num_reading))
         return sum(self.rates.busy_s(tokens, size, workers) for tokens, size in served)
 
-    def told(self, costs: StepCosts, copy_limit: int | None = None) -> CpuRates:
-        """The rates as an engine on this machine would have measured them: with what a token's results take."""
-        if self.result_bytes_s is not None:
-            token_s = self.result_token_bytes / self.result_bytes_s
-        else:
-            # In turns with the copy of the adapter.
-            whole_s = link_s(costs, _MANY * self.result_token_bytes, copy_limit) - costs.copy_s(0)
-            token_s = 2 * max(whole_s, 0.0) / _MANY
-        return dataclasses.replace(self.rates, token_s=token_s)
-
 
 NOTHING_COLD = ColdCosts()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Landing:
-    """A copy that steps may await: from when it moves, for how long, in how many groups, those from ``first`` on
-    before the others, and when it is told. ``ahead``: the share that comes in all groups before the rest.
+    """A copy that steps may await: from when it moves, for how long, in how many groups, and when it is told.
     ``commanded``: when; ``num_bytes``: all of it."""
 
     begin: float
     seconds: float
     groups: int
-    first: int
     told: float
-    ahead: float
     commanded: float
     num_bytes: int
 
     def landed_s(self, number: int, count: int) -> float:
         """When what group ``number`` of ``count`` reads of it has landed."""
-        place = (self._group(number, count) - self.first) % self.groups + 1
-        return self.begin + self.seconds * (self.ahead * self.groups + (1 - self.ahead) * place) / self.groups
-
-    def landed_ahead_s(self, number: int, count: int) -> float:
-        """The same of what comes ahead; of all, where nothing does."""
-        if not self.ahead:
-            return self.landed_s(number, count)
-        return self.begin + self.seconds * self.ahead * (self._group(number, count) + 1) / self.groups
-
-    def _group(self, number: int, count: int) -> int:
-        """Its last group of which group ``number`` of ``count`` reads."""
-        return -(-(number + 1) * self.groups // count) - 1
+        return self.begin + self.seconds * -(-(number + 1) * self.groups // count) / self.groups
 
 
 class Landings:
@@ -117,15 +93,13 @@ class Landings:
         begin: float,
         seconds: float,
         groups: int,
-        first: int,
         told: float,
-        ahead: float = 0.0,
         *,
         now: float,
         num_bytes: int,
     ) -> None:
         """It was commanded ``now``, moves from ``begin`` on, and its end is ``told``."""
-        self._copies[copy] = _Landing(begin, seconds, groups, first, told, ahead, now, num_bytes)
+        self._copies[copy] = _Landing(begin, seconds, groups, told, now, num_bytes)
 
     def gate_s(self, step: RunStep, now: float) -> tuple[float, float]:
         """What the step's copies cost beside standing still: before it, of those commanded ``now``, and of it."""
@@ -143,29 +117,20 @@ class Landings:
         for copy in [c for c, landing in self._copies.items() if max(landing.told, steps_end) < before]:
             del self._copies[copy]
 
-    def groups(self, copy: CopyId) -> int:
-        """In how many it lands."""
-        return self._copies[copy].groups
-
     def stalled_s(self, step: RunStep, begin: float, seconds: float, cpu_s: float) -> float:
         """How long the step stands still for its copies and for the CPU, which takes ``cpu_s``: its layers run
         group by group, each when the one before has ended and what it reads has landed; and it ends after the
         answers of the copies that it awaits."""
         awaited = [self._copies[wanted.copy] for wanted in step.awaits]
-        served = [(self._copies[rows.copy], rows.groups) for rows in step.cpu]
-        shrunk = [self._copies[rows.copy] for rows in step.cpu if rows.shrinks_only]
-        count = max(copy.groups for copy in (*awaited, *(copy for copy, _ in served)))
+        count = max(copy.groups for copy in (*awaited, *(self._copies[rows.copy] for rows in step.cpu)))
         shares = self._cold.group_shares if len(self._cold.group_shares) == count else ()
-        num_served = max((groups * count // copy.groups for copy, groups in served), default=0)
         end = begin
         for number in range(count):
-            needed = [*awaited, *(copy for copy, groups in served if number >= groups * count // copy.groups)]
             own_s = seconds * shares[number] if shares else seconds / count
-            end = max(end, *(copy.landed_s(number, count) for copy in needed)) if needed else end
-            end = max(end, *(copy.landed_ahead_s(number, count) for copy in shrunk)) if shrunk else end
+            end = max(end, *(copy.landed_s(number, count) for copy in awaited)) if awaited else end
             end += own_s
-            if number < num_served:
-                end += max(0.0, cpu_s / num_served - self._cold.beside * own_s)
+            if step.cpu:
+                end += max(0.0, cpu_s / count - self._cold.beside * own_s)
         return (
             max(end, *(copy.told for copy in awaited)) - begin - seconds if awaited else end - begin - seconds
         )
@@ -184,10 +149,9 @@ def measured_cold(profile: Profile) -> ColdCosts | None:
         return None
     shape, modules = profile.model, profile.adapter_modules
     return ColdCosts(
-        dataclasses.replace(rates, b_share=_b_share(shape, modules)),
+        rates,
         cores=profile.cores,
         result_token_bytes=_result_token_bytes(shape, modules),
-        shrunk_share=_shrunk_share(shape, modules),
         group_shares=profile.group_shares,
         gates=gate_lines(profile),
     )
@@ -208,33 +172,13 @@ def assumed_cold(shape: ModelShape, modules: tuple[str, ...], hardware: Hardware
     num_products = shape.layers * sum(any(name in modules for name in group) for group in _GROUPS)
     # A number of an adapter is used by each token for two operations.
     token_byte_s = 2 / shape.itemsize / _CORE_FLOPS
-    rates = CpuRates(
-        num_products * _HANDOVER_S, 1 / _CORE_BYTES_S, token_byte_s, 16, b_share=_b_share(shape, modules)
-    )
+    rates = CpuRates(num_products * _HANDOVER_S, 1 / _CORE_BYTES_S, token_byte_s, 16)
     return ColdCosts(
         rates,
         cores=ASSUMED_CORES,
         result_token_bytes=_result_token_bytes(shape, modules),
         result_bytes_s=None if is_link else hardware.sustained_link_bytes_s,
-        shrunk_share=_shrunk_share(shape, modules),
     )
-
-
-def _widths(shape: ModelShape, modules: tuple[str, ...]) -> tuple[int, int, int]:
-    """Of one unit of rank in a layer: how many projections, and the sums of their inputs and of their outputs."""
-    sizes = [shape.modules[name] for name in modules if name in shape.modules]
-    return len(sizes), sum(inputs for inputs, _ in sizes), sum(outputs for _, outputs in sizes)
-
-
-def _b_share(shape: ModelShape, modules: tuple[str, ...]) -> float:
-    _, inputs, outputs = _widths(shape, modules)
-    return outputs / (inputs + outputs)
-
-
-def _shrunk_share(shape: ModelShape, modules: tuple[str, ...]) -> float:
-    """x A is of float32."""
-    count, inputs, outputs = _widths(shape, modules)
-    return 4 * count / (shape.itemsize * (inputs + outputs))
 
 
 def _result_token_bytes(shape: ModelShape, modules: tuple[str, ...]) -> int:

@@ -19,7 +19,6 @@ from manylora.protocol import (
     AdapterRead,
     Command,
     CopyDone,
-    CpuRows,
     EndSequence,
     ReadAdapter,
     RunStep,
@@ -101,7 +100,6 @@ class SimulatedDevice:
         self._sequences: dict[SequenceId, tuple[AdapterId, int, int]] = {}
         self._lane_free_at = {True: 0.0, False: 0.0}
         self._readers_free_at = [0.0] * costs.reads_at_once
-        self._reads: dict[AdapterId, tuple[float, float]] = {}  # begin and end of each adapter's last one
         self._steps_end = 0.0
         self._told_at = {True: 0.0, False: 0.0}
         # Begin and end of each copy, of either lane, that a step may still meet.
@@ -131,11 +129,11 @@ class SimulatedDevice:
         drawn = []
         decodes, prefill, pairs, kv, token_bytes = len(step.rows), 0, 0, 0, 0
         adapters: dict[AdapterId, int] = {}
-        read = {name: self._read_share(rows) for rows in step.cpu for name in rows.sequences}
+        served = {name for rows in step.cpu for name in rows.sequences}
         for number, first, num_tokens, num_samples, _ in step.rows:
             adapter, num_bytes, token_at_0 = sequences[number]
-            if number in read:
-                num_bytes = int(read[number] * num_bytes)
+            if number in served:
+                num_bytes = 0
             end = first + num_tokens
             kv += end
             if num_tokens > 1:
@@ -179,39 +177,25 @@ class SimulatedDevice:
             done.cpu_s, done.cpu_workers = busy_s, self._cold.num_workers
         return self._steps_end, done
 
-    def _read_share(self, rows: CpuRows) -> float:
-        """Which share of their adapter the device reads for rows that the CPU serves: none where it serves all
-        layers; where it serves some, what a step reads of adapters is all the same."""
-        if rows.shrinks_only:
-            return self._cold.rates.b_share
-        return float(rows.groups < self._landings.groups(rows.copy))
-
     def _cpu(self, step: RunStep, begin: float) -> tuple[float, float]:
         """Of the step's rows that the CPU serves: what its busiest worker computes, and how long they take with
         hand-overs and the way of results to the device. Unless the link has room for both, results take turns
         with a copy that is on its way, and copies that are commanded later begin so much later."""
         cold = self._cold
         tokens = {row.sequence: row.num_tokens for row in step.rows}
-        served, num_bytes, num_tokens = [], 0.0, 0
+        served, num_tokens = [], 0
         for rows in step.cpu:
             count = sum(tokens[sequence] for sequence in rows.sequences)
             num_tokens += count
-            part = rows.groups / self._landings.groups(rows.copy)
-            adapter_bytes = self._sequences[rows.sequences[0]][1]
-            if rows.shrinks_only:
-                served.append((count, int((1 - cold.rates.b_share) * adapter_bytes)))
-                num_bytes += count * cold.shrunk_share * adapter_bytes
-            else:
-                served.append((count, int(part * adapter_bytes)))
-                num_bytes += part * count * cold.result_token_bytes
+            served.append((count, self._sequences[rows.sequences[0]][1]))
+        num_bytes = num_tokens * cold.result_token_bytes
         busy_s = cold.busy_s(served, sum(free_at > begin for free_at in self._readers_free_at))
-        besides_s = cold.rates.besides_s(num_tokens)
         if cold.result_bytes_s is not None:
-            return busy_s, besides_s + busy_s + num_bytes / cold.result_bytes_s
-        back_s = link_s(self._costs, int(num_bytes), self._copy_limit) if num_bytes else 0.0
+            return busy_s, cold.rates.step_s + busy_s + num_bytes / cold.result_bytes_s
+        back_s = link_s(self._costs, num_bytes, self._copy_limit) if num_bytes else 0.0
         is_shared = self._lane_free_at[True] > begin
         self._lane_free_at[True] = max(self._lane_free_at[True], begin) + back_s
-        return busy_s, besides_s + busy_s + back_s * (1 + is_shared)
+        return busy_s, cold.rates.step_s + busy_s + back_s * (1 + is_shared)
 
     def wait(self, now: float, seconds: float) -> None:
         """The device computes nothing for so long, after the steps issued so far."""
@@ -253,8 +237,6 @@ class SimulatedDevice:
         seconds = self._costs.copy_s(num_bytes, to_device)
         if self._copy_limit is not None:
             seconds = max(seconds, num_bytes / self._copy_limit)
-        if command.follows_read:
-            return self._follow(command, seconds, now)
         # What leaves the device may still be written by the steps issued so far; no step touches where others go.
         begin = now if to_device else max(now, self._steps_end)
         end = max(begin, self._lane_free_at[to_device]) + seconds
@@ -269,41 +251,10 @@ class SimulatedDevice:
         if command.groups:
             self._landings.forget(now, self._steps_end)
             begun_s = self._lane_free_at[to_device] - seconds
-            ahead = (self._cold.ahead or self._cold.rates.b_share) if command.brings_b_first else 0.0
             self._landings.begun(
-                command.copy,
-                begun_s,
-                seconds,
-                command.groups,
-                command.first_group,
-                end,
-                ahead,
-                now=now,
-                num_bytes=num_bytes,
+                command.copy, begun_s, seconds, command.groups, end, now=now, num_bytes=num_bytes
             )
         return end, CopyDone(command.copy, True, seconds)
-
-    def _follow(self, command: SwapPages, seconds: float, now: float) -> Answer:
-        """A copy of what is being read: each group lands when it has been read and copied. Others do not wait for
-        it, nor it for them, though they share the link."""
-        assert command.adapter is not None
-        begin, end = self._reads[command.adapter]
-        group_s = seconds / command.groups
-        begun = max(begin, now)
-        answered = max(begun + seconds, end + group_s)
-        self._landings.forget(now, self._steps_end)
-        moving_s, num_bytes = answered - begun - group_s, len(command.pairs) * self._page_bytes
-        self._landings.begun(
-            command.copy,
-            begun + group_s,
-            moving_s,
-            command.groups,
-            0,
-            answered,
-            now=now,
-            num_bytes=num_bytes,
-        )
-        return answered, CopyDone(command.copy, True, seconds)
 
     def _read(self, command: ReadAdapter, now: float) -> Answer:
         num_bytes = len(command.pages) * self._page_bytes
@@ -313,10 +264,4 @@ class SimulatedDevice:
         begin = max(now, heapq.heappop(self._readers_free_at))
         end = begin + seconds
         heapq.heappush(self._readers_free_at, end)
-        self._reads[command.adapter] = begin, end
-        if command.copy:
-            self._landings.forget(now, self._steps_end)
-            self._landings.begun(
-                command.copy, begin, seconds, command.groups, 0, end, now=now, num_bytes=num_bytes
-            )
         return end, AdapterRead(command.adapter, True, read_s=seconds)

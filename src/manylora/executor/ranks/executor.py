@@ -99,14 +99,6 @@ class _Step:
         return len(self.answers) == count
 
 
-@dataclasses.dataclass(slots=True)
-class _Answered:
-    """Copies that steps may await, with whether they went well, and adapters whose reads copies may follow."""
-
-    copies: list[tuple[CopyId, bool]] = dataclasses.field(default_factory=list)
-    reads: set[AdapterId] = dataclasses.field(default_factory=set)
-
-
 class RankedExecutor:
     """``protocol.Executor`` on several ranks.
 
@@ -140,12 +132,10 @@ class RankedExecutor:
         self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
-        self._reads: dict[
-            AdapterId, CopyId
-        ] = {}  # in groups, on their way: 0 where copies may follow instead
         self._exchange_s: dict[int, float] = {}  # by rank, of the exchange that is being timed
-        self._answered = _Answered()  # since the last step's end
-        self._answered_before = _Answered()
+        # Of those since the last step's end, and since the one before: which went well.
+        self._answered: list[tuple[CopyId, bool]] = []
+        self._answered_before: list[tuple[CopyId, bool]] = []
         self._lost: str | None = None
         self._is_closing = False
         self._ended_s = 0.0
@@ -184,11 +174,6 @@ class RankedExecutor:
                 self._inspections.forget(command.adapter)
             case SwapPages() if command.groups:
                 self._awaitable.add(command.copy)
-            case ReadAdapter() if command.groups:
-                with self._changed:
-                    for answered in (self._answered, self._answered_before):
-                        answered.reads.discard(command.adapter)  # it is read anew
-                self._reads[command.adapter] = command.copy
             case ReadAdapter(tier="device") | SwapPages(to_device=True):
                 if command.adapter is not None:
                     self._brings[ask_of(command)] = command.adapter
@@ -229,9 +214,9 @@ class RankedExecutor:
             self._steps.popleft()
             # As for one rank (``Coming.step_ended``), which alone does not know when others have answered.
             forgotten, self._answered_before = self._answered_before, self._answered
-            self._answered = _Answered()
-        if forgotten.copies or forgotten.reads:
-            self._write(ForgetCopies(tuple(forgotten.copies), tuple(sorted(forgotten.reads))))
+            self._answered = []
+        if forgotten:
+            self._write(ForgetCopies(tuple(forgotten)))
         self._tell(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
@@ -377,14 +362,8 @@ class RankedExecutor:
             with contextlib.suppress(RanksLost):
                 self._write(EvictAdapter(brought))
         if isinstance(worst, AdapterRead):
-            copy = self._reads.pop(worst.adapter, None)
             reads = [one for one in every if isinstance(one, AdapterRead)]
             self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
-            with self._changed:
-                if copy:
-                    self._answered.copies.append((copy, worst.ok))
-                elif copy is not None:
-                    self._answered.reads.add(worst.adapter)
         elif isinstance(worst, SwitchDone):
             self._tell_switched([one for one in every if isinstance(one, SwitchDone)])
         else:
@@ -393,7 +372,7 @@ class RankedExecutor:
             if worst.copy in self._awaitable:
                 self._awaitable.remove(worst.copy)
                 with self._changed:
-                    self._answered.copies.append((worst.copy, worst.ok))
+                    self._answered.append((worst.copy, worst.ok))
 
     def _tell_switched(self, every: list[SwitchDone]) -> None:
         """Ranks restore their weights together; one whose weights are lost says so where others may not."""

@@ -216,7 +216,6 @@ class _Rank:
         decoder, dtype, share = loaded.decoder, loaded.dtype, loaded.ranked.share
         lies = settings.cache.page_tokens, dtype.itemsize
         page, geometry = share.page_shape(*lies), share.geometry(*lies)
-        limit = settings.cache.copy_limit
         registry_path = None if begin.registry_path is None else Path(begin.registry_path)
         places = [RankPlace(rank, begin.count) for rank in range(begin.count)]
         vocabs = [ModelShare(loaded.config, place, begin.is_sharded).vocab for place in places]
@@ -229,7 +228,6 @@ class _Rank:
             device,
             Registry(share.whole_geometry(*lies), decoder.layer_prefix, registry_path),
             settings.adapters.max_adapter_rank,
-            copy_limit=None if limit is None else max(1, limit // begin.count),
             ranked=RankedSampling(self._peers, vocabs),
         )
         if settings.scheduler.merge.is_on:
@@ -269,7 +267,7 @@ class _Rank:
                 case Pretend():
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
-                    worker.forget_copies(command.answered, command.reads)
+                    worker.forget_copies(command.answered)
                 case TimeExchange():
                     exchange = self._peers, self._device, self._dtype, command.num_bytes, self._is_captured
                     self._channel.send(ExchangeTimed(exchange_seconds(*exchange)))

@@ -112,11 +112,9 @@ class Pretend(msgspec.Struct, tag=True):
 
 
 class ForgetCopies(msgspec.Struct, tag=True):
-    """A command: no step awaits these copies any more, each with whether it went well on all ranks, and no copy
-    follows the last reads of these adapters."""
+    """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
 
     answered: tuple[tuple[CopyId, bool], ...]
-    reads: tuple[AdapterId, ...]
 
 
 class TimeExchange(msgspec.Struct, tag=True):

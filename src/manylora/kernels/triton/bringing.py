@@ -62,15 +62,11 @@ def bring_groups_kernel(
             tl.store(target + to + inside, moved, mask=inside < size)
             block += num_programs
         # What all threads of the program wrote is there before it is counted, and all that is counted before the
-        # words say so.
+        # group's word says so.
         tl.debug_barrier()
         if tl.atomic_add(done + group, 1, sem="acq_rel") == num_programs - 1:
             tl.store(done + group, 0)
-            word = tl.load(described + 2)
-            last = word + tl.load(described + 3)
-            while word < last:
-                tl.atomic_xchg(words + word * STRIDE, number, sem="release")
-                word += 1
+            tl.atomic_xchg(words + group * STRIDE, number, sem="release")
         group += 1
 
 
@@ -84,8 +80,8 @@ def bring_groups(
 ) -> None:
     """Launch it: copy pages of ``source``, pinned, to ``target``, both int64 and flat.
 
-    ``table``, pinned too: see ``bring_table``. ``words`` int64 [W], of any stride: those of a group are written
-    once it and all before it have landed. ``scratch`` int64 [NUM_PROGRAMS, MOST_WORDS]; ``done`` int32 [W], zeros.
+    ``table``, pinned too: see ``bring_table``. ``words`` int64 [G], of any stride: a group's is written once it
+    and all before it have landed. ``scratch`` int64 [NUM_PROGRAMS, MOST_WORDS]; ``done`` int32 [G], zeros.
     """
     bring_groups_kernel[(NUM_PROGRAMS,)](
         target, source, table, scratch, words, done,

@@ -36,29 +36,26 @@ def pass_gate_kernel(
     HAS_CLOCK: tl.constexpr,
     LOOK_NS: tl.constexpr,
 ):
-    """Ends once ``landed`` [2] is at least ``wanted[1:]``, or the step's gates have been shut for ``wanted[0]``
+    """Ends once ``landed`` [1] is at least ``wanted[1]``, or the step's gates have been shut for ``wanted[0]``
     nanoseconds in all. ``told``: for how many they were, and whether that was too long; the FIRST gate of a step
     begins it anew. All int64. One program."""
     left = tl.load(wanted)
     number = tl.load(wanted + 1)
-    following = tl.load(wanted + 2)
     spent = left * 0
     was_late = left * 0
     if not FIRST:
         spent = tl.load(told)
         was_late = tl.load(told + 1)
     seen = tl.load(landed, volatile=True)
-    followed = tl.load(landed + 1, volatile=True)
     shut = left * 0
-    if (seen < number) | (followed < following):
+    if seen < number:
         looks = left * 0
         began = _now(looks, HAS_CLOCK, LOOK_NS)
-        while ((seen < number) | (followed < following)) & (spent + shut < left):
+        while (seen < number) & (spent + shut < left):
             looks += 1
             seen = tl.load(landed, volatile=True)
-            followed = tl.load(landed + 1, volatile=True)
             shut = _now(looks, HAS_CLOCK, LOOK_NS) - began
-    is_late = ((seen < number) | (followed < following)).to(tl.int64)
+    is_late = (seen < number).to(tl.int64)
     tl.store(told, spent + shut)
     tl.store(told + 1, was_late | is_late)
 
