@@ -15,12 +15,9 @@ from manylora.cluster import local, messages
 from manylora.cluster.adapter_files import adapter_digest
 from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
-from manylora.cluster.local import NodeShare, with_share
+from manylora.cluster.local import NodeShare
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
-from manylora.cluster.last_step import StepNote, read_step
-from manylora.cluster.names import journal_name
-from manylora.cluster.node_share import NodeShare
 from manylora.cluster.taken_request import TakenRequest
 from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
 from manylora.config.cold_start import ColdStartConfig

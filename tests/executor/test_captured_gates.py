@@ -32,7 +32,6 @@ from manylora.protocol import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
-from tests.executor.test_cold_rows import bring_ordered
 from tests.executor.test_gates import (  # noqa: F401  # tests
     LAYERS,
     PROMPT,

@@ -11,7 +11,6 @@ from manylora_lab.pricing.shapes import SHAPES
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 
-from manylora.cluster.local import with_share
 from manylora.config import ColdStartConfig, ConfigError
 from manylora.executor.build import build_worker, with_gates
 from manylora.executor.sizes import Kind

@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from manylora_lab.pricing.cold import NO_GATES, GateLines, fit_cpu, gate_lines
+from manylora_lab.pricing.cold import NO_GATES, CpuRates, GateLines, fit_cpu, gate_lines
 from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.pricing.profile import CpuPoint, GatePoint, load_profile, save_profile
 from manylora_lab.pricing.shapes import ATTENTION_MODULES, shape_named
@@ -20,12 +20,7 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ColdStartConfig, ConfigError, CpuRates, PolicyConfig
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig
-from manylora.pricing.cold import NO_GATES, CpuRates, GateLines, fit_cpu, gate_lines
-from manylora.pricing.costs import DeviceCosts
-from manylora.pricing.profile import CpuPoint, GatePoint, TransferPoint, load_profile, save_profile
-from manylora.pricing.shapes import ATTENTION_MODULES, shape_named
 from manylora.protocol import (
     Await,
     CpuRows,

@@ -122,8 +122,6 @@ def with_share(
 ) -> EngineSettings:
     """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
     scheduler = settings.scheduler
-    if settings.tensor_parallel_size > 1:
-        cores = 0  # ranks have no CPU workers
     return dataclasses.replace(
         settings,
         cache=dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1]),

@@ -22,8 +22,6 @@ from manylora.adapters.jobs import NO_HELPERS, Helpers
 from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.devices.device import Device, PageWriter
-from manylora.executor.arrivals import Arrivals
-from manylora.executor.keeper import Keeper
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
 from manylora.memory.host import HostPool

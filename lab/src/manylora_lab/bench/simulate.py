@@ -77,8 +77,8 @@ class SimulateSettings:
     """What to simulate: costs by ``profile``, which has to be of ``model`` and of this machine's ``device`` where
     these are given, or by ``hardware`` and ``shape``. ``interconnect``: a profile, by whose ranks' exchanges the
     hardware's cards exchange. ``policies``: names with commas between, or "all".
-    ``merge``: modes likewise, each with every policy. ``copy_limit``: most bytes a second that copies move; None: as
-    the costs have it. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
+    ``merge``: modes likewise, each with every policy. ``copy_limit``: most bytes a second that copies move;
+    None: as the costs have it. ``engine``: settings by flag name. ``with_limits``: bounds beside every policy
     (docs/limits.md)."""
 
     profile: str | None = None

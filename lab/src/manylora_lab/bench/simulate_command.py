@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.aliases import add_removed
-from manylora.config import ConfigError
-from manylora.config import AdapterSettings, ConfigError, parse_size
+from manylora.config import ConfigError, parse_size
 from manylora.flags import FLAGS, convert
 from manylora.options import add_settings, settings_of
 from manylora_lab.bench.options import (

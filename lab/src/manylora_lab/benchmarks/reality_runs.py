@@ -16,14 +16,10 @@ from typing import Any
 import msgspec
 
 from manylora.config import ConfigError, PolicyConfig, num_cores
-from manylora.pricing.cold import CpuRates, cpu_rates, gate_lines
-from manylora.pricing.costs import IDLE_S, StepCosts, StepWork
-from manylora.pricing.fit import fit_profile
-from manylora.pricing.profile import Profile
 from manylora_lab.benchmarks.chat_runs import REAL, TOY, ChatScale, RateLoad
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora_lab.benchmarks.run_report import RunReport, replace
-from manylora_lab.pricing.cold import gate_lines
+from manylora_lab.pricing.cold import CpuRates, cpu_rates, gate_lines
 from manylora_lab.pricing.costs import IDLE_S, StepCosts, StepWork
 from manylora_lab.pricing.fit import fit_profile
 from manylora_lab.pricing.profile import Profile

@@ -14,11 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from manylora.config import CacheConfig, ColdStartConfig, CpuRates, PolicyConfig
 from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
-from manylora.pricing.cold import CpuRates
-from manylora.pricing.shapes import ModelShape, shape_named
 from manylora.protocol import Command, Event, RunStep, StepDone
+from manylora_lab.pricing.cold import CpuRates
 from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.caraserve_cells import MODULES, popularity
 from manylora_lab.reproduce.cells import PAGE_TOKENS

@@ -8,15 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ConfigError, CpuRates
 from manylora.config import ConfigError
-from manylora.pricing.cold import NO_GATES, CpuRates, GateLines, cpu_rates, gate_lines, store_read
-from manylora.pricing.costs import StepCosts
-from manylora.pricing.profile import Profile
-from manylora.pricing.shapes import ModelShape
 from manylora.protocol import RunStep
 from manylora.types import CopyId
-from manylora_lab.pricing.cold import NO_GATES, GateLines, cpu_rates, gate_lines
+from manylora_lab.pricing.cold import NO_GATES, CpuRates, GateLines, cpu_rates, gate_lines
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.pricing.profile import Profile
 from manylora_lab.pricing.shapes import ModelShape
