@@ -187,15 +187,15 @@ def test_a_store_has_what_was_read() -> None:
 
 def test_a_short_prompt_over_a_slow_link() -> None:
     """Every request has an adapter of its own, of rank 64; the CPU answers before its copy has landed. ``auto``
-    does what ``layerwise`` does."""
+    begins layer by layer where that is sooner."""
     ttft_s = {}
     for mode in ("wait", "layerwise", "cpu", "auto"):
         replay = short_prompts(mode)
         ttft_s[mode] = statistics.fmean(outcome.ttft_s for outcome in replay.outcomes)
     assert ttft_s["cpu"] < 0.9 * ttft_s["layerwise"] < ttft_s["wait"]
-    assert ttft_s["auto"] == pytest.approx(ttft_s["layerwise"], rel=0.05)
+    assert ttft_s["layerwise"] <= ttft_s["auto"] < ttft_s["wait"], "it waits until it has seen what copies take"
     counters = replay.report("busy").counters
-    assert counters.cold_starts.get("layerwise/host", 0) > 10
+    assert counters.cold_starts.get("layerwise/host", 0) > 5
     # Of those that are asked for at once, to be warm, reads take turns that nobody foresees.
     before = replay.counters_at_start
     took_s = counters.cold_answer_s - before.cold_answer_s
