@@ -229,10 +229,10 @@ class TritonOps:
     def pass_gate(
         self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
-        """See executor.gated."""
+        """See executor.graphs."""
         pass_gate(landed, wanted, told, is_first, self._launching)
 
-    await_words = staticmethod(await_words)  # executor.queued
+    await_words = staticmethod(await_words)  # executor.cold_rows
     bring_groups = staticmethod(bring_groups)  # memory.bringing
 
     # ---- small operations ------------------------------------------------------------------------------
