@@ -20,7 +20,7 @@ import torch
 from manylora.assist.board import BoardShape, new_board
 from manylora.assist.workers import HandedStep
 from manylora.devices.cpu import CpuDevice
-from manylora.executor.queued import DeviceHandover, device_handover
+from manylora.executor.cold_rows import DeviceHandover, device_handover
 from manylora.kernels.triton.gate import await_words
 from manylora.protocol import RunStep
 from tests.assist.test_workers import IN, OUTS, Pool, workers

@@ -29,12 +29,10 @@ from manylora.config import (
 )
 from manylora.devices.device import Device
 from manylora.devices.select import open_device
-from manylora.executor.cold_rows import LATE_S, start_workers
-from manylora.executor.cpu_times import tune_workers
+from manylora.executor.cold_rows import LATE_S, device_handover, start_workers, tune_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
-from manylora.executor.queued import device_handover
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
 from manylora.executor.sizes import (
     Kind,

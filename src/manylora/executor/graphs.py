@@ -15,6 +15,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,10 +25,9 @@ from manylora.devices.device import Device, Tensors
 from manylora.executor.best import Best
 from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
 from manylora.executor.forward import Forward, Numbers, Outputs
-from manylora.executor.gated import NUMBERS, StepGates, step_gates
 from manylora.executor.inputs import StepInputs
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.gates import Awaited, LandedWords
 
@@ -134,6 +134,55 @@ def graph_bytes(num_layers: int, num_ranks: int) -> int:
 def first_line(error: BaseException) -> str:
     """What an error says, without what a device says at length."""
     return str(error).strip().partition("\n")[0]
+
+
+# ---------------------------------------------------------------- gates
+
+NUMBERS = 2
+"""Of a step: what its gates wait for (``Awaited.numbers``)."""
+
+
+@runtime_checkable
+class _PassesGates(Protocol):
+    def pass_gate(
+        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """What is issued after it begins once ``landed`` [1] is at least ``wanted[1]``, or the step's gates were
+        shut for ``wanted[0]`` nanoseconds. ``told`` [2]: for how many they were, and 1 where that was too long;
+        the first gate begins it anew. All int64."""
+
+
+def step_gates(ops: Ops, words: LandedWords | None, device: Device) -> StepGates | None:
+    """The gates of captured steps; None where there are none."""
+    return StepGates(ops, words, device) if words is not None and isinstance(ops, _PassesGates) else None
+
+
+class StepGates:
+    """Shared by all captures, which run one after another."""
+
+    def __init__(self, ops: _PassesGates, words: LandedWords, device: Device) -> None:
+        self._ops = ops
+        self._words = words
+        self._device = device
+        self._told = device.zeros((2,), torch.int64)
+
+    def before_layer(self, wanted: torch.Tensor) -> Callable[[int], None]:
+        """For StepBatch. ``wanted``: on the device, the step's ``NUMBERS``."""
+        group_of = {first: group for group, (first, _) in enumerate(self._words.groups)}
+
+        def pass_gate(layer: int) -> None:
+            group = group_of.get(layer)
+            if group is not None:
+                self._ops.pass_gate(self._words.words[group : group + 1], wanted, self._told, group == 0)
+
+        return pass_gate
+
+    def told(self) -> Callable[[], np.ndarray]:
+        """What the gates of the step that was issued last will have told; for ``Awaited.passes_on_device``."""
+        return self._device.download(self._told)
+
+
+# ---------------------------------------------------------------- steps
 
 
 class StepGraphs:

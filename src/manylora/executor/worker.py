@@ -23,7 +23,7 @@ from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
-from manylora.executor.cold_rows import ColdStep
+from manylora.executor.cold_rows import ColdStep, DeviceHandover
 from manylora.executor.coming import Coming
 from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
@@ -32,7 +32,6 @@ from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.joined import Sampled, joined
 from manylora.executor.merging import MergedWeights
-from manylora.executor.queued import DeviceHandover
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader

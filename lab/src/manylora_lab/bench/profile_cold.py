@@ -18,8 +18,7 @@ from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
 from manylora.devices.select import open_device
 from manylora.executor.build import build_worker
-from manylora.executor.cold_rows import start_workers
-from manylora.executor.cpu_times import READY_S, TimedProduct
+from manylora.executor.cold_rows import READY_S, TimedProduct, start_workers
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry

@@ -212,8 +212,8 @@ class TritonOps:
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    pass_gate = staticmethod(pass_gate)  # executor.gated
-    await_words = staticmethod(await_words)  # executor.queued
+    pass_gate = staticmethod(pass_gate)  # executor.graphs
+    await_words = staticmethod(await_words)  # executor.cold_rows
     bring_groups = staticmethod(bring_groups)  # memory.bringing
 
     # ---- small operations ------------------------------------------------------------------------------
