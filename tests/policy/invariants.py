@@ -283,10 +283,10 @@ def _unowned(ledger: PageLedger) -> list[PageId]:
 
 def _check_capacity(residency: Residency, held: Reservations) -> None:
     tree = residency.tree
-    assert tree.adapter_pages <= residency.room.adapter_limit, "adapters stay within their part"
-    if residency.room.has_parts:
+    assert tree.adapter_pages <= residency.adapter_limit, "adapters stay within their part"
+    if residency.has_parts:
         own_pages = sum(len(s.pages) - s.num_shared for s in held.admitted)
-        assert tree.kv_pages + own_pages <= residency.device.num_pages - residency.room.adapter_limit, (
+        assert tree.kv_pages + own_pages <= residency.device.num_pages - residency.adapter_limit, (
             "KV stays within its part"
         )
     if not residency.policy.keeps_prefixes and not residency.device.is_step_in_flight:

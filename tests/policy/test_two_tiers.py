@@ -271,7 +271,7 @@ def test_room_is_kept_for_twice_what_a_step_took_lately() -> None:
             rig.serve(f"r{seed}", BASE, prompt(seed, pages_each))
         rig.settle()
         snapshot = gauges(rig.replica)
-        return snapshot.pages_total - rig.replica._residency.room.pages_used
+        return snapshot.pages_total - rig.replica._residency.pages_used
 
     slack = 200 // 64
     assert 20 <= free_after(1, 30, 7) <= 20 + slack
@@ -314,7 +314,7 @@ def sent_away() -> tuple[Rig, list[Node]]:
     rig.feed(Abort("x"))
     rig.end_step()
     rig.settle_copies()
-    assert rig.replica._residency.room.pages_used < 16, "below the low mark: nodes could come in"
+    assert rig.replica._residency.pages_used < 16, "below the low mark: nodes could come in"
     assert all(not node.pages for node in sent), "not in the interval after"
     return rig, sent
 

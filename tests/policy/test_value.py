@@ -109,7 +109,7 @@ def test_the_least_example_of_what_the_reward_decides(policy: str, what_leaves: 
     visit(residency, history, 1.0)
     residency.visits.batch(8, 1.0)
     assert residency.visits.expected_adapters(1.0) > 3, "2 x 3 is more than 5"
-    (first, *_) = residency.shrink(1.0, residency.room.pages_used - 1, "demand")
+    (first, *_) = residency.shrink(1.0, residency.pages_used - 1, "demand")
     assert ("adapter" if first is root else "history") == what_leaves
 
 
@@ -122,7 +122,7 @@ def test_the_least_example_of_what_dependencies_decide(num_turn_pages: int, what
     root = known(residency.tree, 1, 8)
     history = grow(residency, 1, num_turn_pages)
     visit(residency, history, 1.0)
-    (first, *_) = residency.shrink(2.0, residency.room.pages_used - 1, "demand")
+    (first, *_) = residency.shrink(2.0, residency.pages_used - 1, "demand")
     assert ("adapter" if first is root else "history") == what_leaves
     assert bool(residency.tree.invalid_pages) is (what_leaves == "adapter")
 

@@ -96,14 +96,15 @@ class RequestLives:
         later = {sample: resume[sample] for sample in sorted(state.open_samples) if resume[sample]}
         first = state.fresh[0] if state.fresh else min(later)
         self._waiting.put_back(self._new_sequence(state, first, [*prompt, *later.pop(first, ())]))
-        state.bear_later(later)
+        state.unborn = later
         if not self._residency.policy.keeps_prefixes or len(prompt) < self._config.page_tokens:
             self._bear(state)
 
     def _bear(self, state: RequestState) -> None:
         """The samples that have come with tokens join the queue, but for the first one: now they find its prompt's
         pages in the tree, or will not find them."""
-        for sample, tokens in state.are_born().items():
+        unborn, state.unborn = state.unborn, {}
+        for sample, tokens in unborn.items():
             if sample in state.open_samples:
                 self._waiting.put_back(self._new_sequence(state, sample, [*state.request.prompt, *tokens]))
 
@@ -175,7 +176,7 @@ class RequestLives:
         if state is None or state.attempt != event.attempt:
             self._say(Released(event.request, event.attempt))
         elif not state.is_leaving:
-            state.leave()
+            state.is_leaving = True
             self._leaving[state.id] = state
             for sequence in state.sequences.values():
                 self._take_back(sequence, now)

@@ -423,7 +423,7 @@ class Replica(RequestLives):
             sample = parent.sample + index
             if sample in parent.state.open_samples and sample in parent.state.fresh:
                 self._fork(parent, sample, index, token, now)
-        parent.forks_are_born()
+        parent.num_unborn_forks = 0
 
     def _fork(self, parent: Sequence, sample: int, index: int, token: int, now: float) -> None:
         child = self._new_sequence(parent.state, sample, parent.tokens[:])

@@ -25,8 +25,8 @@ class RequestLimits:
 
     def _kv_pages_beside(self, adapter: AdapterId) -> int:
         """Device pages that KV can have while the adapter is resident."""
-        if self._residency.room.has_parts:
-            return self._config.num_pages - self._residency.room.adapter_limit
+        if self._residency.has_parts:
+            return self._config.num_pages - self._residency.adapter_limit
         return self._config.num_pages - self._residency.tree.node(adapter).num_pages
 
     def refusal(self, request: Request) -> RequestError | None:
@@ -54,7 +54,7 @@ class RequestLimits:
                 f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
                 f"{kv_pages} for {num_computed} tokens) but the pool has "
                 f"{self._config.num_pages}"
-                + (f", of which {room} for tokens" if self._residency.room.has_parts else ""),
+                + (f", of which {room} for tokens" if self._residency.has_parts else ""),
                 "max_tokens",
             )
         return None

@@ -176,7 +176,7 @@ class Reservations:
             reservation = self._reserve(sequence, budget)
             more_kv = reservation.own_pages + sum(node not in coming for node in reservation.missing)
             more_adapters = 0 if reservation.root in coming else reservation.adapter_pages
-            if not residency.room.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
+            if not residency.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
                 self._cancel(reservation)
                 break
             reservations.append(reservation)
@@ -248,7 +248,7 @@ class Reservations:
             return Growth.DONE
         missing = self.pages_for(num_tokens) - len(sequence.pages)
         while not self._residency.provide(now, missing + self._promised):
-            if self._residency.room.will_provide(missing + self._promised):
+            if self._residency.will_provide(missing + self._promised):
                 self._promised += missing
                 return Growth.SOON
             victim = self._victim()

@@ -8,10 +8,18 @@ when the swapper wants to move something. What is decided is handed up by ``coll
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from manylora.policy.node_states import NodeStates
-from manylora.policy.transfers import Move
+from manylora.config import PolicyConfig
+from manylora.policy.caches import find_cache
+from manylora.policy.caches.policy import CachePolicy, Signals
+from manylora.policy.candidates import Candidates
+from manylora.policy.changes import Changes
+from manylora.policy.cost import Rates
+from manylora.policy.kv_turns import KvTurns
+from manylora.policy.lent import LentPages
+from manylora.policy.pages import PageLedger
+from manylora.policy.transfers import Move, Transfers
 from manylora.policy.tree import (
     ABSENT,
     FILLING,
@@ -20,30 +28,169 @@ from manylora.policy.tree import (
     NO_COPY,
     OFFLOADING,
     RESIDENT,
+    DependencyTree,
+    HostState,
     Node,
+    PageKey,
+    Residence,
     subtree,
 )
-from manylora.protocol import AdapterRead, CopyDone, EvictAdapter, SwapPages
-from manylora.types import PageId
+from manylora.policy.visits import Visits
+from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
+from manylora.reports import Counters
+from manylora.types import AdapterId, PageId
 
 
-class Residency(NodeStates):
+class Residency:
     """Nodes in two tiers. ``start_transfers`` must follow whatever queued copies."""
+
+    def __init__(self, config: PolicyConfig, policy: CachePolicy | None = None) -> None:
+        """``policy``: instead of the one that the config names."""
+        self.policy = policy or find_cache(config.cache.policy)
+        self.tree = DependencyTree(self.policy.keeps_dependencies)
+        self.device = PageLedger(config.num_pages)
+        self.host = PageLedger(config.num_host_pages)
+        self.lent = LentPages(self.host)
+        self.transfers = Transfers(config.cold_start.num_groups)
+        self.changes = Changes(config.page_tokens)
+        self.last_value: float | None = None
+        """Of what left the device last for want of room, where the policy ``prices_pages``."""
+        self.rates = Rates(config.page_bytes, config.page_tokens)
+        self.offload = self.policy.offload(self.rates)
+        self.marks = self.policy.marks(config.cache, config.num_pages)
+        self.counters = Counters()
+        self.visits = Visits(
+            config.cache.window_s,
+            config.cache.window_s,
+            counts_window=self.policy.counts_visits,
+            only_leaves_matter=self.policy.keeps_dependencies,
+        )
+        part = self.policy.adapter_pages(config)
+        self.has_parts = part is not None
+        """Whether the device's pages are parted: some are for adapters, the rest for KV."""
+        self.adapter_limit = config.num_pages if part is None else part
+        self.turns = KvTurns(self.policy.keeps_turns)
+        signals = Signals(config.cache, self.visits, self.rates, self.counters, self.turns)
+        self.candidates = Candidates(
+            self.tree,
+            self.policy.device_value(signals),
+            self.policy.host_value(signals),
+            has_parts=self.has_parts,
+            can_enter=self.marks is not None,
+        )
+        self._traces = config.cache.trace
+        self._decided: list[Command] = []
+
+    def collect(self) -> list[Command]:
+        """What was decided since the last time, in order."""
+        decided, self._decided = self._decided, []
+        return decided
+
+    def decide(self, command: Command) -> None:
+        """Something that a part above decides in the course of it, in its place among the rest."""
+        self._decided.append(command)
+
+    def note(self, action: str, node: Node, reason: str, value: float | None = None) -> None:
+        """Say what was decided, where it is traced."""
+        if self._traces:
+            self._decided.append(Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
+
+    # ------------------------------------------------------------ states
+
+    def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
+        leaf = self.tree.set_device(node, residence, pages)
+        if node.parent is None:
+            self.changes.moved(node.adapter)
+        if leaf is not None:
+            self.candidates.offer(leaf)
+        # Without a copy on the host it is at most a candidate to leave.
+        if node.host is HELD or (residence is RESIDENT and node.busy == 0):
+            self.candidates.offer(node)
+
+    def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
+        self.tree.set_host(node, state, pages)
+        if node.parent is None:
+            self.changes.moved(node.adapter)
+        self.candidates.offer(node)
+
+    def unpin(self, node: Node, last_use: float) -> None:
+        """Let go of a node that a sequence or a reservation has pinned; its path was used until then."""
+        for idle in self.tree.unpin(node, last_use):
+            self.candidates.offer(idle)
+
+    def forget_visits(self, now: float) -> None:
+        """Visits that have left the window count no more."""
+        for node in self.visits.expire(now):
+            self.candidates.offer(node)
+
+    def source_of(self, adapter: AdapterId) -> str | None:
+        """Where an adapter would come from: "host" or "files"; None where it is on the device."""
+        root = self.tree.node(adapter)
+        return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
+
+    def insert(self, parent: Node, key: PageKey, now: float, begins_turn: bool) -> Node:
+        """A KV node under ``parent``: absent, in neither tier, for the caller to fill at once."""
+        node = self.tree.insert(parent, key, now)
+        self._offer_all(self.turns.add(node, begins_turn))
+        return node
+
+    def part(self, node: Node) -> None:
+        """A sequence goes on below this node with what it computes itself."""
+        self._offer_all(self.turns.part(node))
+
+    def _offer_all(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self.candidates.offer(node)
 
     # ------------------------------------------------------------ room on the device
 
+    @property
+    def pages_used(self) -> int:
+        """Device pages that are neither free nor about to be."""
+        return self.device.num_used - self.tree.offloading_pages
+
+    def num_free(self, for_adapters: bool) -> int:
+        """Pages that an adapter, or KV, could take at once."""
+        device = self.device
+        free = device.num_free
+        if not self.has_parts:
+            return free
+        if for_adapters:
+            return min(free, self.adapter_limit - self.tree.adapter_pages)
+        used = device.num_pages - free - self.tree.adapter_pages
+        return min(free, device.num_pages - self.adapter_limit - used)
+
+    def num_coming(self, for_adapters: bool) -> int:
+        """Pages that are free, or become so by themselves: offloads in flight, and the step's end."""
+        device, leaving = self.device, self.tree.offloading_pages
+        if self.has_parts:
+            return self.num_free(for_adapters) + leaving + device.num_deferred
+        return device.num_pages - device.num_used + leaving
+
+    def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
+        """Whether so many pages can become free while no sequence lets go of any."""
+        tree, for_kv = self.tree, self.num_coming(for_adapters=False)
+        if not self.has_parts:
+            return for_kv + tree.evictable_pages >= kv_pages + adapter_pages
+        for_adapters = self.num_coming(for_adapters=True) + tree.evictable_adapter_pages
+        return for_adapters >= adapter_pages and for_kv + tree.idle_kv_pages >= kv_pages
+
+    def will_provide(self, kv_pages: int) -> bool:
+        """Whether so many pages will be free when those that are on their way have come."""
+        return self.num_coming(for_adapters=False) >= kv_pages
+
     def provide(self, now: float, kv_pages: int, adapter_pages: int = 0) -> bool:
         """Whether so many pages are free. Where they are not, starts what will free them, as far as can be."""
-        if not self.room.has_parts:
+        if not self.has_parts:
             count = kv_pages + adapter_pages
             return self.device.num_free >= count or self._provide(now, count, for_adapters=False)
         has_adapter = not adapter_pages or self._provide(now, adapter_pages, for_adapters=True)
         return self._provide(now, kv_pages, for_adapters=False) and has_adapter
 
     def _provide(self, now: float, count: int, for_adapters: bool) -> bool:
-        if self.room.num_coming(for_adapters) + self.tree.evictable_pages >= count:
+        if self.num_coming(for_adapters) + self.tree.evictable_pages >= count:
             self._make_room(now, count, for_adapters, "demand")
-        return self.room.num_free(for_adapters) >= count
+        return self.num_free(for_adapters) >= count
 
     def shrink(self, now: float, num_pages: int, reason: str) -> list[Node]:
         """Send nodes away until at most so many pages are used; returns those nodes."""
@@ -52,11 +199,11 @@ class Residency(NodeStates):
     def _make_room(self, now: float, count: int, for_adapters: bool, reason: str) -> list[Node]:
         """Send nodes away until so many pages are free or about to be, as far as there are candidates."""
         sent: list[Node] = []
-        if self.room.num_coming(for_adapters) >= count:
+        if self.num_coming(for_adapters) >= count:
             return sent
         self.forget_visits(now)
         leaving = self.candidates.begin_leaving(now, for_adapters)
-        while self.room.num_coming(for_adapters) < count:
+        while self.num_coming(for_adapters) < count:
             chosen = leaving.pop()
             if chosen is None:
                 break

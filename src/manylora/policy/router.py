@@ -190,9 +190,9 @@ class Router:
             return
         for sample, position in enumerate(asked.generated):
             request.note_progress(sample, position)
-        request.give_up_attempts(asked.attempts)
+        request.attempt = asked.attempts
         self._take_off(request, "lost")
-        request.fail()
+        request.failures += 1
         if not self._is_refused(request):
             self._place(request)
 
@@ -288,7 +288,7 @@ class Router:
         """Set the request aside if no replica that is up can serve it: it must not stand before others."""
         if self._fleet.is_any_right(request):
             return False
-        request.strand(self._fleet.now)
+        request.gap_s = self._fleet.now
         self._stranded[request.id] = request
         return True
 
@@ -354,7 +354,8 @@ class Router:
             if wish.gain_s <= wish.cost_s * 2**request.num_moves:
                 return
         if self._withdraw(request, wish.target, wish.reason) and not wish.is_forced:
-            request.note_move(self._fleet.now)
+            request.moved_s = self._fleet.now
+            request.num_moves += 1
 
     def _withdraw(self, request: LiveRequest, target: ReplicaId | None, reason: str) -> bool:
         """Have its replica let the request go, if that has it and was not told yet."""

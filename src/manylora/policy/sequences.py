@@ -98,19 +98,6 @@ class RequestState:
             return "stop"
         return "length" if len(tokens) >= self.max_tokens else None
 
-    def bear_later(self, samples: dict[int, SequenceOf[int]]) -> None:
-        """These samples get their sequences later."""
-        self.unborn = samples
-
-    def are_born(self) -> dict[int, SequenceOf[int]]:
-        """They get them now."""
-        unborn, self.unborn = self.unborn, {}
-        return unborn
-
-    def leave(self) -> None:
-        """It is let go as soon as its steps in flight have ended."""
-        self.is_leaving = True
-
     def note_admission(self) -> bool:
         """One of its sequences left the queue; whether that is the first time here."""
         is_first, self.is_admission_told, self.admitted = not self.is_admission_told, True, True
@@ -284,10 +271,6 @@ class Sequence:
 
     # ------------------------------------------------------------ waiting and holding
 
-    def prefetched(self) -> None:
-        """The scheduler has looked at what the waiting sequence needs."""
-        self.is_prefetched = True
-
     def note_overtaken(self, now: float) -> None:
         """Another went before the waiting sequence, for the sake of its adapter."""
         if self.overtaken_s is None:
@@ -404,10 +387,6 @@ class Sequence:
     def row_failed(self, draws: bool) -> None:
         """A step with a row of it has failed."""
         self.num_pending -= draws
-
-    def forks_are_born(self) -> None:
-        """The samples that share its prompt have sequences of their own."""
-        self.num_unborn_forks = 0
 
 
 Scheduled = tuple[Sequence, int, int]

@@ -57,7 +57,7 @@ class Swapper:
 
     def _keep_room(self, marks: Marks, now: float) -> None:
         residency = self._residency
-        if residency.room.pages_used > marks.high_pages:
+        if residency.pages_used > marks.high_pages:
             for node in residency.shrink(now, marks.high_pages - marks.slack_pages, "busy"):
                 node.evicted_in = self.interval
 
@@ -77,7 +77,7 @@ class Swapper:
         if (
             marks is not None
             and residency.candidates.entering
-            and residency.room.pages_used < marks.low_pages
+            and residency.pages_used < marks.low_pages
         ):
             self._bring_in(marks, now)
 
@@ -86,7 +86,7 @@ class Swapper:
         """Whether a later interval may find something to do while nothing happens."""
         if self._marks is None:
             return False
-        used = self._residency.room.pages_used
+        used = self._residency.pages_used
         return used > self._marks.high_pages or (used < self._marks.low_pages and bool(self._held_back))
 
     def _bring_in(self, marks: Marks, now: float) -> None:
@@ -94,7 +94,7 @@ class Swapper:
         most_pages = max(1, int(LANE_S / residency.rates.page_in_s))
         brought = 0
         entering = residency.candidates.begin_entering(now)
-        while brought < most_pages and residency.room.pages_used < marks.low_pages:
+        while brought < most_pages and residency.pages_used < marks.low_pages:
             chosen = entering.pop()
             if chosen is None:
                 break
@@ -112,7 +112,7 @@ class Swapper:
         """All of them, where they fit; a turn that could never fit as a whole comes in part."""
         residency = self._residency
         num_pages = sum(node.num_pages for node in nodes)
-        room = min(marks.high_pages - residency.room.pages_used, residency.device.num_free)
+        room = min(marks.high_pages - residency.pages_used, residency.device.num_free)
         if num_pages <= room:
             return nodes
         return nodes[: max(0, room)] if num_pages > marks.high_pages and len(nodes) > 1 else []
@@ -122,7 +122,7 @@ class Swapper:
         residency = self._residency
         most = self._prefetch_limit if self._marks is None else self._marks.high_pages
         return (
-            residency.room.pages_used + node.num_pages <= most and residency.device.num_free >= node.num_pages
+            residency.pages_used + node.num_pages <= most and residency.device.num_free >= node.num_pages
         )
 
     def _prefetch(self, now: float) -> None:
@@ -131,7 +131,7 @@ class Swapper:
         for sequence in self._waiting.leading(QUEUE_DEPTH):
             if sequence.is_prefetched:
                 continue
-            sequence.prefetched()
+            sequence.is_prefetched = True
             root = residency.tree.node(sequence.adapter)
             for node in (root, *self._held.match(sequence)):
                 if node.residence is OFFLOADING and residency.tree.keeps_dependencies:

@@ -102,11 +102,11 @@ def time_decisions(residency: Residency, count: int, now: float) -> list[float]:
     for _ in range(count):
         now += 0.1
         residency.forget_visits(now)  # requests pay for this, see above
-        target = residency.room.pages_used - VICTIM_PAGES
+        target = residency.pages_used - VICTIM_PAGES
         began = time.perf_counter()
         residency.shrink(now, target, "busy")
         seconds.append(time.perf_counter() - began)
-        assert residency.room.pages_used <= target
+        assert residency.pages_used <= target
         residency.take(min(VICTIM_PAGES, residency.device.num_free))
     return seconds
 

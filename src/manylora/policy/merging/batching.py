@@ -98,7 +98,7 @@ class MergedBatching(FirstComeFirstServed):
         For a slot the newest that is paused, or not of the batch where the sequence is of it; for pages only such
         as came after it, and none while pages are on their way.
         """
-        held, room = self._held, self._residency.room
+        held, residency = self._held, self._residency
         if len(held.admitted) >= self._config.max_num_seqs:
             victim = self._gives_way_to(sequence)
             if victim is None:
@@ -108,7 +108,7 @@ class MergedBatching(FirstComeFirstServed):
             victim = self._gives_way_to(sequence)
             if victim is None or victim.order < sequence.order:
                 return False
-            if room.num_coming(for_adapters=False) > room.num_free(for_adapters=False):
+            if residency.num_coming(for_adapters=False) > residency.num_free(for_adapters=False):
                 return False
             self._displace(victim, now)
         return True

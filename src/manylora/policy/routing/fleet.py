@@ -222,7 +222,7 @@ class Fleet:
     def note_lacks(self, replica: ReplicaState, lacks: Iterable[AdapterId]) -> None:
         """The replica serves all adapters but these."""
         before = replica.lacks
-        replica.note_lacks(lacks)
+        replica.lacks = frozenset(lacks)
         self._lacking.update(replica.lacks - before)
         self._lacking.subtract(before - replica.lacks)
         self._lacking = +self._lacking  # of counts above 0

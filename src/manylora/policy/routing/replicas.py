@@ -8,7 +8,6 @@ with the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from manylora.policy.routing.kinds import NOTHING, Learnt, ReplicaKind, learnt_of
@@ -246,10 +245,6 @@ class ReplicaState:
             self.residency.pop(adapter, None)
         else:
             self.residency[adapter] = tier
-
-    def note_lacks(self, lacks: Iterable[AdapterId]) -> None:
-        """It serves all adapters but these."""
-        self.lacks = frozenset(lacks)
 
     # ------------------------------------------------------------ life
 

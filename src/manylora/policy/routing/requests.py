@@ -106,35 +106,18 @@ class LiveRequest:
         self.target = None
         self.reason = reason
 
-    def fail(self) -> None:
-        """The attempt was in vain."""
-        self.failures += 1
-
     def die(self, is_blamed: bool) -> None:
         """Its replica has died with it. Where others are to blame that counts a third: else a request that waits
         while replicas are killed one after the other would be given up with them."""
         self._num_innocent += not is_blamed
         if is_blamed or self._num_innocent % INNOCENT_DEATHS == 0:
-            self.fail()
+            self.failures += 1
         self.deaths += is_blamed
 
     @property
     def num_new(self) -> int:
         """Tokens of its present attempt that are known of."""
         return self.num_generated - self._num_before
-
-    def give_up_attempts(self, attempts: int) -> None:
-        """The front end counts so many attempts that were made."""
-        self.attempt = max(self.attempt, attempts)
-
-    def note_move(self, now: float) -> None:
-        """It moves for a gain."""
-        self.moved_s = now
-        self.num_moves += 1
-
-    def strand(self, now: float) -> None:
-        """No replica that is up can hold it."""
-        self.gap_s = now
 
     def note_progress(self, sample: int, position: int) -> bool:
         """A sample has this many tokens; whether that is news."""
