@@ -143,11 +143,9 @@ def words_of(pid: int) -> str:
         return ""
 
 
-def test_cold_starts_on_the_cpu_and_turns(
-    tmp_path: Path, single: dict[str, list[Answer]]
-) -> None:
-    """One cluster for: CPU workers, priorities, fairness by key, a limit on adapters, keys, a
-    small pool, journals. A replica that is killed takes its CPU workers with it."""
+def test_cold_starts_on_the_cpu_and_turns(tmp_path: Path, single: dict[str, list[Answer]]) -> None:
+    """One cluster for: CPU workers, priorities, fairness by key, a limit on adapters, keys, a small pool,
+    journals. A replica that is killed takes its CPU workers with it."""
     turns: tuple[str, ...] = ("--scheduling-policy", "priority", "--fairness", "vtc", "--fair-by", "key")
     turns = (*turns, "--adapter-batch-limit", "2")
     cold: tuple[str, ...] = ("--cold-start", "cpu", "--cpu-lora-workers", "1")
