@@ -2,7 +2,7 @@
 
 Numba compiles them on first use and keeps them on disk. They read keys, values and adapter rows where they lie
 in the pool, so a step moves each byte once and no copy of an adapter exists anywhere. Each call runs on its
-caller's thread, without the GIL; the executor splits a batch among threads.
+caller's thread, without the GIL.
 
 Arrays are numpy views of the tensors and contiguous, or the inner loops would not vectorise (nor would they
 with offsets that might be negative, hence the slices). Where rows are strided (q, k, v are parts of one

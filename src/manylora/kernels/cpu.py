@@ -16,7 +16,6 @@ adapter loader refuses weights that are not finite.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -44,27 +43,19 @@ _MERGED_ELEMENTS = 2**18
 """Elements of a weight that are merged at a time."""
 
 
-class _Scratch(threading.local):
-    """Each thread's own buffers: parts of a batch may run side by side."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
 class CpuOps(ComposedLora):
     """The Ops protocol on the CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        self._local = _Scratch()
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Scratch of this shape; reused, because fresh large allocations cost a page fault per 4 KiB."""
-        buffers = self._local.buffers
-        buffer = buffers.get((name, dtype))
+        buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
-            buffer = buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+            buffer = self._buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
         return buffer[: rows * columns].view(rows, columns)
 
     # ---- attention -------------------------------------------------------------------------------------

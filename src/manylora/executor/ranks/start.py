@@ -38,8 +38,14 @@ from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
-from manylora.executor.shards import SMALL_MODEL_BYTES
-from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits, weight_bytes
+from manylora.executor.sizes import (
+    SMALL_MODEL_BYTES,
+    Kind,
+    activation_bytes,
+    engine_info,
+    policy_limits,
+    weight_bytes,
+)
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
