@@ -194,12 +194,11 @@ def test_rows_of_all_follow_the_switches(rig: Rig, files: Files, overlapped: boo
 
 
 def test_a_step_of_the_merged_adapter_alone_has_no_segments(rig: Rig) -> None:
-    builders = [part.inputs for part in rig.worker._parts]
     for merged, adapter, expected in ((1, 1, None), (BASE, BASE, None), (BASE, 2, 1)):
         rig.open(adapter, PROMPT, adapter)
         rig.merge(merged)
         rig.step(rig.row(adapter))
-        layout = builders[0]._layout
+        layout = rig.worker._inputs._layout
         assert layout is not None
         lora = layout.lora
         assert (None if lora is None else len(lora.start)) == expected

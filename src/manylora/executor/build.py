@@ -34,7 +34,9 @@ from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
+from manylora.executor.queued import device_handover
 from manylora.executor.sizes import (
+    SMALL_MODEL_BYTES,
     Kind,
     activation_bytes,
     attention_shape,
@@ -174,7 +176,6 @@ def _with_pools(
     arena = Arena(num_pages + pads_steps, page, dtype, device)
     check_host_pool(limits.cold_start, num_host_pages)
     host = HostPool(num_host_pages, page, dtype, device, is_lent=limits.cold_start.wanted_workers > 0)
-    num_threads = torch.get_num_threads()
     texts = TextCheck(plan.folder, resolve_model(settings.model.tokenizer or settings.model.model))
     worker = Worker(
         decoder,
@@ -184,7 +185,6 @@ def _with_pools(
         device,
         Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
         settings.adapters.max_adapter_rank,
-        Shards(num_threads) if plan.is_small and num_threads > 1 and not pads_steps else None,
     )
     if merge.is_on:
         worker.use_merging(copy.made(decoder, device))

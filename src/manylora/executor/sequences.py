@@ -73,15 +73,6 @@ class Rows:
     composition: Composition
     starts: np.ndarray
 
-    def take(self, indices: Sequence[int]) -> Rows:
-        """Some of the rows, in this order."""
-        composition, index = self.composition, np.array(indices, dtype=np.int64)
-        sequences = tuple(composition.sequences[row] for row in indices)
-        columns = (
-            column[index] for column in (composition.slots, composition.counts, composition.num_samples)
-        )
-        return Rows(Composition.of(sequences, *columns), self.starts[index])
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Expected:

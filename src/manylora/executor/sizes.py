@@ -18,6 +18,9 @@ from manylora.types import EngineInfo, RankInfo
 
 Kind = Literal["cpu", "cuda"]
 
+SMALL_MODEL_BYTES = 48 * 2**20
+"""Weights up to this size lie in a CPU's caches: then loops over the pool are faster than torch's operations."""
+
 _WORKSPACE_BYTES = 512 * 2**20
 """Libraries' own workspaces, kernels' partial results, fragmentation."""
 

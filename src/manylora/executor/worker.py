@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +31,13 @@ from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
-from manylora.executor.joined import Sampled, joined
 from manylora.executor.merging import MergedWeights
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.reader import AdapterReader
-from manylora.executor.sampler import draw, most_likely
+from manylora.executor.sampler import Results, draw, most_likely
+from manylora.executor.scoring import ScoredTokens
 from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
-from manylora.executor.shards import Shards
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.arena import Arena
@@ -70,17 +70,42 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import BASE, AdapterId, CopyId, SequenceId
+from manylora.types import BASE, AdapterId, CopyId, PromptLogprobs, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Part:
-    """What one thread runs steps with: each remembers what it planned for the step before."""
+class _Sampled:
+    """What a step draws. ``rows``: places in the step, in the batch's order. ``scores``: of a batch with tokens
+    that are ``scored``, what these say of prompts. Both functions wait for the device."""
 
-    inputs: InputBuilder
-    eager: EagerSteps
+    rows: np.ndarray
+    results: Callable[[], Results]
+    scored: ScoredTokens | None
+    scores: Callable[[], np.ndarray] | None
+
+    def read(self, sequences: Sequence[SequenceId]) -> _Drawn:
+        """Wait for the device. ``sequences``: of the step's rows that drew."""
+        results, order = self.results(), np.argsort(self.rows).tolist()
+        tokens = tuple((name, tuple(results.tokens[row])) for name, row in zip(sequences, order))
+        logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
+        for name, row in zip(sequences, order if results.logprobs else ()):
+            told = enumerate(results.logprobs[row] if results.logprobs else ())
+            logprobs |= {(name, sample): item for sample, item in told if item is not None}
+        bad = set(results.unsound)
+        unsound = tuple(name for name, row in zip(sequences, order) if row in bad) if bad else ()
+        prompts = {} if self.scored is None or self.scores is None else self.scored.read(self.scores())
+        return _Drawn(tokens, logprobs, unsound, prompts)
+
+
+class _Drawn(NamedTuple):
+    """As StepDone and StepResult have it."""
+
+    tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...]
+    logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
+    unsound: tuple[SequenceId, ...]
+    prompt_logprobs: dict[SequenceId, PromptLogprobs]
 
 
 class Worker:
@@ -99,13 +124,11 @@ class Worker:
         device: Device,
         registry: Registry,
         max_adapter_rank: int | None = None,
-        shards: Shards | None = None,
         ranked: RankedSampling | None = None,
     ) -> None:
         """``geometry`` must be made of the pools' page shape and the decoder's groups.
 
-        ``shards``, if any, run parts of large enough batches side by side. ``ranked``: where the decoder is one
-        rank's share of a model. The worker closes what it is given.
+        ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is given.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
@@ -121,14 +144,8 @@ class Worker:
         self._merging: MergedWeights | None = None
         self._workers: Workers | None = None
         self._handover: DeviceHandover | None = None
-        self._shards = shards
-        self._parts = [
-            _Part(
-                InputBuilder(self._sequences, self._tables, geometry),
-                EagerSteps(self._forward, geometry, device),
-            )
-            for _ in range(shards.num_threads if shards else 1)
-        ]
+        self._inputs = InputBuilder(self._sequences, self._tables, geometry)
+        self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
         self.before_layer: Callable[[int], None] | None = None
         """Called before each layer of steps that await nothing, which run eagerly then: for measurements."""
         self._handlers = handlers(self, DEVICE_COMMANDS)
@@ -275,41 +292,12 @@ class Worker:
             self._tell(self._failed(step, error, began))
         self._copier.flush()
 
-    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> list[Sampled]:
-        is_whole = (
-            self._shards is None or awaited is not None or cold is not None or self.before_layer is not None
-        )
-        parts = None if is_whole or self._shards is None else self._split(rows, self._shards)
-        if parts is None or self._shards is None:
-            return [self._run_part(self._parts[0], rows, None, awaited, cold)]
-        self._tables.send()
-        return self._shards.run(
-            [
-                functools.partial(self._run_part, part, rows.take(indices), np.array(indices))
-                for part, indices in zip(self._parts, parts)
-            ]
-        )
-
-    def _split(self, rows: Rows, shards: Shards) -> list[list[int]] | None:
-        """Indices of each shard's rows; those of one adapter stay together unless a cut falls among them."""
-        order = np.argsort(self._sequences.adapters[rows.composition.slots], kind="stable")
-        ranges = shards.split(rows.composition.counts[order].tolist())
-        return None if ranges is None else [order[part].tolist() for part in ranges]
-
-    def _run_part(
-        self,
-        part: _Part,
-        rows: Rows,
-        indices: np.ndarray | None,
-        awaited: Awaited | None = None,
-        cold: ColdStep | None = None,
-    ) -> Sampled:
-        """``indices``: the rows' places in the step; None: they are all of it."""
-        forward = self._forward
-        if forward is None:
+    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> _Sampled:
+        forward, eager = self._forward, self._eager
+        if forward is None or eager is None:
             raise RuntimeError("the executor is closed")
         with torch.inference_mode():
-            inputs = part.inputs.build(rows)
+            inputs = self._inputs.build(rows)
             outputs = None
             if cold is None and self.before_layer is None and self._graphs is not None:
                 outputs = self._graphs.run(inputs, awaited)
@@ -318,9 +306,9 @@ class Worker:
                 if awaited is not None:
                     awaited.pass_all()
             if cold is not None:
-                outputs = self._run_cold(part, inputs, cold)
+                outputs = self._run_cold(eager, inputs, cold)
             elif outputs is None:
-                outputs = part.eager.run(inputs, self.before_layer)
+                outputs = eager.run(inputs, self.before_layer)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)
@@ -332,20 +320,19 @@ class Worker:
                 forward.redraw(outputs.pending_index, draws.first)
             arrived = self._device.download(draws.packed)
             scores = None if outputs.scores is None else self._device.download(outputs.scores)
-        sampled_rows = inputs.sampled_rows if indices is None else indices[inputs.sampled_rows]
-        return Sampled(sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
+        return _Sampled(inputs.sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
 
-    def _run_cold(self, part: _Part, inputs: StepInputs, cold: ColdStep) -> Outputs:
+    def _run_cold(self, eager: EagerSteps, inputs: StepInputs, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
         rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device)
         with cold.launching(self._workers):
-            return part.eager.run(inputs, cold=rows)
+            return eager.run(inputs, cold=rows)
 
     def _finish(
         self,
         step: RunStep,
         sampled_sequences: tuple[SequenceId, ...],
-        sampled: list[Sampled],
+        sampled: _Sampled,
         expected: Expected,
         began: float,
         awaited: Awaited | None,
@@ -355,7 +342,7 @@ class Worker:
         try:
             if cold is not None:
                 cold.end(self._workers)
-            drawn = joined(sampled, sampled_sequences)
+            drawn = sampled.read(sampled_sequences)
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
@@ -466,11 +453,9 @@ class Worker:
             self._device.synchronize()
         except RuntimeError:
             _log.exception("the device failed before it was closed")
-        for held in (self._handover, self._shards):
-            if held is not None:
-                held.close()
-        self._forward = self._graphs = None
-        self._parts = []
+        if self._handover is not None:
+            self._handover.close()
+        self._forward = self._graphs = self._eager = None
         self._tables.close()
         self._arena.close()
         self._host.close()

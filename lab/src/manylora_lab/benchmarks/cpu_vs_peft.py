@@ -206,10 +206,9 @@ def step_breakdown(
     ops = decoder.ops
     for part in PARTS:
         timed(ops, part, part)
-    for part_of_worker in worker._parts:
-        timed(part_of_worker.inputs, "build", "inputs")
+    timed(worker._inputs, "build", "inputs")
     timed(decoder, "forward", "forward")
-    timed(worker, "_run_part", "part")
+    timed(worker, "_run", "run")
     timed(worker, "obey", "step")
     timed(driver._machine, "handle", "policy")
     before, began = ours.llm.stats(), time.perf_counter()
@@ -217,10 +216,6 @@ def step_breakdown(
     wall = time.perf_counter() - began
     steps = ours.llm.stats().steps - before.steps
     per_step = {name: 1e3 * seconds / steps for name, seconds in spent.items()}
-    # The parts of a batch run side by side: their time is shown as its share of the step's wall time.
-    share = min(1.0, per_step["step"] / per_step["part"])
-    for name in (*PARTS, "inputs", "forward", "part"):
-        per_step[name] *= share
     inside = sum(per_step[part] for part in PARTS)
     return {
         "base matrix products and the rest of forward": per_step["forward"] - inside,
@@ -229,8 +224,8 @@ def step_breakdown(
         "write KV": per_step["write_kv"],
         "norms, rope, activation": sum(per_step[p] for p in PARTS[3:]),
         "inputs": per_step["inputs"],
-        "sampling": per_step["part"] - per_step["forward"] - per_step["inputs"],
-        "handing over, waiting": per_step["step"] - per_step["part"],
+        "sampling": per_step["run"] - per_step["forward"] - per_step["inputs"],
+        "handing over, waiting": per_step["step"] - per_step["run"],
         "policy": per_step["policy"],
         "loop, threads, text": 1e3 * wall / steps - per_step["step"] - per_step["policy"],
     }
