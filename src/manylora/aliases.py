@@ -153,7 +153,11 @@ FOREIGN: tuple[Foreign, ...] = (
 )  # fmt: skip
 
 
+_CACHES = "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
+
 REMOVED: Mapping[str, str] = {
+    "export": _CACHES,
+    "import": _CACHES,
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
