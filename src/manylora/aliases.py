@@ -154,6 +154,7 @@ FOREIGN: tuple[Foreign, ...] = (
 
 
 _CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that stand for it"
+_CACHES = "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
 
 REMOVED: Mapping[str, str] = {
     "profile": _CARASERVE,
@@ -161,6 +162,8 @@ REMOVED: Mapping[str, str] = {
     "slo_tpot": "give seconds, as --router-set caraserve.slo_s=0.05",
     "adapter_store": "adapters are always read from their own files",
     "adapter_store_size": "adapters are always read from their own files",
+    "export": _CACHES,
+    "import": _CACHES,
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
     "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }

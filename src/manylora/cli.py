@@ -6,18 +6,16 @@ Bad input: one line on stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
-from manylora.aliases import ALIASES, FOREIGN, REMOVED, add_removed
+from manylora.aliases import ALIASES, FOREIGN, REMOVED, add_removed, check_removed
 from manylora.cluster.command import add_cluster
 from manylora.config import ConfigError, option_of
 from manylora.config.cluster import TLS_OPTIONS
@@ -284,36 +282,19 @@ def _add_warmup(commands: Any) -> None:
         "What was compiled stays in the caches of Triton and FlashInfer, which image builds can keep.",
     )
     warmup.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
-    warmup.add_argument(
-        "--import",
-        dest="imported",
-        metavar="FILE",
-        help="first take over the kernels that another machine of the same kind has exported; without MODEL, that "
-        "is all",
-    )
-    warmup.add_argument(
-        "--export",
-        dest="exported",
-        metavar="FILE",
-        help="then write all compiled kernels to a file, for other machines of the same kind; without MODEL, "
-        "those that there are",
-    )
+    add_removed(warmup, ("export", "import"))
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
     add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
 def _warmup(args: argparse.Namespace) -> int:
-    from manylora.warmup.carrying import exporting, import_caches
     from manylora.warmup.command import run
 
-    if args.model is None and args.imported is None and args.exported is None:
-        raise ConfigError("warmup needs a MODEL, --import or --export")
-    with contextlib.nullcontext() if args.exported is None else exporting(Path(args.exported)):
-        if args.imported is not None:
-            import_caches(Path(args.imported))
-        if args.model is not None:
-            run(settings_of(args, ("model", *_WARMUP_FLAGS)))
+    check_removed({name: getattr(args, name) for name in ("export", "import")})
+    if args.model is None:
+        raise ConfigError("warmup needs a MODEL")
+    run(settings_of(args, ("model", *_WARMUP_FLAGS)))
     return 0
 
 

@@ -37,3 +37,13 @@ def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str
     assert main(["warmup", "/nowhere/at/all", "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "/nowhere/at/all" in line
+
+
+@pytest.mark.parametrize("option", ["--export", "--import"])
+def test_caches_are_not_carried_any_more(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ((option, "kernels.tgz"), (str(DEMO / "model"), option, "kernels.tgz")):
+        assert main(["warmup", *args]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"manylora: error: {option} was removed: keep TRITON_CACHE_DIR")
+    assert main(["warmup"]) == 2
+    assert capsys.readouterr().err == "manylora: error: warmup needs a MODEL\n"
