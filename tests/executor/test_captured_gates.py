@@ -162,7 +162,6 @@ def test_copies_by_a_kernel(
 ) -> None:
     """From the step loop's thread, to the same bytes, words and tokens; an answer as for others; the next one is
     the lane's where that cannot be."""
-    monkeypatch.setattr(bringing, "moves_by_kernel", lambda _: True)
     ops = BringingOps()
     rig = made(files, tmp_path, monkeypatch, ops)
     assert ops.num_brought == 1, "compiled before the first copy"

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from manylora.devices.device import CopyLane, Device, Tensors
-from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by
+from manylora.devices.staging import StagingBuffer, seen_by
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords, LayerGroups
@@ -52,8 +52,8 @@ class _BringsGroups(Protocol):
 def bringer_of(
     ops: object, words: LandedWords, arena: Arena, host: HostPool, device: Device
 ) -> Bringer | None:
-    """None where operations have no such kernel, or the device's kernels do not read pinned memory."""
-    if not isinstance(ops, _BringsGroups) or not moves_by_kernel(device.torch_device):
+    """None where operations have no such kernel."""
+    if not isinstance(ops, _BringsGroups):
         return None
     if host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
@@ -81,7 +81,7 @@ class Bringer:
         self._words_of = words.words.unbind(1)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(words.groups),), torch.int32)
-        self._tables = [StagingBuffer(device.torch_device, by_kernel=True) for _ in range(_TABLES)]
+        self._tables = [StagingBuffer(device.torch_device) for _ in range(_TABLES)]
         self._turn = 0
         self._source: torch.Tensor | None = None
         self._starts: dict[tuple[int, int], Callable[[], None]] = {}  # by the table's place and the order
