@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from manylora.devices import staging
 from manylora.devices.cuda import CudaDevice
 from manylora.protocol import AdapterRead, CopyPages, ReadAdapter
 from tests.executor.conftest import Files
@@ -33,16 +32,7 @@ def check(rig: Rig, files: Files) -> None:
         files.reference.check_greedy(prompt, held.generated, files.path(held.adapter))
 
 
-@pytest.fixture(params=[False, True], ids=["by engine", "by kernel"])
-def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """How a step's numbers move."""
-    monkeypatch.setattr(staging, "NUMBERS_BY_KERNEL", request.param)
-    staging.forget_outboxes()
-    yield request.param
-    staging.forget_outboxes()
-
-
-def test_tokens_of_mixed_batches(files: Files, tmp_path: Path, by_kernel: bool) -> None:
+def test_tokens_of_mixed_batches(files: Files, tmp_path: Path) -> None:
     rig = make(files, tmp_path)
     assert rig.facts.device.startswith("cuda (")
     for adapter, path in files.adapters.items():
@@ -80,11 +70,7 @@ def test_reads_over_pages_that_steps_have_just_used(files: Files, tmp_path: Path
     rig.worker.close()
 
 
-def test_numbers_move_as_asked(by_kernel: bool) -> None:
-    assert staging.moves_by_kernel(torch.device("cuda", 0)) == by_kernel
-
-
-def test_downloads_that_are_on_their_way_together(by_kernel: bool) -> None:
+def test_downloads_that_are_on_their_way_together() -> None:
     """In any order of reading, of any size, and again with the buffers of those that have been read."""
     device = CudaDevice()
     rng = random.Random(0)
@@ -102,7 +88,7 @@ def test_downloads_that_are_on_their_way_together(by_kernel: bool) -> None:
                 assert arrived().tolist() == wanted
 
 
-def test_a_mirror_holds_what_was_sent_last(by_kernel: bool) -> None:
+def test_a_mirror_holds_what_was_sent_last() -> None:
     mirror = CudaDevice().mirror(5)
     for number in range(20):
         stage = mirror.stage()

@@ -12,20 +12,17 @@ from manylora.devices.staging import (
     DownloadBuffers,
     StagingBuffer,
     UploadBuffers,
-    can_map,
     copy_by_kernel,
-    moves_by_kernel,
     upload_buffers,
 )
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_what_is_sent_arrives(by_kernel: bool) -> None:
+def test_what_is_sent_arrives() -> None:
     """More messages than buffers, of changing lengths and types, into the fronts of longer tensors."""
     rng = random.Random(1)
-    box = UploadBuffers(CPU, by_kernel)
+    box = UploadBuffers(CPU)
     for number in range(100):
         dtype = rng.choice([torch.int32, torch.int64])
         length = rng.choice([0, 1, 5, 3000, 40000])
@@ -36,11 +33,10 @@ def test_what_is_sent_arrives(by_kernel: bool) -> None:
         assert target.tolist() == [*range(number, number + length), -7, -7, -7]
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_what_is_sent_together_arrives(by_kernel: bool) -> None:
+def test_what_is_sent_together_arrives() -> None:
     """Of changing lengths and types, some too many for what is sent at a time, some in parts, some not at all."""
     rng = random.Random(2)
-    box = UploadBuffers(CPU, by_kernel)
+    box = UploadBuffers(CPU)
     for _ in range(60):
         sent: list[tuple[torch.Tensor, np.ndarray]] = []
         with box.together():
@@ -68,7 +64,7 @@ def test_what_is_sent_together_takes_one_launch(monkeypatch: pytest.MonkeyPatch)
         copy(targets, sources)
 
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
-    box = UploadBuffers(CPU, by_kernel=True)
+    box = UploadBuffers(CPU)
     target = torch.zeros(4, dtype=torch.int64)
     with box.together():
         for place in range(4):
@@ -84,7 +80,7 @@ def test_what_is_sent_together_takes_one_launch(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_was_sent_before_an_error_arrives() -> None:
-    box = UploadBuffers(CPU, by_kernel=True)
+    box = UploadBuffers(CPU)
     target = torch.zeros(2, dtype=torch.int32)
 
     def send(number: int) -> None:
@@ -104,11 +100,10 @@ def test_what_was_sent_before_an_error_arrives() -> None:
     assert target.tolist() == [4, 4], "what comes later goes by itself"
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
-def test_what_is_read_is_what_was_there(by_kernel: bool, dtype: torch.dtype) -> None:
+def test_what_is_read_is_what_was_there(dtype: torch.dtype) -> None:
     """Later changes of the tensor do not show, nor do other reads that are still open."""
-    box = DownloadBuffers(CPU, by_kernel)
+    box = DownloadBuffers(CPU)
     first, second = torch.arange(6, dtype=dtype).view(2, 3), torch.full((70000,), 5, dtype=dtype)
     read_first, read_second = box.start(first), box.start(second)
     first.fill_(-1)
@@ -129,12 +124,10 @@ def test_kernels_copy_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_a_stage_of_another_length_is_not_what_was_held() -> None:
-    stage = StagingBuffer(CPU, by_kernel=True).hold(4, torch.int32)
+    stage = StagingBuffer(CPU).hold(4, torch.int32)
     assert stage.numbers.shape == (4,)
     assert stage.hold(100_000, torch.int64).numbers.shape == (100_000,)
 
 
-def test_numbers_move_by_kernel_only_where_asked() -> None:
-    assert can_map(CPU), "what is asked of a GPU holds of plain memory"
-    assert not moves_by_kernel(CPU)
+def test_a_thread_has_one_box_for_a_device() -> None:
     assert upload_buffers(CPU) is upload_buffers(CPU)

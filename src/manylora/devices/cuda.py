@@ -22,7 +22,7 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import DownloadBuffers, Staged, borrowed, moves_by_kernel, upload_buffers
+from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_buffers
 from manylora.devices.writing import can_write, write_by_stream
 
 _STAGED_PAGES = 4
@@ -34,9 +34,6 @@ _WRITING_STREAMS = 2
 _CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
 """A lane waits when more than so many chunks of so many bytes are on their way: some milliseconds, which is what
 its thread may have to wait for the interpreter; and what has not begun can still be broken off."""
-
-_SMALL_CHUNK_BYTES, _SMALL_CHUNKS_AHEAD = 16 * 2**20, 4
-"""The same where a step's own numbers wait behind chunks."""
 
 _MADV_POPULATE_WRITE = 23
 """From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
@@ -74,7 +71,7 @@ class CudaDevice:
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
         self._num_writers = 0
-        self._inbox = DownloadBuffers(self.torch_device, moves_by_kernel(self.torch_device))
+        self._inbox = DownloadBuffers(self.torch_device)
 
     def free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
@@ -294,9 +291,6 @@ class _CudaCopyLane:
         self._sources: list[torch.Tensor] = []
         self._collected_bytes = 0
         self._marks: collections.deque[torch.cuda.Event] = collections.deque()
-        waits_for_nobody = moves_by_kernel(device)
-        self._chunk_bytes = _CHUNK_BYTES if waits_for_nobody else _SMALL_CHUNK_BYTES
-        self._chunks_ahead = _CHUNKS_AHEAD if waits_for_nobody else _SMALL_CHUNKS_AHEAD
 
     def here(self) -> contextlib.AbstractContextManager[None]:
         return torch.cuda.stream(self.stream)
@@ -317,7 +311,7 @@ class _CudaCopyLane:
         self._targets.append(target)
         self._sources.append(source)
         self._collected_bytes += source.nbytes
-        if self._collected_bytes < self._chunk_bytes:
+        if self._collected_bytes < _CHUNK_BYTES:
             return
         self._issue()
         self._end_chunk()
@@ -326,7 +320,7 @@ class _CudaCopyLane:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
         self._marks.append(mark)
-        if len(self._marks) > self._chunks_ahead:
+        if len(self._marks) > _CHUNKS_AHEAD:
             self._marks.popleft().synchronize()
 
     def _begin_timing(self) -> None:

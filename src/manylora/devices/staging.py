@@ -1,8 +1,8 @@
-"""A step's numbers on their way between host and device: a copy engine's work, or a small kernel's.
+"""A step's numbers on their way between host and device, by small kernels over pinned memory.
 
 Every step sends some kilobytes and gets fewer back. The device's copy engines take their work in turn, so while
-pages are copied both ways such a copy may wait for milliseconds, and its step with it. A kernel that reads pinned
-host memory, or writes it, waits for no copy. Owns the pinned buffers; does not know what the numbers mean.
+pages are copied both ways such a copy would wait for milliseconds, and its step with it. A kernel that reads or
+writes pinned host memory waits for no copy. Owns the pinned buffers; does not know what the numbers mean.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -12,21 +12,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-
-_log = logging.getLogger(__name__)
-
-NUMBERS_BY_KERNEL = True
-"""Whether kernels move a step's numbers where they can. Read when the first numbers move. Off only to measure what
-that is worth: with the copy engines, a step beside saturated copies takes up to 2.4 times as long on an H200
-(docs/performance.md)."""
 
 _STAGES = 16
 """Pinned buffers of one ``UploadBuffers``: some more than what the steps in flight send."""
@@ -54,9 +45,8 @@ class Staged(Protocol):
 
 
 class _View(NamedTuple):
-    """A buffer as numbers of one type: as the host has it, as kernels of the device see it, as an array."""
+    """A buffer as numbers of one type: as kernels of the device see it, and as an array."""
 
-    memory: torch.Tensor
     mapped: torch.Tensor
     array: np.ndarray
 
@@ -67,9 +57,8 @@ class StagingBuffer:
     Its views are made once for each type: each call into torch takes a microsecond, or ten after a pause.
     """
 
-    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_kernel = by_kernel
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._num_bytes = 0
         self._views: dict[torch.dtype, _View] = {}
@@ -94,16 +83,14 @@ class StagingBuffer:
         return self
 
     def _view(self, dtype: torch.dtype) -> _View:
-        mapped = self._memory
-        if self._by_kernel and self._landed is not None and self._num_bytes:
-            mapped = borrowed(mapped, self._device)
-        memory = self._memory.view(dtype)
-        found = self._views[dtype] = _View(memory, mapped.view(dtype), np.asarray(memory.numpy()))
+        mapped = seen_by(self._device, self._memory) if self._num_bytes else self._memory
+        found = _View(mapped.view(dtype), np.asarray(self._memory.view(dtype).numpy()))
+        self._views[dtype] = found
         return found
 
     def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
         """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
-        issued: nothing is written here before they have ended. Only where kernels move numbers."""
+        issued: nothing is written here before they have ended."""
         return self._held.mapped[: self._length], self.note_copy
 
     def send(self, target: torch.Tensor) -> None:
@@ -112,19 +99,13 @@ class StagingBuffer:
         Does not wait for it. Nothing is written here until the next ``hold``.
         """
         target = target.view(-1)
-        if self._by_kernel:
-            copy_by_kernel(target, self._held.mapped[: target.numel()])
-        else:
-            target.copy_(self._held.memory[: target.numel()], non_blocking=True)
+        copy_by_kernel(target, self._held.mapped[: target.numel()])
         self.note_copy()
 
     def take(self, source: torch.Tensor) -> None:
         """The same the other way round: the numbers are here after ``settle``."""
         source = source.view(-1)
-        if self._by_kernel:
-            copy_by_kernel(self._held.mapped[: source.numel()], source)
-        else:
-            self._held.memory[: source.numel()].copy_(source, non_blocking=True)
+        copy_by_kernel(self._held.mapped[: source.numel()], source)
         self.note_copy()
 
     def settle(self) -> None:
@@ -185,9 +166,8 @@ class _Part:
 class UploadBuffers:
     """Pinned buffers for numbers that go to a device, from one thread. Buffers are taken in turn."""
 
-    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_kernel = by_kernel
         self._stages: list[StagingBuffer] = []
         self._turn = -1
         self._together: _Together | None = None
@@ -196,7 +176,7 @@ class UploadBuffers:
     def together(self) -> Iterator[None]:
         """What ``stage`` gives within is sent by one launch, at the end. Each launch takes the host some
         microseconds, and tens of them after a pause."""
-        if not self._by_kernel or self._together is not None:
+        if self._together is not None:
             yield
             return
         self._together = together = _Together(self.hold(_TOGETHER_BYTES // _UNIT.itemsize, _UNIT))
@@ -218,21 +198,20 @@ class UploadBuffers:
         """The same, of a buffer of its own."""
         self._turn = (self._turn + 1) % _STAGES
         if self._turn == len(self._stages):
-            self._stages.append(StagingBuffer(self._device, self._by_kernel))
+            self._stages.append(StagingBuffer(self._device))
         return self._stages[self._turn].hold(length, dtype)
 
 
 class DownloadBuffers:
     """Pinned buffers for a step's results. One thread starts the copies; another may read them."""
 
-    def __init__(self, device: torch.device, by_kernel: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._by_kernel = by_kernel
         self._free: collections.deque[StagingBuffer] = collections.deque()
 
     def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         """Does what ``Device.download`` does; the tensor is contiguous."""
-        stage = self._free.popleft() if self._free else StagingBuffer(self._device, self._by_kernel)
+        stage = self._free.popleft() if self._free else StagingBuffer(self._device)
         stage.hold(tensor.numel(), tensor.dtype).take(tensor)
         shape = tuple(tensor.shape)
 
@@ -252,25 +231,8 @@ def upload_buffers(device: torch.device) -> UploadBuffers:
     """The calling thread's buffers. What is sent through them arrives in order."""
     boxes: dict[torch.device, UploadBuffers] = _threads.__dict__.setdefault("boxes", {})
     if device not in boxes:
-        boxes[device] = UploadBuffers(device, moves_by_kernel(device))
+        boxes[device] = UploadBuffers(device)
     return boxes[device]
-
-
-def forget_outboxes() -> None:
-    """NUMBERS_BY_KERNEL has changed. On the thread of the steps, with none in flight."""
-    _threads.__dict__.clear()
-    moves_by_kernel.cache_clear()
-
-
-@functools.cache
-def moves_by_kernel(device: torch.device) -> bool:
-    """Whether numbers of this device are moved by kernels."""
-    if not NUMBERS_BY_KERNEL or device.type != "cuda":
-        return False
-    if can_map(device):
-        return True
-    _log.warning("kernels do not reach pinned memory: a step's numbers wait for the copy engines")
-    return False
 
 
 def copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -315,16 +277,3 @@ def borrowed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     """Host memory, contiguous and pinned where a device has memory of its own, as the device's kernels see it."""
     return memory if device.type == "cpu" else borrowed(memory, device)
-
-
-def can_map(device: torch.device) -> bool:
-    """Whether kernels of this device read pinned memory, and the host finds there what they write."""
-    numbers = [1, -2, 3, -4, 5]
-    try:
-        target = torch.zeros(len(numbers), dtype=torch.int32, device=device)
-        stage = UploadBuffers(device, by_kernel=True).stage(len(numbers))
-        stage.numbers[:] = numbers
-        stage.send(target)
-        return bool(DownloadBuffers(device, by_kernel=True).start(target)().tolist() == numbers)
-    except (RuntimeError, TypeError, ValueError):  # whichever torch says of such memory
-        return False

@@ -15,6 +15,8 @@ import torch
 from manylora.devices.device import CopyLane, Device, Tensors
 from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
+from manylora.devices.staging import StagingBuffer, seen_by
+from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool
@@ -51,9 +53,8 @@ class _BringsGroups(Protocol):
 def bringer_of(
     ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int
 ) -> Bringer | None:
-    """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel, or the
-    device's kernels do not read pinned memory."""
-    if not isinstance(ops, _BringsGroups) or not moves_by_kernel(device.torch_device):
+    """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel."""
+    if not isinstance(ops, _BringsGroups):
         return None
     if host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
@@ -80,7 +81,7 @@ class Bringer:
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
         self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(self.words.groups),), torch.int32)
-        self._tables = [StagingBuffer(device.torch_device, by_kernel=True) for _ in range(_TABLES)]
+        self._tables = [StagingBuffer(device.torch_device) for _ in range(_TABLES)]
         self._turn = 0
         self._source: torch.Tensor | None = None
         self._starts: dict[int, Callable[[], None]] = {}  # by the table's place

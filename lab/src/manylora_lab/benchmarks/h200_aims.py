@@ -31,6 +31,7 @@ from typing import Any
 from manylora.config import ConfigError
 from manylora.devices import staging
 from manylora_lab.baselines import ALL_CACHE_POLICIES
+from manylora.config import CACHE_POLICIES, ConfigError
 from manylora_lab.benchmarks.chat_runs import chat, conformance, http, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import churn, first
@@ -59,11 +60,6 @@ def tell_compilations() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = run_parser(__doc__, time_budget=500.0)
-    parser.add_argument(
-        "--numbers-by-engine",
-        action="store_true",
-        help="a step's own transfers by copy engines, not by kernels",
-    )
     parser.add_argument("--parts", default="prefill,first,offline,chat")
     parser.add_argument("--shape", default="llama-2-7b")
     parser.add_argument("--rates", default="2,10,20", help="of chat, requests a second")
@@ -96,7 +92,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
-    staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     report = RunReport(args, "0 of the chat's tokens; the other requests are stored")
     report.repeats = args.repeats
     report.values["ceilings"] = ceilings("cpu" if args.toy else "cuda")

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import torch
 
-from manylora.devices import staging
 from manylora.executor.graphs import Bucket
 from manylora.protocol import SequenceStart
 from manylora_lab.benchmarks.copy_runs import PageCopies, beside_copies, raw_rates
@@ -130,11 +129,6 @@ def run(rig: EngineRig, batches: Sequence[int], report: RunReport) -> Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = run_parser(__doc__)
-    parser.add_argument(
-        "--numbers-by-engine",
-        action="store_true",
-        help="a step's own transfers by copy engines, not by kernels",
-    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--shapes", nargs="*", default=list(BATCHES), choices=list(BATCHES))
     parser.add_argument(
@@ -142,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--parts", default="steps,copies", help="and rates: of the copies themselves")
     args = parser.parse_args(argv)
-    staging.NUMBERS_BY_KERNEL = not args.numbers_by_engine
     report = RunReport(args, "1 of sampled rows; weights and prompts do not depend on one", shapes={})
     report.values["context"] = TOY_CONTEXT if args.toy else CONTEXT
     report.values["bandwidth_bytes_per_s"] = copy_bandwidth("cpu" if args.toy else "cuda")
