@@ -33,8 +33,6 @@ from manylora.executor.cold_rows import LATE_S, device_handover, start_workers, 
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
-from manylora.executor.shards import SMALL_MODEL_BYTES, Shards
-from manylora.executor.queued import device_handover
 from manylora.executor.sizes import (
     SMALL_MODEL_BYTES,
     Kind,

@@ -13,10 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from manylora.devices.device import CopyLane, Device, Tensors
-from manylora.devices.staging import StagingBuffer, moves_by_kernel, seen_by
-from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
 from manylora.devices.staging import StagingBuffer, seen_by
-from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, BroughtGroup, bring_table, table_words
+from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool

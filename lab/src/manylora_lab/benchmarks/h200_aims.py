@@ -29,9 +29,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.devices import staging
 from manylora_lab.baselines import ALL_CACHE_POLICIES
-from manylora.config import CACHE_POLICIES, ConfigError
 from manylora_lab.benchmarks.chat_runs import chat, conformance, http, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.first_runs import churn, first

@@ -18,7 +18,6 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.select import open_device
-from manylora.executor.sizes import SMALL_MODEL_BYTES
 from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.ops import AttentionRows, Ops
 from manylora.kernels.select import ops_for
