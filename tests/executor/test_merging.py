@@ -277,8 +277,7 @@ def logprobs_of(rig: Rig, sequence: int) -> list[Any]:
 def test_the_base_answers_to_the_last_digit_as_before(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, copy: str
 ) -> None:
-    """With steps of merged adapters between. By torch's operations: the compiled ones may differ in a last bit
-    from call to call, since that depends on where numpy's scratch lies."""
+    """With steps of merged adapters between."""
     monkeypatch.setattr(build, "ops_for", lambda *args, **kwargs: CpuOps())
     rig = make_rig(files, tmp_path, copy)
     before = logprobs_of(rig, 1)
