@@ -109,12 +109,12 @@ def test_a_switch_from_the_devices_copy_waits_for_nothing(files: Files, tmp_path
     for adapter in (1, 2, 1):
         assert rig.merge(adapter).ok  # every kernel is compiled
     for sequence in range(4):
-        rig.open(sequence, PROMPT, sequence)
-    rig.step(*(rig.row(sequence) for sequence in range(4)))
+        rig.open(sequence, PROMPT, 2 if sequence == 2 else 1)
+    rig.step(*(rig.row(sequence) for sequence in (0, 1, 3)))
     switch = SetMerged(1000, 2)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        first = rig.issue(*(rig.row(sequence) for sequence in range(4)))
+        first = rig.issue(*(rig.row(sequence) for sequence in (0, 1, 3)))
         rig.direct.begin(switch)
         rig.merged = 2
         second = rig.issue(rig.row(2))

@@ -456,6 +456,7 @@ class Worker:
         if self._handover is not None:
             self._handover.close()
         self._forward = self._graphs = self._eager = None
+        del self._inputs  # it remembers tensors of the last step
         self._tables.close()
         self._arena.close()
         self._host.close()
