@@ -65,7 +65,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
-    "cpu_lora_workers": {"cold_start": "cpu"},
+    "cpu_lora_workers": {"cold_start": "auto"},
 }  # fmt: skip
 """What a setting is nothing without."""
 

@@ -25,6 +25,7 @@ time.sleep(1000)
 """
 PARENT = """
 import subprocess, sys, threading, time
+from manylora import processes
 children = []
 def begin():
     children.append(processes.start("a_child", *sys.argv[2:], stdout=subprocess.PIPE))

@@ -194,6 +194,7 @@ def test_a_step_that_is_given_up_leaves_the_workers_free() -> None:
 
 _ENGINE = """
 import os, sys, time
+from manylora.assist.board import BoardShape
 from manylora.assist.orders import LentPool
 from manylora.assist.workers import Workers
 descriptor = os.memfd_create("pool")

@@ -226,6 +226,8 @@ def test_in_process_it_refuses_the_same(
 NAMED = ["missing", "weights", "name", "long", "base", "rank"]
 ASK_LLM = """
 import json, sys
+from manylora import LLM
+from manylora.config import ConfigError
 for model, name, path, limit in json.loads(sys.argv[1]):
     try:
         LLM(model, {name: path}, max_adapter_rank=limit)

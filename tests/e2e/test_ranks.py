@@ -167,6 +167,8 @@ def test_ranks_end_with_what_started_them(process: str) -> None:
 
 PLAIN = f"""
 import os, signal, threading
+from manylora import LLM, SamplingParams
+from manylora.engine.client import EngineDead, EngineStats
 from tests.e2e.process import wait_until
 from tests.e2e.test_ranks import events_of_this_process, ranks_of
 

@@ -14,6 +14,7 @@ CHILD = "import subprocess; subprocess.run(['sleep', '1000'], process_group=0)"
 """A process whose own child is of another group."""
 TESTS = f"""
 import os, subprocess, sys, time
+from tests.e2e import sessions
 
 args = [sys.executable, "-c", {CHILD!r}]
 kept, ended = (sessions.started(args, stdout=subprocess.DEVNULL) for _ in range(2))

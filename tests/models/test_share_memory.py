@@ -20,6 +20,7 @@ BESIDE_BYTES = 48 * 2**20
 
 LOAD = """
 import sys, types
+from pathlib import Path
 import torch
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuts import RankPlace
@@ -32,8 +33,9 @@ folder, load_format, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = read_model_config(folder)
 ranked = RankedModel(ModelShare(config, RankPlace(rank, 2), True), types.SimpleNamespace())
 torch.empty(2**20).normal_()
+ops = CpuOps()
 before = peak_bytes()
-decoder = load_model(folder, ops=CpuOps(), device=torch.device("cpu"), dtype=torch.float32,
+decoder = load_model(folder, ops=ops, device=torch.device("cpu"), dtype=torch.float32,
                      load_format=load_format, max_positions=64, ranked=ranked)
 print(peak_bytes() - before)
 """

@@ -258,6 +258,7 @@ threading.Thread(target=work).start()
 def test_exit_without_close_and_with_a_hung_step() -> None:
     script = """
 import threading, time
+from manylora.executor.worker import Worker
 from manylora.protocol import RunStep
 obey = Worker.obey
 Worker.obey = lambda worker, command: (isinstance(command, RunStep) and time.sleep(3600)) or obey(worker, command)

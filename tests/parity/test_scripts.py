@@ -15,6 +15,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 SCRIPT = """
 import asyncio, os, sys
+from pathlib import Path
 from manylora import LLM, AsyncLLM, SamplingParams
 
 model, adapter = sys.argv[1:]

@@ -21,6 +21,9 @@ from tests.routing.world import IMPATIENT, RESTLESS, World
 ROOT = Path(__file__).parents[2]
 DIGEST = """
 import hashlib
+from manylora.engine.fingerprint import fingerprint
+from manylora_lab.baselines import ALL_ROUTERS
+from tests.routing.world import IMPATIENT, RESTLESS, World
 
 digest = hashlib.blake2b()
 for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS, IMPATIENT] * 3):

@@ -129,6 +129,7 @@ def test_death(tokenizer: Tokenizer, silently: bool) -> None:
 SCRIPT = """
 import asyncio, signal, socket, sys, uvloop
 from tests.server.conftest import make_app
+from tests.server.fakes import FakeEngine
 from manylora.server.lifecycle import serve
 
 async def main():

@@ -159,6 +159,8 @@ def test_a_real_run_comes_out_the_same_again(run: Run) -> None:
 
 IN_ANOTHER_PROCESS = """
 import sys
+from pathlib import Path
+from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora_lab.sim.conformance import replay_difference
 config, entries = read_answered(Path(sys.argv[1]))

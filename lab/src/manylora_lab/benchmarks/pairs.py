@@ -30,6 +30,7 @@ DRAWS = 10_000
 TIE = 2e-4  # of log-probability, as in tests/parity
 ENGINE = """
 import json, random, sys, time
+from pathlib import Path
 from manylora import LLM, SamplingParams
 demo, (requests, prompt, generate, adapters) = Path(sys.argv[1]), map(int, sys.argv[2:])
 folders = {folder.name: str(folder) for folder in sorted((demo / "adapters").iterdir())[:adapters]}
