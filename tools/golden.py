@@ -9,6 +9,7 @@ the names alone. Reports are in tests/golden; what was removed on purpose is in 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def main() -> int:
     parser.add_argument("--scale", choices=SCALES, default="smoke")
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
-    stored = json.loads((FOLDER / f"{args.scale}.json").read_text())
+    stored = json.loads(gzip.decompress((FOLDER / f"{args.scale}.json.gz").read_bytes()))
     differing = 0
     for name in args.names or [name for name in stored if name not in GONE]:
         found, wanted = staying(run(name, args.scale)), staying(stored[name])
