@@ -34,13 +34,11 @@ from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
 from manylora.executor.sizes import (
-    SMALL_MODEL_BYTES,
     Kind,
     activation_bytes,
     attention_shape,
     engine_info,
     policy_limits,
-    weight_bytes,
 )
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
@@ -98,7 +96,7 @@ def build_worker(
 
 class _Plan(NamedTuple):
     """What follows from settings and config.json alone. ``settings``: as the device can obey them; ``limits``: for
-    the largest pool that there could be; ``is_small``: the model is one for a CPU's own kernels."""
+    the largest pool that there could be."""
 
     settings: EngineSettings
     folder: Path
@@ -109,7 +107,6 @@ class _Plan(NamedTuple):
     page: PageShape
     geometry: AdapterGeometry
     limits: PolicyConfig
-    is_small: bool
 
 
 def _planned(settings: EngineSettings) -> _Plan:
@@ -132,17 +129,13 @@ def _planned(settings: EngineSettings) -> _Plan:
             "contexts have up to %d tokens, and with --max-model-len up to %d (max_position_embeddings %d)",
             limits.max_model_len, config.longest_context, config.max_position_embeddings,
         )  # fmt: skip
-    is_small = kind == "cpu" and weight_bytes(config, dtype) <= SMALL_MODEL_BYTES
-    return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits, is_small)
+    return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits)
 
 
 def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None) -> Decoder:
     """The decoder, with its weights."""
     device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
-    ops = ops_for(
-        device,
-        attention=attention_shape(plan.config, dtype, max_positions),
-    )
+    ops = ops_for(device, attention=attention_shape(plan.config, dtype, max_positions))
     _log.info("running on %s with %s kernels", plan.device.name, ops.name)
     decoder = load_model(
         plan.folder,

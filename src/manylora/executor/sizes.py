@@ -18,22 +18,11 @@ from manylora.types import EngineInfo, RankInfo
 
 Kind = Literal["cpu", "cuda"]
 
-SMALL_MODEL_BYTES = 48 * 2**20
-"""Weights up to this size lie in a CPU's caches: then loops over the pool are faster than torch's operations."""
-
 _WORKSPACE_BYTES = 512 * 2**20
 """Libraries' own workspaces, kernels' partial results, fragmentation."""
 
 _SAMPLER_BYTES = 48
 """Per logit: float32 logits and their copies, int64 weights and running sums, a sort's values and indices."""
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """About what the weights take: projections and embeddings."""
-    groups = [group for layer in config.layers for group in layer.groups]
-    linears = sum(p.in_features * p.out_features for group in groups for p in group.projections)
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    return (linears + embeddings) * dtype.itemsize
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:

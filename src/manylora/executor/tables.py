@@ -77,7 +77,6 @@ class AdapterTables:
 
     def __init__(self, device: Device, geometry: AdapterGeometry) -> None:
         self._device = device
-        self._geometry = geometry
         self._ranges = RangeAllocator(_FIRST_CELLS)
         self._held: dict[AdapterId, _Held] = {}
         self._free_rows: list[int] = []

@@ -22,16 +22,13 @@ import torch.nn.functional as F
 from manylora.kernels import loops
 from manylora.kernels.ops import (
     AttentionRows,
-    ComposedLora,
-    HeadNorm,
+    ComposedOps,
     LoraSegments,
     MergedLayer,
     MergePlan,
-    Rotary,
     Shrunk,
     Summands,
     of_adapters,
-    rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
@@ -124,7 +121,7 @@ class CpuLoraPlan:
         return _Block(tokens, torch.cat(pieces), torch.from_numpy(np.concatenate(scales, axis=1)), outputs)
 
 
-class CpuOps(ComposedLora):
+class CpuOps(ComposedOps):
     """The Ops protocol on the CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"
@@ -245,17 +242,6 @@ class CpuOps(ComposedLora):
             first = last
         others = np.flatnonzero(~is_short).tolist()
         return CpuLoraPlan(segments, geometry, starts, starts + lengths, items, others)
-
-    def lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: CpuLoraPlan,
-    ) -> None:
-        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
 
     def lora_shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: CpuLoraPlan
@@ -379,23 +365,6 @@ class CpuOps(ComposedLora):
             turned = _rotate(both, c, s)
             return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
         return _rotate(q, c, s), _rotate(k, c, s)
-
-    def rotate_and_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        rotary: Rotary,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        norm: HeadNorm | None,
-        adapted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return rotated_then_stored(
-            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
-        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.dtype is not torch.float32:

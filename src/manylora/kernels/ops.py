@@ -362,11 +362,31 @@ class Ops(Protocol):
         """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
 
 
-class ComposedLora:
-    """Linears with adapters by the operations that they stand for, for implementations of Ops."""
+class Rotating(Ops, Protocol):
+    """Operations with a rotation of their own."""
+
+    def _rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return q and k turned; may work in place."""
+
+
+class ComposedOps:
+    """Operations by the ones that they stand for, for implementations of Ops that have a ``_rope``."""
 
     def lora_side(self, plan: Any) -> Side:
         return IN_LINE
+
+    def lora(
+        self: Ops,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        group: ProjectionGroup,
+        plan: Any,
+    ) -> None:
+        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
 
     def lora_summands(
         self: Ops,
@@ -395,34 +415,25 @@ class ComposedLora:
     ) -> torch.Tensor:
         return self.silu_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole)
 
-
-Rope = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]
-"""Of (q, k, cos, sin, positions): q and k turned; it may work in place."""
-
-
-def rotated_then_stored(
-    ops: Ops,
-    rope: Rope,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    rotary: Rotary,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    norm: HeadNorm | None,
-    adapted: torch.Tensor | None,
-) -> torch.Tensor:
-    """``Ops.rotate_and_store`` by the operations that it stands for; ``rope`` is the rotation among them."""
-    if adapted is not None:
-        heads = adapted.view(len(q), -1, q.shape[-1])
-        of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
-        q, k, v = q + of_q, k + of_k, v + of_v
-    if norm is not None:
-        q, k = ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps)
-    q, k = rope(q, k, rotary.cos, rotary.sin, positions)
-    ops.write_kv(pool, layer, k, v, slots)
-    return q
+    def rotate_and_store(
+        self: Rotating,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        rotary: Rotary,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        norm: HeadNorm | None,
+        adapted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if adapted is not None:
+            heads = adapted.view(len(q), -1, q.shape[-1])
+            of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+            q, k, v = q + of_q, k + of_k, v + of_v
+        if norm is not None:
+            q, k = self.rms_norm(q, norm.query, norm.eps), self.rms_norm(k, norm.key, norm.eps)
+        q, k = self._rope(q, k, rotary.cos, rotary.sin, positions)
+        self.write_kv(pool, layer, k, v, slots)
+        return q

@@ -15,16 +15,13 @@ from torch.nn import functional
 
 from manylora.kernels.ops import (
     AttentionRows,
-    ComposedLora,
-    HeadNorm,
+    ComposedOps,
     LoraSegments,
     MergedLayer,
     MergePlan,
-    Rotary,
     Shrunk,
     Summands,
     of_adapters,
-    rotated_then_stored,
 )
 from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
@@ -70,7 +67,7 @@ def _parts(group: ProjectionGroup, plan: ReferenceLoraPlan) -> Iterator[_Adapted
                 yield _Adapted(segment, tokens, place, index, first_a, first_b, rank)
 
 
-class ReferenceOps(ComposedLora):
+class ReferenceOps(ComposedOps):
     """The Ops protocol on any device and in any floating dtype."""
 
     name = "reference"
@@ -128,17 +125,6 @@ class ReferenceOps(ComposedLora):
                 weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
                 out[first:last, head] = (weights @ wide(v[:, group])).to(q.dtype)
         return out.view(q.shape[0], heads * dim)
-
-    def lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: ReferenceLoraPlan,
-    ) -> None:
-        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
 
     def lora_shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: ReferenceLoraPlan
@@ -237,23 +223,6 @@ class ReferenceOps(ComposedLora):
             return torch.cat((left * c - right * s, right * c + left * s), dim=-1).to(x.dtype)
 
         return rotate(q), rotate(k)
-
-    def rotate_and_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        rotary: Rotary,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        norm: HeadNorm | None,
-        adapted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return rotated_then_stored(
-            self, self._rope, q, k, v, pool, layer, rotary, positions, slots, norm, adapted
-        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)

@@ -56,7 +56,6 @@ class TritonOps:
         ``lora``: others than those of what is stored for the device.
         """
         report_compilation()
-        self._programs = programs
         self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
