@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuDevice
-from manylora.devices.device import Tensors
-from manylora.devices.peers import Account, Purpose
+from manylora.devices.device import Device, Tensors
+from manylora.devices.peers import Peers, Purpose
 from manylora.executor.ranks import process
 from manylora.executor.ranks.executor import RanksLost
 from manylora.executor.ranks.timing import EXCHANGES, exchange_seconds
@@ -27,7 +26,7 @@ __all__ = ["threaded_ranks"]
 PROMPT = [5, 9, 2, 7]
 
 
-class NotedPeers(Account):
+class NotedPeers(Peers):
     """Notes the sums that are asked of it."""
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class NotedPeers(Account):
         self.sums.append((tensor.numel() * tensor.itemsize, tensor.dtype))
 
 
-class NotedDevice(CpuDevice):
+class NotedDevice(Device):
     num_captures = 0
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 from manylora.executor.build import build_worker
 from manylora.executor.cold_rows import READY_S, TimedProduct, start_workers
 from manylora.executor.worker import Worker
