@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manylora.devices.device import Device
-from manylora.devices.peers import Account, Exchange
+from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs
 from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranked_graphs import RankedGraphs
@@ -259,7 +259,7 @@ def test_ranks_of_which_one_replays_and_one_does_not(
 
 
 def test_a_replays_exchanges_count_as_those_that_were_listed() -> None:
-    made, replayed = Account(0, 2), Account(0, 2)
+    made, replayed = Peers(0, 2), Peers(0, 2)
     exchanges: list[Exchange] = [("base", 3), ("lora", 2), ("sampling", 5)]
     listed: list[Exchange] = [("base", 1)]
     for purpose, size in exchanges:

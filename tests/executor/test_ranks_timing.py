@@ -49,7 +49,7 @@ class NotedDevice(Device):
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_sums_of_so_many_bytes(is_captured: bool) -> None:
     peers, device = NotedPeers(), NotedDevice()
-    seconds = exchange_seconds(peers, device, torch.bfloat16, 4096, is_captured)  # type: ignore[arg-type]
+    seconds = exchange_seconds(peers, device, torch.bfloat16, 4096, is_captured)
     assert 0 < seconds < 1
     assert set(peers.sums) == {(4096, torch.bfloat16)}
     assert len(peers.sums) % EXCHANGES == 0
