@@ -129,7 +129,12 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("admission", "fcfs", "fcfs"), ("admission", "lcfs", "lcfs"), ("adapter_dir", ".", ".")]
     found += [("dtype", "half", "float16"), ("dtype", "float", "float32")]
     found += [("served_model_name", "x", ("x",)), ("served_model_name", ["x", "y:z"], ("x", "y:z"))]
-    found += [("seed", 0, 0), ("seed", "-3", -3), ("seed", -(2**63), -(2**63)), ("seed", 2**64 - 1, 2**64 - 1)]
+    found += [
+        ("seed", 0, 0),
+        ("seed", "-3", -3),
+        ("seed", -(2**63), -(2**63)),
+        ("seed", 2**64 - 1, 2**64 - 1),
+    ]
     found += [("gpu_memory_utilization", "0.9", 0.9), ("gpu_memory_utilization", 1, 1.0)]
     found += [("uds", "x", "x"), ("root_path", "", ""), ("root_path", "/a/b", "/a/b")]
     found += [("api_key_file", KEYS, KEYS), ("api_key_file", Path(KEYS), KEYS)]
@@ -141,7 +146,11 @@ def accepted() -> list[tuple[str, Any, Any]]:
     found += [("fair_weights", text, text) for text in ("1,2,0", "0,1,0", "3,0,9")]
     found += [("fair_share", "a=2", ("a=2",)), ("fair_share", {"a": 0.5, "b=c": 3}, ("a=0.5", "b=c=3"))]
     found += [("trust_request_chat_template", is_on, is_on) for is_on in (True, False)]
-    found += [("chat_template", "f", ("f",)), ("chat_template", {"a": "f"}, ("a=f",)), ("chat_template", [], ())]
+    found += [
+        ("chat_template", "f", ("f",)),
+        ("chat_template", {"a": "f"}, ("a=f",)),
+        ("chat_template", [], ()),
+    ]
     found += [
         ("merge_alpha", "2", 2.0),
         ("merge_beta", 0.5, 0.5),
@@ -220,7 +229,14 @@ def test_settings_hold_their_defaults() -> None:
     for flag in FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
-            lists = ("adapter", "allowed_hosts", "api_key", "fair_share", "served_model_name", "chat_template")
+            lists = (
+                "adapter",
+                "allowed_hosts",
+                "api_key",
+                "fair_share",
+                "served_model_name",
+                "chat_template",
+            )
             if flag.name in (*lists, "page_tokens", "cold_start"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:

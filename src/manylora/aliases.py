@@ -107,7 +107,9 @@ class Foreign:
             raise ConfigError(f"{given} cannot be had: {self.because}")
 
 
-_NO_SLOTS = "there are no adapter slots, adapters take pages of one pool; --adapter-batch-limit bounds a batch"
+_NO_SLOTS = (
+    "there are no adapter slots, adapters take pages of one pool; --adapter-batch-limit bounds a batch"
+)
 _LOG = "the log has a line for each request, without its text"
 _LEVEL = "MANYLORA_LOG_LEVEL sets what is logged"
 _NO_TLS = "the server speaks plain HTTP; TLS is for a proxy before it"
@@ -154,7 +156,9 @@ FOREIGN: tuple[Foreign, ...] = (
 
 
 _CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that stand for it"
-_CACHES = "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
+_CACHES = (
+    "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
+)
 
 REMOVED: Mapping[str, str] = {
     "profile": _CARASERVE,

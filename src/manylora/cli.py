@@ -181,7 +181,11 @@ def _serve(args: argparse.Namespace) -> int:
     args.model = args.model or args.named
     settings = read_config_file(args.config) if args.config else {}
     names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
-    names += (*(foreign.name for foreign in FOREIGN), *(flag.name for flag in CLUSTER_FLAGS), *CLUSTER_ALIASES)
+    names += (
+        *(foreign.name for foreign in FOREIGN),
+        *(flag.name for flag in CLUSTER_FLAGS),
+        *CLUSTER_ALIASES,
+    )
     names += (*REMOVED,)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:

@@ -127,7 +127,10 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
     check_removed(plain)
-    bases = {str(plain.get("model")), *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ()))}
+    bases = {
+        str(plain.get("model")),
+        *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ())),
+    }
     merged: dict[str, Any] = {}
     switches: list[tuple[Alias, Any]] = []
     for layer in layers:

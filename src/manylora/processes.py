@@ -86,9 +86,7 @@ def effort(pids: Iterable[int]) -> float:
     """What processes have done so far: seconds of computing, theirs and of children that have ended, and how often
     they read a page from a disk. What stays the same for long does nothing."""
     found = [fields for pid in pids if (fields := _fields(pid))]
-    return sum(
-        sum(map(int, each[11:15])) / _TICKS_PER_S + sum(map(int, each[9:11])) for each in found
-    )
+    return sum(sum(map(int, each[11:15])) / _TICKS_PER_S + sum(map(int, each[9:11])) for each in found)
 
 
 def main(parent: int, module: str, *arguments: str) -> None:

@@ -332,3 +332,8 @@ class EngineInfo:
     cold_start: str = "wait"
     cold_start_kinds: tuple[str, ...] = ()
     seed: int | None = None
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without what some say at length; its type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -86,7 +86,9 @@ class Case:
     @property
     def wanted(self) -> np.ndarray:
         """What is to be there, converted by torch."""
-        return patterns_of(tensor(self._part(self.matrices), self.stored.dtype).to(self.kept.dtype), self.kept)
+        return patterns_of(
+            tensor(self._part(self.matrices), self.stored.dtype).to(self.kept.dtype), self.kept
+        )
 
     @property
     def read_part(self) -> np.ndarray:
@@ -135,7 +137,9 @@ class Case:
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "turned"])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @given(data=st.data())
-def test_a_part_comes_to_its_place_bit_by_bit(way: tuple[str, str], turned: bool, data: st.DataObject) -> None:
+def test_a_part_comes_to_its_place_bit_by_bit(
+    way: tuple[str, str], turned: bool, data: st.DataObject
+) -> None:
     case = Case(way, turned, lambda least, most: data.draw(st.integers(least, most)))
     assert case.read() == -1
     assert np.array_equal(case.read_part, case.wanted)
@@ -146,7 +150,9 @@ def test_a_part_comes_to_its_place_bit_by_bit(way: tuple[str, str], turned: bool
 @pytest.mark.parametrize("turned", [False, True], ids=["rows", "turned"])
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @given(data=st.data())
-def test_one_value_that_is_not_finite_is_seen(way: tuple[str, str], turned: bool, data: st.DataObject) -> None:
+def test_one_value_that_is_not_finite_is_seen(
+    way: tuple[str, str], turned: bool, data: st.DataObject
+) -> None:
     case = Case(way, turned, lambda least, most: data.draw(st.integers(least, most)))
     sign = data.draw(st.sampled_from([0, 1 << (8 * case.stored.bits.itemsize - 1)]))
     mantissa = (case.stored.infinity & -case.stored.infinity) - 1

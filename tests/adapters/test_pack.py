@@ -156,7 +156,9 @@ def test_files_of_the_same_size_and_time_are_told_apart(name: str, tmp_path: Pat
         os.utime(tmp_path / "new", ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
         os.replace(tmp_path / "new", tmp_path / name)
 
-    begin = 8 + int.from_bytes(data[:8], "little") if name == WEIGHTS_NAME else data.index(b'"lora_alpha": ') + 14
+    begin = (
+        8 + int.from_bytes(data[:8], "little") if name == WEIGHTS_NAME else data.index(b'"lora_alpha": ') + 14
+    )
     replace(data[:begin] + bytes(byte ^ 1 for byte in data[begin:-1]) + data[-1:])
     with pytest.raises(FilesChanged, match="add it again"):
         pack(spec, geometry())

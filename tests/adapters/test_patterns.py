@@ -88,7 +88,10 @@ def test_a_process_that_gets_no_time_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sets_of_expressions_have_bounds() -> None:
-    for keys in ([f"a{n}" for n in range(loraconfig.MOST_PATTERNS + 1)], ["a" * loraconfig.MOST_CHARACTERS, "b"]):
+    for keys in (
+        [f"a{n}" for n in range(loraconfig.MOST_PATTERNS + 1)],
+        ["a" * loraconfig.MOST_CHARACTERS, "b"],
+    ):
         with pytest.raises(AdapterError, match="more than"):
             first(keys)
 

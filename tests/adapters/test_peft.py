@@ -137,7 +137,11 @@ def test_patterns_resolve_as_in_peft(keys: list[str], alphas: list[str], tmp_pat
         {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r"(?=model\.layers\.1).*v_proj"},
         {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]},
         {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 1},
-        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]},
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "layers_to_transform": [0, 2],
+            "layers_pattern": ["h", "layers"],
+        },
         {"target_modules": ["v_proj"], "layers_to_transform": [2], "layers_pattern": r"(?:layers|h)\b"},
         {"target_modules": ["v_proj"], "layers_to_transform": [2], "layers_pattern": "LAYERS"},
         {"target_modules": ["v_proj"], "layers_to_transform": [2], "layers_pattern": [""]},

@@ -135,11 +135,15 @@ def test_a_router_without_its_settings() -> None:
 
 
 def test_caraserve_takes_what_a_profile_prints() -> None:
-    lines = RankLines(RankLine(1e-4, 5e-3, 0.9, 20), RankLine(2e-4, 6e-3, 0.9, 20), RankLine(1e-3, 5e-3, 0.9, 9))
+    lines = RankLines(
+        RankLine(1e-4, 5e-3, 0.9, 20), RankLine(2e-4, 6e-3, 0.9, 20), RankLine(1e-3, 5e-3, 0.9, 9)
+    )
     profile = dataclasses.replace(find_profile("cpu-demo"), ranks=lines)
     costs = fit_profile(profile)
     for kernel, slope_s in (("bgmv", 1e-4), ("mbgmv", 2e-4)):
-        (line,) = (line for line in describe(profile, costs).splitlines() if f"caraserve.kernel={kernel} " in line)
+        (line,) = (
+            line for line in describe(profile, costs).splitlines() if f"caraserve.kernel={kernel} " in line
+        )
         words = tuple(word for word in line.split() if word.startswith("caraserve."))
         found = ClusterOptions(2, "caraserve", words).router_config()
         parameters = read_parameters("caraserve", CaraServeParameters, found.settings)

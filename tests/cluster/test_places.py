@@ -55,7 +55,9 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Child:
 
     async def started(code: str, role: str) -> LocalProcess:
         whole = f"import socket, sys, time\nsock = socket.socket(fileno=int(sys.argv[1]))\n{code}"
-        monkeypatch.setattr(local, "command", lambda module, file: [sys.executable, "-S", "-c", whole, file, "2"])
+        monkeypatch.setattr(
+            local, "command", lambda module, file: [sys.executable, "-S", "-c", whole, file, "2"]
+        )
         return await start_child(msgspec.structs.replace(LAUNCH, role=role), {})
 
     for name in ("START_S", "LOAD_S"):
@@ -117,7 +119,9 @@ class Refusing:
         raise self._error
 
 
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
+)
 def test_a_start_that_is_refused_is_tried_again_later_each_time(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,9 @@ def test_the_supervisor_keeps_what_the_registry_has(tmp_path: Path) -> None:
     async def run() -> None:
         async with Cluster(tmp_path) as cluster:
             assert (await cluster.hear(messages.Revisions)).is_whole
-            loading = asyncio.ensure_future(cluster.router.board.registry.load("a", "/nothing", replaces=False))
+            loading = asyncio.ensure_future(
+                cluster.router.board.registry.load("a", "/nothing", replaces=False)
+            )
             told = await cluster.hear(messages.Revisions)
             assert [(each.name, each.state) for each in told.listings] == [("a", "loading")]
             loading.cancel()

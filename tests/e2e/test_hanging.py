@@ -106,9 +106,9 @@ SLOW_TO_FREE = """
 import sys
 if "manylora.main" in sys.orig_argv:
     import time
-    from manylora.devices.cpu import CpuDevice
-    CpuDevice.copies_from_pinned = True
-    CpuDevice.unpin = lambda self, memory: time.sleep(3600)
+    from manylora.devices.device import Device
+    Device.copies_from_pinned = True
+    Device.unpin = lambda self, memory: time.sleep(3600)
 """
 """Run as the engine's process starts: pinned memory that is given back in an hour."""
 

@@ -122,7 +122,9 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", [BASE, "german"])
-def test_an_echo_gives_answers_the_logprobs_with_which_they_were_drawn(client: openai.OpenAI, model: str) -> None:
+def test_an_echo_gives_answers_the_logprobs_with_which_they_were_drawn(
+    client: openai.OpenAI, model: str
+) -> None:
     """As lm-evaluation-harness asks: prompts as token ids, several at once; and the same in vLLM's form."""
     names = {"return_tokens_as_token_ids": True}
     drawn = client.completions.create(model=model, logprobs=2, echo=True, extra_body=names, **GREEDY)

@@ -163,7 +163,9 @@ def test_vllms_keywords_mean_what_they_mean_there(
         (differs,) = llm.generate("One coffee", other, "lora-model:1234")
         assert differs.outputs[0].token_ids != answers[0].outputs[0].token_ids
         assert answers[0].prompt_token_ids == list(Tokenizer.from_folder(folder).encode("One coffee"))
-    assert sum("--gpu-memory-utilization does nothing on a CPU" in message for message in caplog.messages) == 1
+    assert (
+        sum("--gpu-memory-utilization does nothing on a CPU" in message for message in caplog.messages) == 1
+    )
     with pytest.raises(ConfigError, match=r"--tokenizer: .* has no tokenizer.json"):
         LLM(MODEL, device="cpu", tokenizer=str(adapters))
 

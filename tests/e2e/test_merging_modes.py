@@ -51,9 +51,7 @@ def test_the_tokens_are_the_unmerged_ones(mode: dict[str, Any], unmerged: list[s
         assert figures['manylora:merge_switches_total{to="merged"}'] > 0
 
 
-def test_so_they_are_where_switches_are_forced(
-    unmerged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_they_are_where_switches_are_forced(unmerged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
     texts, figures = answers(merge="manylora")
     assert texts == unmerged

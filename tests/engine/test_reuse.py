@@ -235,7 +235,9 @@ def test_what_an_earlier_attempt_says_of_a_prompt_is_not_joined_to_the_next_ones
         outbox.prompt_scored(PromptScored("r", 1, start), 0.0)
 
     for attempt in (0, 1):
-        outbox.open(Request("r", BASE, prompt, params), GenerationRequest("r", prompt, params, attempt=attempt))
+        outbox.open(
+            Request("r", BASE, prompt, params), GenerationRequest("r", prompt, params, attempt=attempt)
+        )
         scored(0, 6, 7)
     scored(3, 9)
     scored(0, 6)

@@ -356,7 +356,7 @@ def test_launches_that_wait_allow_no_gates(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     mode: str, told: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("manylora.devices.cpu.CpuDevice.launches_wait", True)
+    monkeypatch.setattr("manylora.devices.device.Device.launches_wait", True)
     rig = Rig(files.model, tmp_path, num_pages=200, page_bytes=3072, cold_start=mode)
     assert rig.policy.cold_start.mode == "wait"
     assert ("CUDA_LAUNCH_BLOCKING" in caplog.text) == told

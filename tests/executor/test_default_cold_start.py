@@ -66,7 +66,9 @@ def test_copies_land_in_groups_where_captured_steps_see_them() -> None:
     """Elsewhere they land whole, and the policy expects it."""
 
     def groups(kind: Kind, **given: Any) -> int:
-        return with_gates(engine(cold_start="layerwise", **given), kind, False).scheduler.cold_start.num_groups
+        return with_gates(
+            engine(cold_start="layerwise", **given), kind, False
+        ).scheduler.cold_start.num_groups
 
     assert groups("cuda") == 8
     assert groups("cuda", cuda_graphs="off") == groups("cpu") == 1

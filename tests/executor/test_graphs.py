@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor import graphs
 from manylora.executor.graphs import StepGraphs, bucket_sizes
 from manylora.kernels.triton.operations import TritonOps
@@ -27,7 +27,7 @@ SENTINEL = 1234.0
 NUM_PAGES = 260
 
 
-class CapturingDevice(CpuDevice):
+class CapturingDevice(Device):
     """Says that it captures; a replay runs the same function on the same tensors."""
 
     captures = True
@@ -338,7 +338,7 @@ def test_a_device_that_refuses_to_capture(
 ) -> None:
     captures: list[object] = []
 
-    def capture(self: CpuDevice, run: Callable[[], object]) -> Callable[[], object]:
+    def capture(self: Device, run: Callable[[], object]) -> Callable[[], object]:
         if len(captures) == room:
             raise RuntimeError("no room left\nat length")
         captures.append(run)
@@ -364,7 +364,7 @@ def test_a_device_that_refuses_to_capture(
 def test_captures_end_where_they_hold_too_much(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(CpuDevice, "captured_bytes", lambda _: graphs.MAX_BYTES)
+    monkeypatch.setattr(Device, "captured_bytes", lambda _: graphs.MAX_BYTES)
     rig = made(files, tmp_path)
     open_all(rig, 1, 2)
     with caplog.at_level(logging.WARNING):

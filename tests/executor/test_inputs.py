@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.adapters.pack import AdapterLayout
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.sequences import Expected, Rows, SequenceTable
 from manylora.executor.tables import AdapterTables
@@ -43,7 +43,7 @@ class Bench:
 
 def bench() -> Bench:
     sequences = SequenceTable()
-    tables = AdapterTables(CpuDevice(), GEOMETRY)
+    tables = AdapterTables(Device(), GEOMETRY)
     for adapter in ADAPTERS:
         put(tables, adapter)
     return Bench(sequences, tables, InputBuilder(sequences, tables, GEOMETRY))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manylora.config import ConfigError, MergeConfig, MergeTimes
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor import build, merge_times
 from manylora.executor.worker import Worker
 from manylora.memory import pristine
@@ -114,7 +114,7 @@ def test_without_merging_not_a_byte_is_spent(
 def test_a_copy_that_does_not_fit_beside_the_pool(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuDevice, "free_bytes", lambda device: 400 * PAGE_BYTES + 1000)
+    monkeypatch.setattr(Device, "free_bytes", lambda device: 400 * PAGE_BYTES + 1000)
     with pytest.raises(
         ConfigError, match=r"a copy of the base's weights of .* beside a pool of .* does not fit"
     ):

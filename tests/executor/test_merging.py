@@ -17,7 +17,7 @@ import torch
 from manylora_lab.bench.reference import ReferenceOps
 
 from manylora.config import MergeConfig, MergeTimes
-from manylora.devices.cpu import CpuCopyLane, CpuDevice
+from manylora.devices.device import CopyLane, Device
 from manylora.executor import build
 from manylora.executor.worker import Worker
 from manylora.kernels.cpu import CpuOps
@@ -369,7 +369,7 @@ def test_without_merging_a_switch_is_refused(files: Files, tmp_path: Path) -> No
     assert rig.direct.set_merged(SetMerged(9, 1)).error == "the executor is closed"
 
 
-class GatedLane(CpuCopyLane):
+class GatedLane(CopyLane):
     """Waits for ``gate`` before each transfer."""
 
     gate, entered = threading.Event(), threading.Event()
@@ -383,7 +383,7 @@ class GatedLane(CpuCopyLane):
 @pytest.fixture
 def gated(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Adapter 1 is merged; what comes back from the host's copy waits for ``GatedLane.gate``."""
-    monkeypatch.setattr(CpuDevice, "copy_lane", lambda device, behind=None: GatedLane())
+    monkeypatch.setattr(Device, "copy_lane", lambda device, behind=None: GatedLane())
     GatedLane.gate.set()
     made = make_rig(files, tmp_path, "host")
     assert made.merge(1).ok

@@ -19,7 +19,7 @@ import torch
 
 from manylora.assist.board import BoardShape, new_board
 from manylora.assist.workers import HandedStep
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor.cold_rows import DeviceHandover, device_handover
 from manylora.kernels.triton.gate import await_words
 from manylora.protocol import RunStep
@@ -126,7 +126,7 @@ def test_each_product_waits_for_its_own_job_of_those_that_compute_it(cold: Rig) 
     handover.end()
     descriptor, board = new_board(BoardShape(4, 8, 8, 8, "float32"))
     os.close(descriptor)
-    several = device_handover(board, GatedOps(), CpuDevice(), 1.0)
+    several = device_handover(board, GatedOps(), Device(), 1.0)
     assert several is not None
     several.begin(7, 2, [1, 3])
     assert several._wanted.tolist() == [[10**9, 0, 8, 0, 8, 0], [10**9, 0, 9, 0, 9, 0]]
@@ -139,18 +139,18 @@ def test_a_device_that_cannot_write_there_leaves_it_to_the_host(
 ) -> None:
     pinned: list[int] = []
 
-    def mark(self: CpuDevice, word: torch.Tensor, number: int) -> None:
+    def mark(self: Device, word: torch.Tensor, number: int) -> None:
         if fault == "refuses":
             raise RuntimeError("the driver does not write a number in a stream: error 1")
 
-    monkeypatch.setattr(CpuDevice, "mark", mark)
-    monkeypatch.setattr(CpuDevice, "can_mark", lambda self: fault != "cannot")
-    monkeypatch.setattr(CpuDevice, "pin", lambda self, memory: pinned.append(memory.nbytes))
-    monkeypatch.setattr(CpuDevice, "unpin", lambda self, memory: pinned.remove(memory.nbytes))
+    monkeypatch.setattr(Device, "mark", mark)
+    monkeypatch.setattr(Device, "can_mark", lambda self: fault != "cannot")
+    monkeypatch.setattr(Device, "pin", lambda self, memory: pinned.append(memory.nbytes))
+    monkeypatch.setattr(Device, "unpin", lambda self, memory: pinned.remove(memory.nbytes))
     descriptor, board = new_board(BoardShape(2, 8, 8, 8, "float32"))
     os.close(descriptor)
     with caplog.at_level(logging.WARNING):
-        assert device_handover(board, GatedOps(), CpuDevice(), 1.0) is None
+        assert device_handover(board, GatedOps(), Device(), 1.0) is None
     assert not pinned
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("the host hands rows to CPU workers: ")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuDevice
-from manylora.devices.peers import Account, Exchange
+from manylora.devices.device import Device
+from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs
 from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranked_graphs import RankedGraphs
@@ -145,17 +145,17 @@ def fail_to_prepare(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) 
 def fail_to_capture(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
     """After the run that compiles, which exchanges."""
 
-    def capture(self: CpuDevice, run: Callable[[], object]) -> Callable[[], object]:
+    def capture(self: Device, run: Callable[[], object]) -> Callable[[], object]:
         run()
         if fails():
             raise RuntimeError("no room left")
         return run
 
-    monkeypatch.setattr(CpuDevice, "capture", capture)
+    monkeypatch.setattr(Device, "capture", capture)
 
 
 def hold_too_much(monkeypatch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
-    monkeypatch.setattr(CpuDevice, "captured_bytes", lambda self: graphs.MAX_BYTES * fails())
+    monkeypatch.setattr(Device, "captured_bytes", lambda self: graphs.MAX_BYTES * fails())
 
 
 def at_the_second(threads: list[RankThread], number: int) -> Callable[[], bool]:
@@ -204,7 +204,7 @@ def test_captures_hold_up_to_the_limit_of_several_ranks(
     """Of a model of three layers, where one rank's captures would be full."""
     monkeypatch.setattr(graphs, "_RANKED_LAYER_BYTES", graphs.MAX_BYTES)
     held = 3 * graphs.MAX_BYTES - (not is_full)
-    monkeypatch.setattr(CpuDevice, "captured_bytes", lambda _: held)
+    monkeypatch.setattr(Device, "captured_bytes", lambda _: held)
     rig = made("sharded")
     assert len(check_alike(threaded_ranks)) == (0 if is_full else 12)
     rig.worker.close()
@@ -228,13 +228,13 @@ def test_a_rank_that_fails_where_others_wait_for_it_ends_the_start(
 ) -> None:
     fails = at_the_second(threaded_ranks, ROOM)
 
-    def capture(self: CpuDevice, run: Callable[[], object]) -> Callable[[], object]:
+    def capture(self: Device, run: Callable[[], object]) -> Callable[[], object]:
         if fails():
             raise RuntimeError("out of memory")
         run()
         return run
 
-    monkeypatch.setattr(CpuDevice, "capture", capture)
+    monkeypatch.setattr(Device, "capture", capture)
     with pytest.raises(RuntimeError, match=r"rank 1 could not start: .* to be captured.*: out of memory"):
         made("sharded")
 
@@ -259,7 +259,7 @@ def test_ranks_of_which_one_replays_and_one_does_not(
 
 
 def test_a_replays_exchanges_count_as_those_that_were_listed() -> None:
-    made, replayed = Account(0, 2), Account(0, 2)
+    made, replayed = Peers(0, 2), Peers(0, 2)
     exchanges: list[Exchange] = [("base", 3), ("lora", 2), ("sampling", 5)]
     listed: list[Exchange] = [("base", 1)]
     for purpose, size in exchanges:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuDevice
-from manylora.devices.device import Tensors
-from manylora.devices.peers import Account, Purpose
+from manylora.devices.device import Device, Tensors
+from manylora.devices.peers import Peers, Purpose
 from manylora.executor.ranks import process
 from manylora.executor.ranks.executor import RanksLost
 from manylora.executor.ranks.timing import EXCHANGES, exchange_seconds
@@ -27,7 +26,7 @@ __all__ = ["threaded_ranks"]
 PROMPT = [5, 9, 2, 7]
 
 
-class NotedPeers(Account):
+class NotedPeers(Peers):
     """Notes the sums that are asked of it."""
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class NotedPeers(Account):
         self.sums.append((tensor.numel() * tensor.itemsize, tensor.dtype))
 
 
-class NotedDevice(CpuDevice):
+class NotedDevice(Device):
     num_captures = 0
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
@@ -50,7 +49,7 @@ class NotedDevice(CpuDevice):
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_sums_of_so_many_bytes(is_captured: bool) -> None:
     peers, device = NotedPeers(), NotedDevice()
-    seconds = exchange_seconds(peers, device, torch.bfloat16, 4096, is_captured)  # type: ignore[arg-type]
+    seconds = exchange_seconds(peers, device, torch.bfloat16, 4096, is_captured)
     assert 0 < seconds < 1
     assert set(peers.sums) == {(4096, torch.bfloat16)}
     assert len(peers.sums) % EXCHANGES == 0

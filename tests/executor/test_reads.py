@@ -17,7 +17,7 @@ import torch
 
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.config import MergeConfig
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor import reader
 from manylora.protocol import AdapterError, AdapterRead, DeviceEvent, ReadAdapter
 from tests.executor.conftest import Files
@@ -205,9 +205,9 @@ def test_a_process_that_ends_leaves_its_memory_to_the_system(
 ) -> None:
     """To unpin gigabytes takes seconds; what writes files ends all the same."""
     held: set[int] = set()
-    monkeypatch.setattr(CpuDevice, "copies_from_pinned", True)
-    monkeypatch.setattr(CpuDevice, "pin", lambda self, memory: held.add(memory.data_ptr()))
-    monkeypatch.setattr(CpuDevice, "unpin", lambda self, memory: held.remove(memory.data_ptr()))
+    monkeypatch.setattr(Device, "copies_from_pinned", True)
+    monkeypatch.setattr(Device, "pin", lambda self, memory: held.add(memory.data_ptr()))
+    monkeypatch.setattr(Device, "unpin", lambda self, memory: held.remove(memory.data_ptr()))
     rig = Rig(files.model, tmp_path, merge=merge)
     rig.serve(1, files.adapters[1])
     pool = rig.worker._host

@@ -128,9 +128,7 @@ def test_draws_of_neighbours_are_independent(neighbour: str) -> None:
     """Each pair of tokens is drawn as often as if the two were drawn apart."""
     logits = noise(1, 300).expand(40000, -1)
     named = [{"seed": 0, "sample": 0, "position": 0, neighbour: place} for place in range(40000)]
-    rows = [
-        row(temperature=0.6, seed=n["seed"], samples=((n["sample"], n["position"]),)) for n in named
-    ]
+    rows = [row(temperature=0.6, seed=n["seed"], samples=((n["sample"], n["position"]),)) for n in named]
     tokens = draw(logits, rows).first.view(-1, 2).numpy()
     expected = distribution_reference(logits[0].numpy(), rows[0])
     counts = np.bincount(tokens[:, 0] * 300 + tokens[:, 1], minlength=300 * 300)

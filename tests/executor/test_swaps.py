@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.cpu import CpuCopyLane
+from manylora.devices.device import CopyLane
 from manylora.executor.build import build_worker
 from manylora.protocol import CopyDone, DeviceEvent, ReadAdapter, SwapPages
 from tests.executor.conftest import Files
@@ -136,14 +136,14 @@ def test_an_adapter_removed_before_or_during_its_swap(
 ) -> None:
     sources = read_to_host(rig, files, 2)
     pages = rig.take(len(sources))
-    real = CpuCopyLane.copy
+    real = CopyLane.copy
 
-    def copy_and_remove(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_and_remove(lane: CopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
         real(lane, target, source)
         rig.direct.forget_adapter(2)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuCopyLane, "copy", copy_and_remove)
+        patch.setattr(CopyLane, "copy", copy_and_remove)
         during = rig.swap(True, sources, pages, 2)
     before = rig.swap(True, sources, pages, 2)
     for answer in (during, before):
@@ -199,14 +199,14 @@ def test_less_than_a_page_is_no_host_pool_and_too_much_is_refused(files: Files, 
 def test_close_during_copies_and_reads(rig: Rig, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = read_to_host(rig, files, 2)
     entered, leave = threading.Event(), threading.Event()
-    real = CpuCopyLane.copy
+    real = CopyLane.copy
 
-    def slow(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow(lane: CopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
         entered.set()
         assert leave.wait(60)
         real(lane, target, source)
 
-    monkeypatch.setattr(CpuCopyLane, "copy", slow)
+    monkeypatch.setattr(CopyLane, "copy", slow)
     heard: list[DeviceEvent] = []
     rig.worker.connect(heard.append)
     for copy in range(1, 6):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.adapters.pack import AdapterLayout
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.executor.tables import AdapterTables, RangeAllocator
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.types import BASE
@@ -60,7 +60,7 @@ def layout(num_cells: int, seed: int) -> AdapterLayout:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(4, 3000)), min_size=1, max_size=40))
 def test_entries_survive_their_neighbours(operations: list[tuple[bool, int, int]]) -> None:
-    tables = AdapterTables(CpuDevice(), GEOMETRY)
+    tables = AdapterTables(Device(), GEOMETRY)
     held: dict[int, tuple[AdapterLayout, np.ndarray]] = {}
     for step, (is_put, adapter, num_cells) in enumerate(operations):
         version = tables.version
@@ -97,7 +97,7 @@ def check_entries(tables: AdapterTables, held: dict[int, tuple[AdapterLayout, np
 )
 def test_a_fixed_table_stays_where_it_is(operations: list[tuple[int, int, int]]) -> None:
     """And has room for all that it was made for, however entries come and go; what is more is refused."""
-    tables = AdapterTables(CpuDevice(), GEOMETRY)
+    tables = AdapterTables(Device(), GEOMETRY)
     tables.fix(room := 6000)
     cells = tables.cells
     held: dict[int, tuple[AdapterLayout, np.ndarray]] = {}
@@ -121,7 +121,7 @@ def test_a_fixed_table_stays_where_it_is(operations: list[tuple[int, int, int]])
 
 
 def test_what_is_merged_changes_the_version_and_ends_with_its_adapter() -> None:
-    tables = AdapterTables(CpuDevice(), GEOMETRY)
+    tables = AdapterTables(Device(), GEOMETRY)
     tables.put(1, layout(8, 1), np.arange(8))
     seen = [tables.version]
     for merged in (1, 1, BASE, 1):

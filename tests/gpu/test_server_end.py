@@ -25,7 +25,8 @@ DRAIN_S = 3
 
 
 @pytest.mark.skipif(
-    os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * POOL_GIB * 2**30, reason="too little memory"
+    os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * POOL_GIB * 2**30,
+    reason="too little memory",
 )
 @pytest.mark.parametrize("cold_start", ["wait", "auto"])
 def test_a_server_with_a_large_pinned_pool_ends_by_itself(cold_start: str) -> None:

@@ -22,6 +22,8 @@ from tests.kernels.test_lora_kernels import case_of, part_of
 
 pytest.importorskip("triton")
 
+from manylora_lab.bench.kernels.tune_lora import as_row
+
 from manylora.kernels.triton import lora, lora_launch
 from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels
 
@@ -138,7 +140,7 @@ def test_stored_configurations(tmp_path: Path) -> None:
         mixed=((128, lora_launch.MIXED), (512, dataclasses.replace(lora_launch.MIXED, tile_tokens=32))),
     )  # fmt: skip
     path = tmp_path / "lora.json"
-    path.write_text(json.dumps({"Some GPU": lora.as_row(chosen)}))
+    path.write_text(json.dumps({"Some GPU": as_row(chosen)}))
     assert lora.stored_config("Some GPU", path) == chosen
     assert lora.stored_config("Another GPU", path) is None
     for name in json.loads(lora.TABLE.read_text()):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.devices.peers import Account, Purpose
+from manylora.devices.peers import Peers, Purpose
 from manylora.kernels.ops import Shrunk, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.weight import Weight
@@ -38,7 +38,7 @@ class Log(list[str]):
     """What was issued, in order."""
 
 
-class NotedPeers(Account):
+class NotedPeers(Peers):
     def __init__(self, log: Log) -> None:
         super().__init__(0, 1)
         self._log = log

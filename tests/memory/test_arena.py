@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.arena import Arena
 from manylora.memory.budget import pool_bytes, pool_pages
@@ -21,7 +21,7 @@ PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)
 
 
 def arena(num_pages: int = 5) -> Arena:
-    return Arena(num_pages, PAGE, torch.bfloat16, CpuDevice())
+    return Arena(num_pages, PAGE, torch.bfloat16, Device())
 
 
 def test_a_page_is_one_run_of_bytes_and_zero() -> None:
@@ -51,7 +51,7 @@ def test_pages_outside_the_pool_are_refused() -> None:
 
 def test_the_dtype_must_fit_the_page() -> None:
     with pytest.raises(ValueError, match="2-byte"):
-        Arena(5, PAGE, torch.float32, CpuDevice())
+        Arena(5, PAGE, torch.float32, Device())
 
 
 def test_close_frees_the_pool() -> None:
@@ -65,7 +65,7 @@ def test_close_frees_the_pool() -> None:
         _ = made.pool
 
 
-class FakeDevice(CpuDevice):
+class FakeDevice(Device):
     def __init__(self, kind: str, free: int) -> None:
         self.torch_device = torch.device(kind)
         self._free = free
@@ -108,7 +108,7 @@ def test_too_few_pages() -> None:
 def test_writes_through_numpy_reach_16_bit_pages() -> None:
     made = arena()
     image = torch.arange(PAGE.page_elements, dtype=torch.float32).to(torch.bfloat16).view(3, -1)
-    writer = CpuDevice().page_writer()
+    writer = Device().page_writer()
     writer.write(made.page(3), image)
     writer.close()
     assert torch.equal(made.page(3), image)

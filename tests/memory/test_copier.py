@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuCopyLane, CpuDevice
-from manylora.devices.device import CopyLane
+from manylora.devices.device import CopyLane, Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory import copier as copier_module
 from manylora.memory.arena import Arena
@@ -24,7 +23,7 @@ PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)
 NUM_PAGES, NUM_HOST_PAGES = 40, 60
 
 
-class GatedLane(CpuCopyLane):
+class GatedLane(CopyLane):
     """Waits for ``gate`` before each transfer; fails where the target or source begins at ``broken``."""
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class GatedLane(CpuCopyLane):
         return wait
 
 
-class GatedDevice(CpuDevice):
+class GatedDevice(Device):
     """Its lanes in the order they were made."""
 
     def __init__(self) -> None:
@@ -314,7 +313,7 @@ def test_a_gate_opens_when_its_copy_has_landed(bench: Bench) -> None:
 
 
 def test_the_cpus_own_lane_measures_its_copies() -> None:
-    device = CpuDevice()
+    device = Device()
     arena = Arena(NUM_PAGES, PAGE, torch.bfloat16, device)
     host = HostPool(NUM_HOST_PAGES, PAGE, torch.bfloat16, device)
     copier = Copier(arena, host, device)

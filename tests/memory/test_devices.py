@@ -11,7 +11,7 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices import free_memory
 from manylora.devices.cuda import CudaDevice
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 
 
 def test_auto_takes_a_gpu_where_there_is_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.cpu import CpuDevice
+from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import host_pool_pages
 from manylora.memory.host import HostPool
@@ -21,7 +21,7 @@ PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)  #
 GIB = 2**30
 
 
-class PinningDevice(CpuDevice):
+class PinningDevice(Device):
     """Counts what is pinned; refuses past ``limit`` chunks; ``gate`` holds the pinning thread up."""
 
     copies_from_pinned = True
@@ -43,8 +43,8 @@ class PinningDevice(CpuDevice):
         assert self.held.pop(memory.data_ptr()) == memory.nbytes
 
 
-def pool(num_pages: int, device: CpuDevice | None = None, chunk_bytes: int = 4096) -> HostPool:
-    return HostPool(num_pages, PAGE, torch.bfloat16, device or CpuDevice(), chunk_bytes)
+def pool(num_pages: int, device: Device | None = None, chunk_bytes: int = 4096) -> HostPool:
+    return HostPool(num_pages, PAGE, torch.bfloat16, device or Device(), chunk_bytes)
 
 
 def finish_pinning(made: HostPool) -> None:
@@ -73,7 +73,7 @@ def test_pages_are_views_of_their_runs() -> None:
 
 def test_the_dtype_must_fit_the_page() -> None:
     with pytest.raises(ValueError, match="2-byte"):
-        HostPool(5, PAGE, torch.float32, CpuDevice())
+        HostPool(5, PAGE, torch.float32, Device())
 
 
 def test_no_pages_at_all() -> None:
@@ -157,7 +157,7 @@ def test_memory_is_taken_as_pages_are_written_and_given_back() -> None:
 # ---------------------------------------------------------------- how large
 
 
-class Machine(CpuDevice):
+class Machine(Device):
     def free_bytes(self) -> int:
         return 100 * GIB
 

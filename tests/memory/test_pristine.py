@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.cpu import CpuCopyLane, CpuDevice
-from manylora.devices.device import CopyLane
+from manylora.devices.device import CopyLane, Device
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.weight import Weight
 from manylora.memory.arena import Arena
@@ -31,7 +30,7 @@ GIB = 2**30
 PAGE = PageShape(layers=2, page_tokens=16, kv_heads=2, head_dim=16, itemsize=4)
 
 
-class NotingLane(CpuCopyLane):
+class NotingLane(CopyLane):
     """Waits for ``gate`` before each transfer; ``targets``: where they went."""
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class NotingLane(CpuCopyLane):
         super().copy(target, source)
 
 
-class NotingDevice(CpuDevice):
+class NotingDevice(Device):
     """Its lanes in the order they were made."""
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class NotingDevice(CpuDevice):
         return self.lanes[-1]
 
 
-def small_copier(device: CpuDevice) -> Copier:
+def small_copier(device: Device) -> Copier:
     return Copier(Arena(2, PAGE, torch.float32, device), HostPool(2, PAGE, torch.float32, device), device)
 
 
@@ -70,7 +69,7 @@ def copier_page(copier: Copier) -> int:
 
 @pytest.fixture
 def copier() -> Iterator[Copier]:
-    made = small_copier(CpuDevice())
+    made = small_copier(Device())
     yield made
     made.close()
 
@@ -87,7 +86,7 @@ def test_rows_come_back_to_the_bit_and_others_stay(
 ) -> None:
     weights = weights_of(dtype)
     loaded = [weight.data.clone() for weight in weights]
-    pristine = HostPristine(weights, CpuDevice(), chunk_bytes)
+    pristine = HostPristine(weights, Device(), chunk_bytes)
     for weight in weights:
         weight.data.fill_(7.0)
     pristine.restore([WeightRows(0, 1, 3), WeightRows(2, 0, 10)], None, copier)
@@ -114,7 +113,7 @@ def test_a_copy_on_the_device_is_of_its_own_memory() -> None:
 
 
 def test_memory_that_the_system_refuses_to_pin_is_said_so() -> None:
-    class Refusing(CpuDevice):
+    class Refusing(Device):
         def pin(self, memory: torch.Tensor) -> None:
             raise RuntimeError("CUDA error: out of memory\nand more")
 
@@ -129,7 +128,7 @@ def test_closing_breaks_a_restore_off() -> None:
     copier = small_copier(device)
     lane = device.lanes[0]
     lane.gate.clear()
-    pristine = HostPristine(weights_of(), CpuDevice(), 8)
+    pristine = HostPristine(weights_of(), Device(), 8)
     raised: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def restore() -> None:

@@ -158,7 +158,11 @@ def every_kind(family: str) -> dict[str, dict[str, Any]]:
             "alpha_pattern": {rf"(?i:\b{first.upper()})": 7, last: 3.5},
         },
         "one-layer": {"r": 6, "target_modules": modules.all, "layers_to_transform": [1], "lora_alpha": 18},
-        "regex": {"r": 7, "target_modules": rf"(?!vision).*layers\.[01]\..*\b({first}|{last})", "lora_alpha": 14},
+        "regex": {
+            "r": 7,
+            "target_modules": rf"(?!vision).*layers\.[01]\..*\b({first}|{last})",
+            "lora_alpha": 14,
+        },
         "all-linear": {"r": 1, "target_modules": "all-linear", "lora_alpha": 3},
         "float16": {"r": 9, "target_modules": (first, last), "lora_alpha": 18, "dtype": torch.float16},
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.devices.cpu import CpuCopyLane
+from manylora.devices.device import CopyLane
 from tests.parity.checkpoints import FAMILIES
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -42,9 +42,9 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
         settings["cold_start_stall"] = 1.0
     if mode == "cpu":
         settings["cpu_lora_workers"] = 2 if depth == 1 else 1
-    copy = CpuCopyLane.copy
+    copy = CopyLane.copy
 
-    def slow(lane: CpuCopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
+    def slow(lane: CopyLane, target: torch.Tensor, source: torch.Tensor) -> None:
         """No copy of this process has landed before its step begins."""
         time.sleep(source.nbytes / 2**22)
         copy(lane, target, source)
@@ -53,7 +53,7 @@ def check_cold(bench: Bench, mode: str, depth: int, **others: Any) -> None:
         pytest.MonkeyPatch.context() as patch,
         bench.llm(page_tokens=4, num_pages=2 * largest + 60, **settings, **others) as llm,
     ):
-        patch.setattr(CpuCopyLane, "copy", slow)
+        patch.setattr(CopyLane, "copy", slow)
         # The first copy tells auto how slow they are.
         first = list(bench.checkpoint.adapters)[:1]
         bench.check(llm.generate(prompts[:1], greedy(NUM_TOKENS, n=2), first), NUM_TOKENS)

@@ -309,7 +309,9 @@ class DeviceModel:
         first_row = sequence.start.first_rotary_row
         if self.long_from is not None:
             is_long = start + num_tokens > self.long_from
-            assert first_row == (self.long_from if is_long or len(sequence.start.tokens) > self.long_from else 0)
+            assert first_row == (
+                self.long_from if is_long or len(sequence.start.tokens) > self.long_from else 0
+            )
         value = hash((sequence.start.adapter, first_row))
         for position, token in enumerate(sequence.tokens[: start + num_tokens]):
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)

@@ -78,7 +78,6 @@ def test_every_history(machine: type[ReplicaMachine], examples: int) -> None:
         run_state_machine_as_test(deep(machine), settings=found)
 
 
-
 def chain(residency: Residency) -> Node:
     """The base's chain of computed pages; returns the deepest."""
     node = residency.tree.base

@@ -1,6 +1,5 @@
 """What happens to nodes when room is short, policy by policy, one thing at a time."""
 
-
 import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 

@@ -34,7 +34,9 @@ def check(line: dict[str, Any]) -> None:
 
 def cheapest() -> list[dict[str, Any]]:
     """One of each policy."""
-    of = {policy: [line for line in CELLS if line["cell"]["policy"] == policy] for policy in ALL_CACHE_POLICIES}
+    of = {
+        policy: [line for line in CELLS if line["cell"]["policy"] == policy] for policy in ALL_CACHE_POLICIES
+    }
     return [min(lines, key=lambda line: float(line["seconds"])) for lines in of.values()]
 
 

@@ -28,7 +28,9 @@ def test_help_names_every_parameter() -> None:
         assert [line.split()[0] for line in router_help(name).splitlines()] == expected
     caraserve = router_help("caraserve").splitlines()
     assert [line.rpartition("(")[2] for line in caraserve[1:6]] == ["must be given)"] * 5
-    with pytest.raises(ConfigError, match=r"--router must be one of round-robin, .*, manylora, module:Class, or"):
+    with pytest.raises(
+        ConfigError, match=r"--router must be one of round-robin, .*, manylora, module:Class, or"
+    ):
         router_help("nearest")
 
 

@@ -71,7 +71,10 @@ def test_events_and_commands_cross_to_another_process() -> None:
     """As msgpack and back, each into a record of its own kind."""
     found = set()
     solved = played("dlora", seed=0)
-    for world in (solved, *(played(policy, seed) for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS] * 2))):
+    for world in (
+        solved,
+        *(played(policy, seed) for seed, policy in enumerate([*ALL_ROUTERS, RESTLESS] * 2)),
+    ):
         for _, event, commands in world.history:
             for message in (event, *commands):
                 found.add(type(message))

@@ -538,7 +538,9 @@ def test_a_silent_replica_is_suspect_and_then_down_and_fenced() -> None:
     commands = rig.tell(Timer(), at=9.5)
     assert commands[0] == Fence(0, 1)
     assert {each.request for each in of_kind(commands, Assign)} == {"a", "b", "d"}
-    assert rig.tell(ReplicaReport(0, 1, 3, Status(2, 0, 0, 1000))) == [Fence(0, 1)], "it is not dead after all"
+    assert rig.tell(ReplicaReport(0, 1, 3, Status(2, 0, 0, 1000))) == [Fence(0, 1)], (
+        "it is not dead after all"
+    )
     assert rig.tell(ReplicaUp(0, 1, FACTS)) == [Fence(0, 1)]
     assert rig.tell(ReplicaUp(0, 2, FACTS)) == []
 

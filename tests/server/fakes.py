@@ -112,7 +112,14 @@ class FakeEngine:
         self._check_alive()
         uses = tuple(
             AdapterUse(
-                card.id, card.state, card.num_pages, self._num_running(card.name), 0, "held", 5, card.name,
+                card.id,
+                card.state,
+                card.num_pages,
+                self._num_running(card.name),
+                0,
+                "held",
+                5,
+                card.name,
                 card.rank,
             )
             for card in self.cards.values()

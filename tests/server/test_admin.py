@@ -233,7 +233,9 @@ def test_callers_take_turns_to_load(engine: FakeEngine, tokenizer: Tokenizer, fo
         await until(lambda: len(engine.loads) == 2)
         other = load("b", "two")
         await until(lambda: "b" in engine.loads)
-        assert engine.loads[2:] == ["b"]  # folders are looked at beside each other: any two of its ten came first
+        assert engine.loads[2:] == [
+            "b"
+        ]  # folders are looked at beside each other: any two of its ten came first
         engine.holds_loads = False
         assert {answer.status_code for answer in await asyncio.gather(other, *many)} == {200}
 

@@ -76,9 +76,13 @@ def test_the_default_limit_holds_the_longest_prompts() -> None:
 OK = {"model": BASE, "prompt": [5], "max_tokens": 2}
 
 
-def posted(path: str = "/v1/completions", content: bytes | None = None, **headers: str | None) -> httpx.Response:
+def posted(
+    path: str = "/v1/completions", content: bytes | None = None, **headers: str | None
+) -> httpx.Response:
     """With the type of JSON, unless another is given; None: no such header."""
-    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+    named = {"Content-Type": "application/json"} | {
+        name.replace("_", "-"): text for name, text in headers.items()
+    }
     kept = {name: text for name, text in named.items() if text is not None}
     sent = json.dumps(OK).encode() if content is None else content
 
@@ -104,7 +108,9 @@ def test_a_body_of_another_type_is_refused(given: str | None) -> None:
         assert "application/json" in error["message"]
 
 
-@pytest.mark.parametrize("given", ["application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"])
+@pytest.mark.parametrize(
+    "given", ["application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"]
+)
 def test_parameters_of_the_type_mean_nothing(given: str) -> None:
     assert posted(Content_Type=given).status_code == 200
 

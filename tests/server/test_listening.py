@@ -23,7 +23,9 @@ def test_a_server_on_a_path(engine: FakeEngine, tokenizer: Tokenizer, tmp_path: 
         assert address_of(sock) == f"unix:{http.uds}"
         with httpx.Client(transport=httpx.HTTPTransport(uds=http.uds), base_url="http://any") as client:
             assert client.get("/health").status_code == 200
-            answer = client.post("/v1/completions", json={"model": "org/base", "prompt": [5], "max_tokens": 2})
+            answer = client.post(
+                "/v1/completions", json={"model": "org/base", "prompt": [5], "max_tokens": 2}
+            )
         assert answer.status_code == 200
     assert list(tmp_path.iterdir()) == []
 

@@ -284,11 +284,13 @@ def test_an_echo_and_prompt_logprobs_ask_for_what_both_need(engine: FakeEngine, 
     (choice,) = post(engine, tokenizer, "/v1/completions", body).json()["choices"]
     assert engine.requests[0].params.prompt_logprobs == 2
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:3]] == [2, 2]
-    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * (len(engine.requests[0].prompt) - 1)
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * (
+        len(engine.requests[0].prompt) - 1
+    )
     engine.cards.clear()
-    (choice,) = post(engine, tokenizer, "/v1/completions", COMPLETION | {"echo": True, "max_tokens": 0}).json()[
-        "choices"
-    ]
+    (choice,) = post(
+        engine, tokenizer, "/v1/completions", COMPLETION | {"echo": True, "max_tokens": 0}
+    ).json()["choices"]
     assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("One coffee", None, "length")
     assert "prompt_logprobs" not in choice
 
@@ -436,7 +438,9 @@ def test_a_slash_at_the_end_means_nothing(engine: FakeEngine, tokenizer: Tokeniz
 
 def test_ids_inside_are_not_the_clients(engine: FakeEngine, tokenizer: Tokenizer) -> None:
     """Random bits, since two front ends of a cluster would number their requests alike."""
-    post(engine, tokenizer, "/v1/completions", COMPLETION | {"prompt": ["a", "b"]}, **{"x-request-id": "same"})
+    post(
+        engine, tokenizer, "/v1/completions", COMPLETION | {"prompt": ["a", "b"]}, **{"x-request-id": "same"}
+    )
     ids = [request.id for request in engine.requests]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("cmpl-same-[0-9a-f]{16}", each) for each in ids)

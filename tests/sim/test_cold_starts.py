@@ -120,9 +120,7 @@ RATES = CpuRates(step_s=0.001, byte_s=0.0, token_byte_s=0.001 / PAGE_BYTES, slic
 COLD = ColdCosts(RATES, num_workers=4, cores=16, beside=0.5, result_token_bytes=PAGE_BYTES)
 
 
-def served(
-    num_pages: int, cold: ColdCosts = COLD, reads: int = 0
-) -> tuple[SimulatedDevice, float, StepDone]:
+def served(num_pages: int, cold: ColdCosts = COLD, reads: int = 0) -> tuple[SimulatedDevice, float, StepDone]:
     """A step of 3 tokens whose adapter the CPU serves: the device, when it ends, and what it says."""
     device = SimulatedDevice(COSTS, PAGE_BYTES, {1: num_pages, 2: 1}, cold=cold)
     for _ in range(reads):
@@ -172,7 +170,9 @@ def test_a_short_prompt_over_a_slow_link() -> None:
         replay = short_prompts(mode)
         ttft_s[mode] = statistics.fmean(outcome.ttft_s for outcome in replay.outcomes)
     assert ttft_s["cpu"] < 0.9 * ttft_s["layerwise"] < ttft_s["wait"]
-    assert ttft_s["layerwise"] <= ttft_s["auto"] < ttft_s["wait"], "it waits until it has seen what copies take"
+    assert ttft_s["layerwise"] <= ttft_s["auto"] < ttft_s["wait"], (
+        "it waits until it has seen what copies take"
+    )
     counters = replay.report().counters
     assert counters.cold_starts.get("layerwise/host", 0) > 5
     # Of those that are asked for at once, to be warm, reads take turns that nobody foresees.

@@ -70,7 +70,9 @@ def word_pieces() -> tokenizers.Tokenizer:
     """As of BERT: a space before each token that does not go on with a word."""
     made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False
+    )
     made.train_from_iterator(TEXTS, trainer)
     made.decoder = decoders.WordPiece()
     return made
@@ -101,7 +103,9 @@ DECODERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "metaspace": lambda: with_decoder(metaspace(), decoders.Metaspace()),
     "suffix": suffixed,
     "ctc": lambda: with_decoder(word_pieces(), decoders.CTC("[SEP]", "the")),
-    "fused": lambda: with_decoder(metaspace(), decoders.Sequence([decoders.Fuse(), decoders.Strip("▁", 2, 0)])),
+    "fused": lambda: with_decoder(
+        metaspace(), decoders.Sequence([decoders.Fuse(), decoders.Strip("▁", 2, 0)])
+    ),
 }
 """One for each kind of decoder whose text of a token depends on its neighbours, or on the text's beginning."""
 

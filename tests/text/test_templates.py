@@ -199,7 +199,10 @@ def test_a_template_may_look_into_parts_for_one_role() -> None:
 
 @pytest.mark.parametrize(
     ("template", "content"),
-    [*itertools.product([made.TEMPLATE, LLAMA_3, EITHER], ["Once", "Once upon ", " <|eos|>"]), (EITHER, PARTS)],
+    [
+        *itertools.product([made.TEMPLATE, LLAMA_3, EITHER], ["Once", "Once upon ", " <|eos|>"]),
+        (EITHER, PARTS),
+    ],
 )
 def test_goes_on_with_the_final_message(folder: Path, template: str, content: Any) -> None:
     (folder / "chat_template.jinja").write_text(template)
@@ -218,9 +221,7 @@ def test_what_cannot_go_on() -> None:
         (made.TEMPLATE, calling("{}")[:2], False),
     ):
         with pytest.raises(InvalidRequest, match="continue_final_message"):
-            render_chat(
-                with_template(template), chat, add_generation_prompt=add, continue_final_message=True
-            )
+            render_chat(with_template(template), chat, add_generation_prompt=add, continue_final_message=True)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def saved(made_folder: Path, folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "layout", [made.layout_5, made.layout_4, lambda folder: made.layout_llama(folder, "llama"), made.layout_old]
+    "layout",
+    [made.layout_5, made.layout_4, lambda folder: made.layout_llama(folder, "llama"), made.layout_old],
 )
 def test_what_transformers_saves_is_the_base_itself(
     layout: Callable[[Path], Path], tmp_path: Path, own: Path
@@ -246,6 +247,11 @@ def test_a_version_is_read_once(base: Path, own: Path) -> None:
         first = prompt(await texts.of(card))
         (own / "chat_template.jinja").write_text("second")
         again = AdapterCard("a", str(own), 2, 8, 3, 0)
-        return [first, prompt(await texts.of(card)), prompt(await texts.of(again)), prompt(await texts.of(None))]
+        return [
+            first,
+            prompt(await texts.of(card)),
+            prompt(await texts.of(again)),
+            prompt(await texts.of(None)),
+        ]
 
     assert asyncio.run(scenario())[:3] == ["first", "first", "second"]

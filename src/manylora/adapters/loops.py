@@ -168,9 +168,7 @@ def are_finite(file: int, begin: int, count: int, stored: int, kept: int, scratc
     target = scratch.ctypes.data
     while count > 0:
         size = min(count, most)
-        if not _fetched(
-            file, begin, target + _whole_words(size * _size(kept)), target, size, stored, kept
-        ):
+        if not _fetched(file, begin, target + _whole_words(size * _size(kept)), target, size, stored, kept):
             return False
         begin, count = begin + size * _size(stored), count - size
     return True

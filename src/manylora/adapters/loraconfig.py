@@ -141,13 +141,19 @@ class LoraSettings:
 
     def _targets(self, name: str, is_matched: bool, is_excluded: bool, layer: str | None) -> bool:
         """``is_matched``, ``is_excluded``: by a regex; ``layer``: the number in the name, where it matters."""
-        if is_excluded or (isinstance(self.exclude_modules, frozenset) and _is_end(self.exclude_modules, name)):
+        if is_excluded or (
+            isinstance(self.exclude_modules, frozenset) and _is_end(self.exclude_modules, name)
+        ):
             return False
         if not isinstance(self.target_modules, frozenset):
             return is_matched or self.target_modules is None
         if name in self.target_modules or not self.layers_to_transform:
             return _is_end(self.target_modules, name)
-        return layer is not None and int(layer) in self.layers_to_transform and _is_end(self.target_modules, name)
+        return (
+            layer is not None
+            and int(layer) in self.layers_to_transform
+            and _is_end(self.target_modules, name)
+        )
 
 
 def _expressions(modules: str | frozenset[str] | None) -> tuple[str, ...]:
@@ -189,7 +195,9 @@ def _warnings(config: dict[str, Any]) -> tuple[str, ...]:
     if config.get("bias", "none") not in ("none", None):
         raise AdapterError(f"bias {str(config['bias'])[:60]!r} is not supported, only 'none'")
     _refuse_initialisation(config.get("init_lora_weights"))
-    unknown = [key for key in config if key not in _REFUSED.keys() | _WITHOUT_EFFECT | _HONOURED and config[key]]
+    unknown = [
+        key for key in config if key not in _REFUSED.keys() | _WITHOUT_EFFECT | _HONOURED and config[key]
+    ]
     for key in unknown:
         if config[key] is True:
             raise AdapterError(f"setting {key[:60]!r} is unknown and may change the result")
@@ -251,9 +259,7 @@ def _alpha(value: Any, key: str) -> float:
     return float(value)
 
 
-def _patterns(
-    config: dict[str, Any], key: str, checked: Callable[[Any, str], _Number]
-) -> dict[str, _Number]:
+def _patterns(config: dict[str, Any], key: str, checked: Callable[[Any, str], _Number]) -> dict[str, _Number]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise AdapterError(f"{key} must be a mapping")

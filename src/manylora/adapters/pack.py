@@ -368,7 +368,9 @@ class _Loader:
 
     def _runs(self, index: int, side: Side, most_layers: int) -> Iterator[range]:
         """The layers, cut into runs of one rank and one stored type, none longer than ``most_layers``."""
-        found = [self._weights.tensors.get((index, layer, side)) for layer in range(self._geometry.page.layers)]
+        found = [
+            self._weights.tensors.get((index, layer, side)) for layer in range(self._geometry.page.layers)
+        ]
         forms = [each and (each[1].shape, each[1].dtype) for each in found]
         begin = 0
         for layer in range(1, len(forms) + 1):

@@ -34,6 +34,7 @@ from manylora.engine.wire import Failed
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.processes import at_parents_end
+from manylora.types import first_line
 
 REACH_S = 3.0
 CONNECT_S = 7.0
@@ -178,7 +179,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
         starter.say(Failed(str(error), is_user_error=True))
         return 2
     except Exception as error:  # Ray's own have no common base
-        starter.say(Failed(f"Ray does not work: {_first_line(error)}", is_user_error=True))
+        starter.say(Failed(f"Ray does not work: {first_line(error)}", is_user_error=True))
         return 2
     starter.say(messages.RayReady(driver.nodes.most, driver.nodes.workerless))
     while (message := starter.read()) is not None:
@@ -277,7 +278,7 @@ class _Driver:
             try:
                 found.append(ray.get(answer, timeout=MEASURE_S))
             except ray.exceptions.RayError as error:
-                raise ConfigError(f"node {node.address} of Ray: {_first_line(error)}") from error
+                raise ConfigError(f"node {node.address} of Ray: {first_line(error)}") from error
         return found
 
     # ------------------------------------------------------------ actors
@@ -292,9 +293,9 @@ class _Driver:
             self._starter.say(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
-            code, reason = children.FENCED, _first_line(error)  # it may live, cut off
+            code, reason = children.FENCED, first_line(error)  # it may live, cut off
         except Exception as error:  # Ray's own have no common base
-            reason = _first_line(error)
+            reason = first_line(error)
         self.kill(name)
         self._actors.pop(name, None)
         self._placed.pop(name, None)
@@ -380,7 +381,7 @@ def _reachable(given: str, is_insecure: bool) -> str:
         with socket.create_connection((host.strip("[]"), int(port or _PORT)), REACH_S) as sock:
             peer = sock.getpeername()[0]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Ray at {address} cannot be reached: {_first_line(error)}") from error
+        raise ConfigError(f"Ray at {address} cannot be reached: {first_line(error)}") from error
     has_token = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     if not allowed(peer, has_token=has_token, is_insecure=is_insecure):
         raise ConfigError(
@@ -393,8 +394,3 @@ def _reachable(given: str, is_insecure: bool) -> str:
 def allowed(address: str, *, has_token: bool, is_insecure: bool) -> bool:
     """Whether a Ray there may be used: it is on this machine, asks for a token, or is used all the same."""
     return has_token or is_insecure or ipaddress.ip_address(address).is_loopback
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

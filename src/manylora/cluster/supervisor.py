@@ -59,7 +59,9 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
     if cluster.launcher == "ray":
         check_ray()
     if http.uds is not None and cluster.cluster_dir is None:
-        raise ConfigError("--uds with several replicas needs --cluster-dir: a cluster's own folder is by port")
+        raise ConfigError(
+            "--uds with several replicas needs --cluster-dir: a cluster's own folder is by port"
+        )
     with contextlib.ExitStack() as stack:
         sock = _bind(stack, http, cluster)  # first: a taken port must not cost a model load
         check_model(engine.model.model)
@@ -130,11 +132,15 @@ class _Supervisor:
         self._credentials = credentials_of(launch.secret, launch.cluster.tls)
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
-        self._listings: dict[AdapterId, messages.Listing] = {}  # as the router has told, should its file vanish
+        self._listings: dict[
+            AdapterId, messages.Listing
+        ] = {}  # as the router has told, should its file vanish
         self._last_adapter: AdapterId = BASE
         self._frontends: dict[int, ProcessPlace] = {}
         lease_s = launch.cluster.lease
-        self._router = ProcessPlace("the router", launcher, max(1.0, 0.6 * lease_s))  # replicas live by its word
+        self._router = ProcessPlace(
+            "the router", launcher, max(1.0, 0.6 * lease_s)
+        )  # replicas live by its word
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False

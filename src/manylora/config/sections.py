@@ -318,7 +318,8 @@ class HttpSettings(Section):
         "required", "where keys are set, whether /metrics asks for one too"
     )
     trust_request_chat_template: bool = setting(
-        False, "render the chat_template that a request brings, which is code in a sandbox (refused without this)"
+        False,
+        "render the chat_template that a request brings, which is code in a sandbox (refused without this)",
     )
     max_waiting: Count = setting(10_000, "most requests that wait to be admitted; more are refused with 429")
     max_connections: Count | None = setting(

@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from manylora.devices.peers import Account, Purpose
+from manylora.devices.peers import Peers, Purpose
 
 AREA_BYTES = 2**22
 """Larger tensors are exchanged piece by piece."""
@@ -34,8 +34,8 @@ def memory_bytes(count: int) -> int:
     return count * (_LINE + 2 * AREA_BYTES)
 
 
-class SharedPeers(Account):
-    """``devices.peers.Peers`` on a CPU. ``file``: a descriptor of ``memory_bytes`` zeros, shared by all
+class SharedPeers(Peers):
+    """Peers on a CPU. ``file``: a descriptor of ``memory_bytes`` zeros, shared by all
     ranks; it may be closed afterwards."""
 
     def __init__(self, file: int, rank: int, count: int) -> None:

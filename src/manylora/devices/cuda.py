@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.device import CopyLane, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.device import CopyLane, Device, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_buffers
 from manylora.devices.writing import can_write, write_by_stream
@@ -56,8 +56,8 @@ def visible_gpus() -> list[str]:
     return names[:count]
 
 
-class CudaDevice:
-    """The Device protocol on the current CUDA device. Raises ConfigError when there is none."""
+class CudaDevice(Device):
+    """The current CUDA device. Raises ConfigError when there is none."""
 
     copies_from_pinned = True
     captures = True
@@ -224,11 +224,11 @@ class _Captures:
         return replay
 
 
-class _CudaMirror:
+class _CudaMirror(Mirror):
     """Filled through the thread's ``upload_buffers``."""
 
     def __init__(self, length: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
+        super().__init__(length, device)
         self._staged: Staged | None = None
 
     def stage(self) -> np.ndarray:
@@ -240,7 +240,7 @@ class _CudaMirror:
         self._staged.send(self.tensor[:count])
 
 
-class _CudaPageWriter:
+class _CudaPageWriter(PageWriter):
     """Pinned pages taken in turn, each with the event that tells when it may be filled again.
 
     Others may write on the same stream at the same time; then each waits for the other's work too.
@@ -280,7 +280,7 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-class _CudaCopyLane:
+class _CudaCopyLane(CopyLane):
     """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
     shares with the step loop; waits asleep."""
 

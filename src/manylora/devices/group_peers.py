@@ -13,15 +13,15 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import FileStore
 
-from manylora.devices.peers import Account, Purpose
+from manylora.devices.peers import Peers, Purpose
 
 GATHERED_BYTES = 2**20
 """Of a rank's tensor up to which all ranks' are gathered to be added up: beyond it N times the bytes take longer
 than the launches that are spared."""
 
 
-class GroupPeers(Account):
-    """``devices.peers.Peers`` on tensors of ``device``. ``file``: a descriptor of an empty file without a name,
+class GroupPeers(Peers):
+    """Peers on tensors of ``device``. ``file``: a descriptor of an empty file without a name,
     shared by all ranks, by which they find each other; it may be closed afterwards."""
 
     def __init__(self, file: int, rank: int, count: int, device: torch.device) -> None:
@@ -66,9 +66,7 @@ class GroupPeers(Account):
         if moved is not tensor:
             tensor.copy_(moved)
 
-    def close(self) -> None:
-        # The group's own end waits for the others, which may be gone: the process ends it.
-        return
+    # No ``close``: the group's own end waits for the others, which may be gone. The process ends it.
 
     def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
         planes = flat.new_empty((self.count, *flat.shape))

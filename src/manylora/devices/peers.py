@@ -1,6 +1,6 @@
 """What N ranks exchange during a step: sums and gathers, the same on every rank to the last bit.
 
-Owns the protocol, and the account of what was exchanged. Every rank asks for the same exchanges in the same order;
+Owns the account of what was exchanged. Every rank asks for the same exchanges in the same order;
 what they are for is the callers' business.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -32,8 +32,12 @@ class Traffic:
     num_bytes: int = 0
 
 
-class Account:
-    """What the doors of all kinds count, as Peers has it."""
+class Peers:
+    """A rank's door to the others, and the account of what it exchanged. Used by one thread at a time.
+
+    ``num_exchanges``: since the start, of any purpose: how ranks see that they have done the same. ``digest``: a
+    checksum of their purposes and sizes, in order.
+    """
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
@@ -45,6 +49,22 @@ class Account:
         self.leaves_out = False
         """No exchange is made now."""
 
+    def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """In place: the sum of the ranks' tensors, of one shape and dtype, the same bits on every rank; small
+        tensors of 16-bit floats are added in float32. Contiguous in the last dimension."""
+        raise NotImplementedError
+
+    def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
+        """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
+        raise NotImplementedError
+
+    def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        """In place: the first rank's tensor; contiguous."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Make no more exchanges. Idempotent."""
+
     def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         """An exchange of this tensor begins."""
         exchange = purpose, tensor.numel() * tensor.itemsize
@@ -54,7 +74,7 @@ class Account:
             self._listed.append(exchange)
 
     def note_all(self, exchanges: Sequence[Exchange]) -> None:
-        """See Peers."""
+        """Count these, which a replay makes."""
         for purpose, size in exchanges:
             self.num_exchanges += 1
             self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
@@ -64,7 +84,8 @@ class Account:
 
     @contextlib.contextmanager
     def listed(self, exchanges: list[Exchange]) -> Iterator[None]:
-        """See Peers."""
+        """Exchanges meanwhile are put into the list, in place of what is there, and not counted: those of a
+        captured step, whose replays run no code that would count them."""
         exchanges.clear()
         self._listed = exchanges
         try:
@@ -74,48 +95,10 @@ class Account:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """See Peers."""
+        """Exchanges meanwhile are not made, nor counted: this rank takes its own tensors for the others', so
+        results are worth nothing. For a rehearsal, which the others may have no part in."""
         self.leaves_out = True
         try:
             yield
         finally:
             self.leaves_out = False
-
-
-class Peers(Protocol):
-    """A rank's door to the others. Used by one thread at a time."""
-
-    rank: int
-    count: int
-
-    num_exchanges: int
-    """Since the start, of any purpose: how ranks see that they have done the same."""
-
-    digest: int
-    """A checksum of their purposes and sizes, in order."""
-
-    traffic: dict[Purpose, Traffic]
-
-    def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """In place: the sum of the ranks' tensors, of one shape and dtype, the same bits on every rank; small
-        tensors of 16-bit floats are added in float32. Contiguous in the last dimension."""
-
-    def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
-        """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
-
-    def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """In place: the first rank's tensor; contiguous."""
-
-    def listed(self, exchanges: list[Exchange]) -> contextlib.AbstractContextManager[None]:
-        """Exchanges meanwhile are put into the list, in place of what is there, and not counted: those of a
-        captured step, whose replays run no code that would count them."""
-
-    def leaving_out(self) -> contextlib.AbstractContextManager[None]:
-        """Exchanges meanwhile are not made, nor counted: this rank takes its own tensors for the others', so
-        results are worth nothing. For a rehearsal, which the others may have no part in."""
-
-    def note_all(self, exchanges: Sequence[Exchange]) -> None:
-        """Count these, which a replay makes."""
-
-    def close(self) -> None:
-        """No more exchanges. Idempotent."""

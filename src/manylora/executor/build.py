@@ -27,8 +27,7 @@ from manylora.config import (
     check_workers,
     num_cores,
 )
-from manylora.devices.device import Device
-from manylora.devices.select import open_device
+from manylora.devices.device import Device, open_device
 from manylora.executor.cold_rows import LATE_S, device_handover, start_workers, tune_workers
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress

@@ -421,9 +421,7 @@ _TRIED_RANK, _TRIED_TOKENS, _REPEATS = 16, (4, 32, 128), 3
 _CPU = torch.device("cpu")
 
 
-def tune_workers(
-    workers: Workers, geometry: AdapterGeometry, host: HostPool, device: torch.device
-) -> None:
+def tune_workers(workers: Workers, geometry: AdapterGeometry, host: HostPool, device: torch.device) -> None:
     """Set how many tokens one takes, by the geometry's first group. Leave it where the workers do not answer or
     the host's pool has too little room."""
     timed = TimedProduct(geometry, _TRIED_RANK, device)

@@ -30,6 +30,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.gates import Awaited, LandedWords
+from manylora.types import first_line
 
 RANK_CLASSES = (16, 64, 256)
 """A step belongs to the first that its largest rank fits; beyond the last it runs eagerly."""
@@ -129,11 +130,6 @@ def bucket_sizes(most: int) -> list[int]:
 def graph_bytes(num_layers: int, num_ranks: int) -> int:
     """What captures of a model of so many layers may hold of each device's memory."""
     return MAX_BYTES if num_ranks == 1 else max(MAX_BYTES, _RANKED_LAYER_BYTES * num_layers)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without what a device says at length."""
-    return str(error).strip().partition("\n")[0]
 
 
 # ---------------------------------------------------------------- gates

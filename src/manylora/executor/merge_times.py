@@ -98,22 +98,6 @@ def measure_merging(
     return MergeTimes(steps_wait, merge_s, restore_s, tuple(steps))
 
 
-def measure_change(worker: Pretends, limits: PolicyConfig, max_adapter_rank: int | None) -> float:
-    """Median seconds of a switch from one adapter straight to another, both pretended. Raises RuntimeError where
-    it fails. Runs before the policy's first command."""
-    rank = min(RANK, max_adapter_rank or RANK)
-    rig = _Rig(worker, limits)
-    try:
-        if not all(worker.pretend_adapter(adapter, rank) for adapter in (_MERGED, _OTHER)):
-            raise RuntimeError(f"the pool has no room for an adapter of rank {rank}")
-        rig.switch(_MERGED)
-        return statistics.median([rig.switch(to) for to in (_OTHER, _MERGED) * _ROUNDS][2:])
-    finally:
-        rig.switch(BASE)
-        for adapter in (_MERGED, _OTHER):
-            rig.direct.evict_adapter(adapter)
-
-
 def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
     """(rows, tokens) of the steps: decoding ones, and one prompt chunk."""
     most = min(limits.max_num_seqs, limits.max_batch_tokens)

@@ -15,7 +15,8 @@ import torch
 
 from manylora.devices.device import Tensors
 from manylora.devices.peers import Exchange, Peers
-from manylora.executor.graphs import Bucket, Captured, Prepared, Progress, StepGraphs, first_line
+from manylora.executor.graphs import Bucket, Captured, Prepared, Progress, StepGraphs
+from manylora.types import first_line
 
 ELSEWHERE = "another rank could not capture more"
 

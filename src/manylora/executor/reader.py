@@ -80,7 +80,9 @@ class AdapterReader:
         # Half of the cores are left to the steps and to the other processes.
         count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
         if count > 0:
-            self._helpers = Helpers(ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count)
+            self._helpers = Helpers(
+                ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count
+            )
         self._closing = False
 
     def start(

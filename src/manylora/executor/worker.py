@@ -146,8 +146,6 @@ class Worker:
         self._handover: DeviceHandover | None = None
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
-        self.before_layer: Callable[[int], None] | None = None
-        """Called before each layer of steps that await nothing, which run eagerly then: for measurements."""
         self._handlers = handlers(self, DEVICE_COMMANDS)
         self._tell: Callable[[DeviceEvent], None] = _unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
@@ -299,7 +297,7 @@ class Worker:
         with torch.inference_mode():
             inputs = self._inputs.build(rows)
             outputs = None
-            if cold is None and self.before_layer is None and self._graphs is not None:
+            if cold is None and self._graphs is not None:
                 outputs = self._graphs.run(inputs, awaited)
             if outputs is None:
                 self._tables.send()
@@ -308,7 +306,7 @@ class Worker:
             if cold is not None:
                 outputs = self._run_cold(eager, inputs, cold)
             elif outputs is None:
-                outputs = eager.run(inputs, self.before_layer)
+                outputs = eager.run(inputs)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, count)

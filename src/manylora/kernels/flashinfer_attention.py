@@ -25,6 +25,7 @@ import torch
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.plans import upload
+from manylora.types import first_line
 
 LEAST_MEAN_QUERIES = 128
 """The least mean length of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of
@@ -109,7 +110,7 @@ class ComingPrompts:
             self.has_failed = True
             if self._is_closed:
                 return
-            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", _first_line(error))
+            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", first_line(error))
             return
         self._prompts = prompts
         _log.info(
@@ -118,10 +119,6 @@ class ComingPrompts:
             backend,
             time.perf_counter() - began,
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _why_not(shape: AttentionShape) -> str | None:
@@ -202,9 +199,7 @@ class PromptAttention:
         except Exception as error:
             # A step that needs more workspace than there is, say.
             if not self._has_failed:
-                _log.warning(
-                    "a step's prompts are left to our kernel: FlashInfer says %s", _first_line(error)
-                )
+                _log.warning("a step's prompts are left to our kernel: FlashInfer says %s", first_line(error))
             self._has_failed = True
             return None
 

@@ -48,9 +48,7 @@ class _BringsGroups(Protocol):
         """See ``kernels.triton.bringing``."""
 
 
-def bringer_of(
-    ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int
-) -> Bringer | None:
+def bringer_of(ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int) -> Bringer | None:
     """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel."""
     if not isinstance(ops, _BringsGroups):
         return None

@@ -118,9 +118,7 @@ class Copier:
             lane.flush()  # answers come in order
             lane.last = lane.issuing.submit(self._issue, *given)
 
-    def move(
-        self, target: torch.Tensor, source: torch.Tensor, issued: object
-    ) -> Future[Callable[[], float]]:
+    def move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Future[Callable[[], float]]:
         """Copy to the device after the work that ``issued`` stands for, in turn with copies of pages: as
         ``CopyLane.copy``, from any thread but with no copy that has a gate. Gives what ``CopyLane.end`` does.
         Raises RuntimeError after ``close``."""

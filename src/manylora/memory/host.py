@@ -18,7 +18,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import in_mib
-from manylora.types import PageId
+from manylora.types import PageId, first_line
 
 CHUNK_BYTES = 256 * 2**20
 """Pinned at a time: the driver may keep steps waiting for so long."""
@@ -124,7 +124,7 @@ class HostPool:
                 _log.warning(
                     "the host pool is pinned up to %s only, its copies are slower past that: %s",
                     in_mib(self.pinned_bytes),
-                    str(error).partition("\n")[0],
+                    first_line(error),
                 )
                 return
             self._pinned.append(chunk)

@@ -20,6 +20,7 @@ from manylora.kernels.weight import Weight, WeightKind
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier
 from manylora.memory.host import shared_memory
+from manylora.types import first_line
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class HostPristine:
         try:
             device.pin(memory)
         except RuntimeError as error:
-            why = str(error).partition("\n")[0]
+            why = first_line(error)
             raise ConfigError(
                 f"the system refuses to pin {in_mib(len(memory))} for a copy of the base's weights: {why}"
             ) from error

@@ -240,9 +240,7 @@ def read_mistral(fields: Fields) -> ModelConfig:
     )
 
 
-_QWEN = _Defaults(
-    vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32
-)
+_QWEN = _Defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32)
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from manylora.models.spec import ModelError
+from manylora.types import first_line
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -39,7 +40,7 @@ def resolve_model(model: str) -> Path:
     except Exception as error:
         # Errors of whatever HTTP package the hub client uses may come. They span paragraphs; the first line
         # says what happened.
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise ModelError(
             f"{model}: no such directory, and the hub download failed ({reason}); check the name, the "
             "network and HF_TOKEN, or download the model elsewhere and give its folder"

@@ -74,11 +74,7 @@ class Swapper:
             return
         if residency.policy.prefetches and len(self._waiting):
             self._prefetch(now)
-        if (
-            marks is not None
-            and residency.candidates.entering
-            and residency.pages_used < marks.low_pages
-        ):
+        if marks is not None and residency.candidates.entering and residency.pages_used < marks.low_pages:
             self._bring_in(marks, now)
 
     @property
@@ -121,9 +117,7 @@ class Swapper:
         """Into idle pages, without passing the high mark."""
         residency = self._residency
         most = self._prefetch_limit if self._marks is None else self._marks.high_pages
-        return (
-            residency.pages_used + node.num_pages <= most and residency.device.num_free >= node.num_pages
-        )
+        return residency.pages_used + node.num_pages <= most and residency.device.num_free >= node.num_pages
 
     def _prefetch(self, now: float) -> None:
         """Prefetch for the first in the queue, into idle pages only; an adapter without room is read at least."""

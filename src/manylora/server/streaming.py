@@ -79,7 +79,9 @@ class ChunkWriter:
         return b'%b],"usage":%b}\n\n' % (self._start, usage.encode())
 
 
-def choice_parts(index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput) -> Iterator[bytes]:
+def choice_parts(
+    index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput
+) -> Iterator[bytes]:
     """A choice of a whole answer. ``content`` as of a chunk."""
     yield b'{"index":%d,%b,"logprobs":' % (index, content)
     yield from logprobs

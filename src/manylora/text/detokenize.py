@@ -110,7 +110,9 @@ class WindowDetokenizer:
         while (
             len(window) > 1
             and shown.startswith("\ufffd")
-            and all(self._decode(window[:-tail]).startswith("\ufffd") for tail in range(1, min(4, len(window))))
+            and all(
+                self._decode(window[:-tail]).startswith("\ufffd") for tail in range(1, min(4, len(window)))
+            )
         ):
             del window[0]
             shown = self._decode(window)

@@ -220,7 +220,9 @@ def _llama_class(
     """Which Llama tokenizer AutoTokenizer makes of it, if any: for some types of model it takes another."""
     name = str(config.get("tokenizer_class") or model.get("tokenizer_class")).removesuffix("Fast")
     has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
-    is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(backend.decoder, decoders.ByteLevel)
+    is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(
+        backend.decoder, decoders.ByteLevel
+    )
     is_one = name in ("LlamaTokenizer", "CodeLlamaTokenizer") and is_like_llama and not has_class_of_its_own
     return name if is_one else None
 
@@ -257,7 +259,9 @@ def _add_tokens(
         entries = {int(token_id): _added_token(entry) for token_id, entry in written}
     else:
         entries = {
-            token_id: tokenizers.AddedToken(content, normalized=content not in names, special=content in names)
+            token_id: tokenizers.AddedToken(
+                content, normalized=content not in names, special=content in names
+            )
             for content, token_id in read_json(folder / "added_tokens.json").items()
         } | own
     known = set(map(repr, own.values()))

@@ -6,17 +6,19 @@ Builds one engine with workers, and closes it. Does not know the profile's other
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 from manylora.executor.build import build_worker
 from manylora.executor.cold_rows import READY_S, TimedProduct, start_workers
 from manylora.executor.worker import Worker
@@ -139,6 +141,20 @@ def _time_all(
         besides.append(whole_s - own_s)
 
 
+@contextlib.contextmanager
+def _watching(worker: Worker, note: Callable[[int], None]) -> Iterator[None]:
+    """Have steps run eagerly, and ``note`` called before each layer."""
+    eager, graphs = worker._eager, worker._graphs
+    assert eager is not None
+    worker._graphs = None
+    worker._eager = copy.copy(eager)
+    worker._eager.run = lambda inputs, *_: eager.run(inputs, note)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        worker._eager, worker._graphs = eager, graphs
+
+
 def _group_shares(worker: Worker, rig: ProfileRig, policy: PolicyConfig) -> tuple[float, ...]:
     """Of a prompt's step: from before a group's first layer until before the next one's; the last one's with what
     comes after the layers."""
@@ -153,11 +169,8 @@ def _group_shares(worker: Worker, rig: ProfileRig, policy: PolicyConfig) -> tupl
     parts: dict[int, list[float]] = {}
     for _ in range(2 * _ROUNDS):
         moments.clear()
-        worker.before_layer = note
-        try:
+        with _watching(worker, note):
             rig.rehearse(batch)
-        finally:
-            worker.before_layer = None
         end = time.perf_counter()
         groups = layer_groups(len(moments), _GROUPS)
         for number, (first, last) in enumerate(groups):

@@ -6,19 +6,28 @@ profile's other measurements.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
-from manylora.executor.merge_times import RANK, measure_change
+from manylora.executor.direct import DirectExecutor
+from manylora.executor.merge_times import RANK, Pretends
 from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
 from manylora.models.spec import ModelConfig
+from manylora.protocol import SetMerged
+from manylora.types import BASE, AdapterId
 from manylora_lab.bench.profile_rig import rounded
 from manylora_lab.pricing.profile import ModePoint, SwitchPoint
 from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.parallel import adapter_pages, held_shape
+
+_ONE, _OTHER = -1, -2
+"""Adapters that are none."""
+_ROUNDS = 5
 
 
 class Merging(NamedTuple):
@@ -54,7 +63,7 @@ def measure_merging(
             times = policy.merge.times
             if not times.steps:
                 raise ConfigError("merging could not be measured: the log says why")
-            change_s = measure_change(worker, policy, None)
+            change_s = _change_s(worker)
         except RuntimeError as error:
             raise ConfigError(f"merging could not be measured: {error}") from error
         finally:
@@ -78,3 +87,25 @@ def measure_merging(
             )  # fmt: skip
     progress("merging", len(places), len(places))
     return Merging(tuple(switches), modes)
+
+
+def _change_s(worker: Pretends) -> float:
+    """Median seconds of a switch from one adapter straight to another, both pretended. Raises RuntimeError where
+    it fails."""
+    direct, numbers = DirectExecutor(worker), itertools.count(1)
+
+    def switch(adapter: AdapterId) -> float:
+        done = direct.set_merged(SetMerged(next(numbers), adapter))
+        if not done.ok:
+            raise RuntimeError(done.error)
+        return done.switch_s
+
+    try:
+        if not all(worker.pretend_adapter(adapter, RANK) for adapter in (_ONE, _OTHER)):
+            raise RuntimeError(f"the pool has no room for an adapter of rank {RANK}")
+        switch(_ONE)
+        return statistics.median([switch(to) for to in (_OTHER, _ONE) * _ROUNDS][2:])
+    finally:
+        switch(BASE)
+        for adapter in (_ONE, _OTHER):
+            direct.evict_adapter(adapter)

@@ -389,7 +389,7 @@ def _shape_of_folder(model: str, itemsize: int) -> ModelShape:
 
 
 def _this_machine(device: str) -> str:
-    from manylora.devices.select import open_device
+    from manylora.devices.device import open_device
     from manylora_lab.bench.profile import machine_name
 
     return machine_name(open_device(device).name)

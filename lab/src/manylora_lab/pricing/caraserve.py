@@ -31,7 +31,9 @@ def slo_factor(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise ConfigError(f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}")
+        raise ConfigError(
+            f"--slo-tpot must be seconds, or a multiple of the merged step as 1.5x, got {text!r}"
+        )
     return value
 
 

@@ -29,7 +29,7 @@ import torch
 from manylora.assist.orders import LentPool, Orders, Slice, cut, encoded, receive, send
 from manylora.assist.workers import Workers
 from manylora.config import MOST_CPU_TOKENS, num_cores
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 from manylora.executor.cold_rows import READY_S, TimedProduct, as_numbers, start_workers
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.memory.host import HostPool

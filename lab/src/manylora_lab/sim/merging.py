@@ -28,8 +28,7 @@ def measured_times(profile: Profile, *, on_host: bool) -> MergeTimes | None:
     if not profile.modes or not {_MERGE, _RESTORE, _CHANGE} <= switches.keys():
         return None
     steps = tuple(
-        StepTimes(point.num_rows, point.num_tokens, point.seconds, point.merged_s)
-        for point in profile.modes
+        StepTimes(point.num_rows, point.num_tokens, point.seconds, point.merged_s) for point in profile.modes
     )
     return MergeTimes(on_host, switches[_MERGE], switches[_RESTORE], steps)
 

@@ -19,9 +19,7 @@ def summarize(replay: Replay) -> Summary:
 
     Of dropped requests nothing counts but the moment of the last end.
     """
-    return summary_of(
-        replay.outcomes, [grown_since(replay.counters_at_start, replay.report().counters)]
-    )
+    return summary_of(replay.outcomes, [grown_since(replay.counters_at_start, replay.report().counters)])
 
 
 def grown_since(before: Counters, after: Counters) -> dict[str, float]:

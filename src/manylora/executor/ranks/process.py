@@ -26,11 +26,10 @@ from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, PolicyConfig
 from manylora.devices.cpu_peers import SharedPeers
-from manylora.devices.device import Device
+from manylora.devices.device import Device, open_device
 from manylora.devices.group_peers import GroupPeers
 from manylora.devices.peers import PURPOSES
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.select import open_device
 from manylora.executor.build import CopyOfWeights, copy_of_weights
 from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging

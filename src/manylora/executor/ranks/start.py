@@ -29,7 +29,7 @@ from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
 from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 from manylora.executor.build import CopyOfWeights, with_gates
 from manylora.executor.graphs import graph_bytes
 from manylora.executor.inspections import Inspections

@@ -25,6 +25,7 @@ from triton import knobs
 
 from manylora import processes
 from manylora.devices.preparation import PREPARATION
+from manylora.types import first_line
 
 LEAST_PROCESSES, MOST_PROCESSES = 2, 12
 """Each takes seconds to begin: with fewer, compiling one after the other is as fast; more wait for each other."""
@@ -92,7 +93,7 @@ class CompileAhead:
         except (
             Exception
         ) as error:  # another Triton than we know, say: everything is compiled when it is launched
-            _log.warning("kernels are compiled one by one: %s", str(error).partition("\n")[0])
+            _log.warning("kernels are compiled one by one: %s", first_line(error))
             return False
         if (count := self._num_compiled - before) or self._error:
             _log.info(

@@ -29,7 +29,6 @@ from manylora.kernels.triton.lora_launch import (
     LoraConfig,
     LoraKernels,
     LoraPlan,
-    LoraTileConfig,
 )
 from manylora.kernels.weight import Weight
 
@@ -268,20 +267,3 @@ class AdaptedLinears:
         """Computes ``Ops.lora_gated``."""
         y, adapted = self.summands(x, weight, bias, pool, layer, group, plan)
         return silu_mul(y) if adapted is None else self.kernels.gated_sum(y, adapted)
-
-
-def as_row(config: LoraConfig) -> dict[str, Any]:
-    """The configuration as ``stored_config`` reads it: what differs from the defaults."""
-    row = {k: v for k, v in dataclasses.asdict(config).items() if v != getattr(DEFAULT, k)}
-    for kind in ("short", "long"):
-        row[kind] = _differences(getattr(config, kind), getattr(DEFAULT, kind))
-    row["mixed"] = [[most, _differences(sizes, MIXED)] for most, sizes in config.mixed]
-    row["beside"] = [
-        [most, dataclasses.asdict(how) | {"sizes": _differences(how.sizes, config.short)}]
-        for most, how in config.beside
-    ]
-    return row
-
-
-def _differences(sizes: LoraTileConfig, default: LoraTileConfig) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(sizes).items() if v != getattr(default, k)}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from manylora.config import ConfigError
-from manylora.devices.select import open_device
+from manylora.devices.device import open_device
 from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.ops import AttentionRows, Ops
 from manylora.kernels.select import ops_for

@@ -11,8 +11,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.kernels.triton.lora import as_row, lora_kernels_on
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraTileConfig
+from manylora.kernels.triton.lora import lora_kernels_on
+from manylora.kernels.triton.lora_launch import (
+    DEFAULT,
+    MIXED,
+    Beside,
+    LoraConfig,
+    LoraKernels,
+    LoraTileConfig,
+)
 from manylora_lab.bench.kernels.choosing import fastest, ops_with, text_of
 from manylora_lab.bench.kernels.lora import LoraLayer, LoraProblem
 from manylora_lab.bench.kernels.measuring import Bench
@@ -231,3 +238,20 @@ class _Tuning:
         steps = [_Step(self._rig, self._long_kind)]
         best = self._best_of(steps, self._stored.long, LONG_TILES, is_long=True)
         return self._stored.long if best is None else best.long
+
+
+def as_row(config: LoraConfig) -> dict[str, Any]:
+    """The configuration as ``stored_config`` reads it: what differs from the defaults."""
+    row = {k: v for k, v in dataclasses.asdict(config).items() if v != getattr(DEFAULT, k)}
+    for kind in ("short", "long"):
+        row[kind] = _differences(getattr(config, kind), getattr(DEFAULT, kind))
+    row["mixed"] = [[most, _differences(sizes, MIXED)] for most, sizes in config.mixed]
+    row["beside"] = [
+        [most, dataclasses.asdict(how) | {"sizes": _differences(how.sizes, config.short)}]
+        for most, how in config.beside
+    ]
+    return row
+
+
+def _differences(sizes: LoraTileConfig, default: LoraTileConfig) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(sizes).items() if v != getattr(default, k)}
