@@ -7,7 +7,7 @@ requests are: all of that is in the batch and the pool that ``forward`` is hande
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -33,7 +33,7 @@ from manylora.models.layers import (
     Step,
 )
 from manylora.models.rope import rope_tables
-from manylora.models.share import LinearShare, ModelShare
+from manylora.models.share import ModelShare
 from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig, RopeConfig
 from manylora.models.weights import Part, Weights
 
@@ -178,16 +178,14 @@ def _layer(
 ) -> Layer:
     names = config.names
     prefix = f"{names.layer_prefix}{layer}."
-    shares: Sequence[LinearShare | None] = [None] * 4 if ranked is None else ranked.share.linears(spec)
-    of_qkv, of_out, of_first, of_second = shares
 
-    def linear(described: LinearSpec, share: LinearShare | None) -> LoraLinear:
-        if ranked is None or share is None:
+    def linear(described: LinearSpec) -> LoraLinear:
+        if ranked is None:
             return _linear(described, weights, prefix, layer)
-        return _ranked_linear(described, share, ranked, weights, prefix, layer)
+        return _ranked_linear(described, ranked, weights, prefix, layer)
 
     head_norm = None
-    qkv = linear(spec.attention.qkv, of_qkv)
+    qkv = linear(spec.attention.qkv)
     if spec.attention.has_head_norm:
         head_norm = HeadNorm(
             _norm_weight(config, weights, f"{prefix}{names.query_norm}", config.head_dim),
@@ -197,7 +195,7 @@ def _layer(
     window, rope = spec.attention.window, spec.attention.rope or config.rope
     attention = Attention(
         qkv=qkv,
-        out=linear(spec.attention.out, of_out),
+        out=linear(spec.attention.out),
         head_norm=head_norm,
         rope=None if rope is None else ropes[rope],
         head_dim=config.head_dim,
@@ -206,7 +204,7 @@ def _layer(
         window=None if window is None or window >= max_positions else window,
         soft_cap=config.score_cap,
     )
-    first, second = linear(spec.mlp.first, of_first), linear(spec.mlp.second, of_second)
+    first, second = linear(spec.mlp.first), linear(spec.mlp.second)
     mlp: GatedMlp | PlainMlp = GatedMlp(first, second, spec.mlp.activation)
     if not spec.mlp.is_gated:
         mlp = PlainMlp(first, second, ACTIVATIONS[spec.mlp.activation])
@@ -234,8 +232,9 @@ def _linear(spec: LinearSpec, weights: Weights, prefix: str, layer: int) -> Lora
 
 
 def _ranked_linear(
-    spec: LinearSpec, share: LinearShare, ranked: RankedModel, weights: Weights, prefix: str, layer: int
+    spec: LinearSpec, ranked: RankedModel, weights: Weights, prefix: str, layer: int
 ) -> LoraLinear:
+    share = ranked.share.linear(spec)
     projections = list(zip(spec.group.projections, share.outputs, strict=True))
     matrices = [
         Part(

@@ -8,6 +8,7 @@ Does not know how any family spells these things in its config.json: that is the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 from manylora.kernels.shapes import Activation, PageShape, Projection, ProjectionGroup, distinct_groups
@@ -18,6 +19,10 @@ class ModelError(ValueError):
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+
+Cut = Literal["column", "row"]
+Heads = Literal["query", "key"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +83,16 @@ class TensorNames:
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """Projections side by side, which one product computes; all of them have biases or none has."""
+    """Projections side by side, which one product computes; all of them have biases or none has.
+
+    ``cut``: what ranks have parts of: "column": of the outputs; "row": of the inputs. ``heads``: which heads those
+    features are of, by projection (of a row linear, once); none: they are cut anywhere.
+    """
 
     group: ProjectionGroup
     has_bias: bool = False
+    cut: Cut = "column"
+    heads: tuple[Heads, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +125,22 @@ class LayerSpec:
     mlp: MlpSpec
 
     @property
-    def groups(self) -> tuple[ProjectionGroup, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """What LoRA may adapt, in order of use."""
-        linears = (self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second)
-        return tuple(linear.group for linear in linears)
+        return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
+
+    @property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """Of its linears."""
+        return tuple(linear.group for linear in self.linears)
+
+    def with_linears(self, change: Callable[[LinearSpec], LinearSpec]) -> LayerSpec:
+        """The layer with each linear changed so."""
+        attention, mlp = self.attention, self.mlp
+        return LayerSpec(
+            dataclasses.replace(attention, qkv=change(attention.qkv), out=change(attention.out)),
+            dataclasses.replace(mlp, first=change(mlp.first), second=change(mlp.second)),
+        )
 
     def with_window(self, window: int | None, rope: RopeConfig | None = None) -> LayerSpec:
         """The layer with this window and, if it is not the model's, this rope."""
@@ -148,13 +171,13 @@ def dense_layer(
     second = (Projection(names.mlp_out, inner, hidden),)
     return LayerSpec(
         AttentionSpec(
-            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias),
-            LinearSpec(ProjectionGroup("o", out), out_bias),
+            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias, heads=("query", "key", "key")),
+            LinearSpec(ProjectionGroup("o", out), out_bias, "row", ("query",)),
             has_head_norm=has_head_norm,
         ),
         MlpSpec(
             LinearSpec(ProjectionGroup("gate_up" if is_gated else "fc1", first), mlp_bias),
-            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias),
+            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias, "row"),
             activation,
             is_gated,
         ),
