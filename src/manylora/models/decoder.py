@@ -180,9 +180,7 @@ def _layer(
     prefix = f"{names.layer_prefix}{layer}."
 
     def linear(described: LinearSpec) -> LoraLinear:
-        if ranked is None:
-            return _linear(described, weights, prefix, layer)
-        return _ranked_linear(described, ranked, weights, prefix, layer)
+        return _linear(described, ranked, weights, prefix, layer)
 
     head_norm = None
     qkv = linear(spec.attention.qkv)
@@ -221,36 +219,24 @@ def _layer(
     return PreNormLayer(attention_norm, attention, mlp_norm, mlp, attention_after, mlp_after)
 
 
-def _linear(spec: LinearSpec, weights: Weights, prefix: str, layer: int) -> LoraLinear:
-    group = spec.group
-
-    def parts(kind: str, *inner: int) -> list[Part]:
-        return [Part(f"{prefix}{p.module}.{kind}", (p.out_features, *inner)) for p in group.projections]
-
-    weight = _matrix(weights, *parts("weight", group.in_features))
-    return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if spec.has_bias else None)
-
-
-def _ranked_linear(
-    spec: LinearSpec, ranked: RankedModel, weights: Weights, prefix: str, layer: int
+def _linear(
+    spec: LinearSpec, ranked: RankedModel | None, weights: Weights, prefix: str, layer: int
 ) -> LoraLinear:
-    share = ranked.share.linear(spec)
-    projections = list(zip(spec.group.projections, share.outputs, strict=True))
-    matrices = [
-        Part(
-            f"{prefix}{p.module}.weight",
-            (p.out_features, p.in_features),
-            None if len(rows) == p.out_features else rows,
-            None if len(share.inputs) == p.in_features else share.inputs,
-        )
-        for p, rows in projections
-    ]
+    share = None if ranked is None else ranked.share.linear(spec)
+    rows = [None] * len(spec.group.projections) if share is None else share.outputs
+    columns = None if share is None or share.kind == "column" else share.inputs
+    projections = list(zip(spec.group.projections, rows, strict=True))
+    matrices = (
+        Part(f"{prefix}{p.module}.weight", (p.out_features, p.in_features), r, columns)
+        for p, r in projections
+    )
     weight = _matrix(weights, *matrices)
     bias = None
     # What the ranks add up has its bias once.
-    if spec.has_bias and (share.kind == "column" or ranked.share.place.rank == 0):
-        vectors = [Part(f"{prefix}{p.module}.bias", (p.out_features,), rows) for p, rows in projections]
-        bias = weights.take(*vectors)
+    if spec.has_bias and (columns is None or ranked is None or ranked.share.place.rank == 0):
+        bias = weights.take(*(Part(f"{prefix}{p.module}.bias", (p.out_features,), r) for p, r in projections))
+    if ranked is None or share is None:
+        return LoraLinear(spec.group, layer, weight, bias)
     return RankedLinear(share.group, layer, weight, bias, share, ranked.share.is_sharded, ranked.peers)
 
 
