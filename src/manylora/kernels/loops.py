@@ -96,7 +96,7 @@ def _exp(value: Any) -> Any:
 def _attend_head(
     q: np.ndarray, query: int, dim: int, out: np.ndarray, token: int, first_head: int, heads: int,
     pool: np.ndarray, keys: int, page_stride: int, page_tokens: int, token_stride: int, pages: np.ndarray,
-    begin: int, end: int, scale: float, scores: np.ndarray,
+    begin: int, end: int, scale: float, soft_cap: float, scores: np.ndarray,
 ) -> None:  # fmt: skip
     """One key head of one query token: the query heads that share it, over positions [begin, end)."""
     value_shift = page_tokens * token_stride
@@ -111,6 +111,9 @@ def _attend_head(
             scores[head, position - begin] = total * np.float32(scale)
     for head in range(heads):
         row = scores[head, : end - begin]
+        if soft_cap > 0.0:
+            for i in range(row.shape[0]):
+                row[i] = np.float32(soft_cap) * np.float32(math.tanh(row[i] / np.float32(soft_cap)))
         highest = row[0]
         for i in range(1, row.shape[0]):
             highest = max(highest, row[i])
@@ -138,13 +141,14 @@ def _attend_head(
 def attend(
     q: np.ndarray, q_stride: int, heads: int, dim: int, out: np.ndarray, pool: np.ndarray,
     layer_keys: int, page_stride: int, page_tokens: int, kv_heads: int, tokens: np.ndarray,
-    lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, scores: np.ndarray,
+    lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, soft_cap: float,
+    scores: np.ndarray,
 ) -> None:  # fmt: skip
     """Attention of single query tokens. q: rows of heads * D; out [T, heads * D], written for ``tokens`` only.
 
     ``tokens``, ``lengths`` int64 [R]: a query's place in the batch and its context, itself included;
-    ``page_table`` int32 [R, W]; ``layer_keys``: where the layer's keys begin in a page; ``window`` 0 for none;
-    ``scores`` float32 [heads / kv_heads, longest] is scratch.
+    ``page_table`` int32 [R, W]; ``layer_keys``: where the layer's keys begin in a page; ``window``,
+    ``soft_cap``: 0 for none; ``scores`` float32 [heads / kv_heads, longest] is scratch.
     """
     shared = heads // kv_heads
     for row in range(tokens.shape[0]):
@@ -155,7 +159,7 @@ def attend(
                 q, tokens[row] * q_stride + kv_head * shared * dim, dim,
                 out, tokens[row], kv_head * shared, shared, pool, layer_keys + kv_head * dim,
                 page_stride, page_tokens, kv_heads * dim, page_table[row], begin, end, scale,
-                scores,
+                soft_cap, scores,
             )  # fmt: skip
 
 
