@@ -21,7 +21,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
-from manylora.config import ConfigError, EngineSettings, check_workers
+from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.frames import frame, read_message
@@ -71,7 +71,6 @@ class NodeShare:
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
         self._cores = num_cores() // most
-        check_workers(settings.scheduler.cold_start, self._cores)
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
