@@ -54,7 +54,7 @@ class NodeShare:
     """A machine's share for each replica, measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
-        """Raises ConfigError where there are too few GPUs, or cores for CPU workers."""
+        """Raises ConfigError where there are too few GPUs."""
         self._ranks = settings.tensor_parallel_size
         self._gpus = [] if settings.model.device == "cpu" else gpus()
         self._per_gpu = per_gpu
@@ -84,7 +84,7 @@ class NodeShare:
         return self._room if self._gpus else None
 
     def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
-        """A replica's settings with its own pools and CPU workers."""
+        """A replica's settings with its own pools and CPU threads."""
         return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
@@ -119,7 +119,7 @@ def shared_pools(
 def with_share(
     settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
 ) -> EngineSettings:
-    """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
+    """The same settings with these pools, and with the CPU threads of a replica that has so many cores."""
     scheduler = settings.scheduler
     return dataclasses.replace(
         settings,
