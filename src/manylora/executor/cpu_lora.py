@@ -91,7 +91,7 @@ class CpuLora:
         )
         pool = _numbers(host.run(0, host.num_pages).view(host.dtype))
         memories = _numbers(self._rows), self._results.numpy()
-        self._last = geometry.cell_elements, geometry.slab_elements, pool, *memories
+        self._last: tuple[Any, ...] = geometry.cell_elements, geometry.slab_elements, pool, *memories
         self._num_steps = self._num_given = 0
         self._busy_ns = np.zeros(0, np.int64)
         self._compile()
@@ -172,13 +172,13 @@ class CpuLora:
         return float(busy.max(initial=0)) / 1e9
 
     def close(self) -> None:
-        """End the threads; a device that awaits them is let go. Idempotent."""
+        """End the threads and let go of the pool, and of a device that awaits them. Idempotent."""
         self._abandon(_FOR_EVER)
         for orders in self._orders:
             orders.put(None)
         for thread in self._threads:
             thread.join()
-        self._orders = []
+        self._orders, self._last = [], ()
         for own in range(1, 1 + self.num_threads):
             loops.set_word(self._words, own, loops.DONE, _FOR_EVER)
 
