@@ -65,7 +65,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
-    "cpu_lora_workers": {"cold_start": "auto"},
+    "cpu_lora_workers": {"cold_start": "cpu"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -159,8 +159,8 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
-    found += [("cpu_lora_workers", text, text) for text in ("auto", "0", "1", "256")]
-    found += [("cpu_lora_workers", 0, "0"), ("cpu_lora_workers", 8, "8")]
+    found += [("cpu_lora_workers", text, text) for text in ("auto", "1", "256")]
+    found += [("cpu_lora_workers", 8, "8")]
     found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found

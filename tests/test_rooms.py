@@ -38,8 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "tensorfile": set(),
     "models": BOTTOM | {"devices", "kernels", "tensorfile"},
     "adapters": BOTTOM | {"devices", "kernels", "tensorfile", "text"},
-    "assist": BOTTOM | {"processes"},
-    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "processes"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "reports", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
@@ -107,7 +106,6 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
         | {
             "",
             "aliases",
-            "assist",
             "engine",
             "executor",
             "kernels",
@@ -124,14 +122,13 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "reproduce": (
         {"baselines", "bench", "pricing", "sim", "workloads"},
         BOTTOM
-        | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
+        | {"adapters", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
         | {"solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
 TORCH = {"torch", "triton"}
 NO_TORCH = {
-    "assist",
     "processes",
     "rules",
     "types",

@@ -64,7 +64,6 @@ ELSEWHERE = {
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--cold-start cpu`, `--cpu-lora-workers`": [
         {"cold_start": "cpu", "cpu_lora_workers": 1},
-        {"cold_start": "auto", "cpu_lora_workers": 1},
     ],
 }
 

@@ -268,18 +268,8 @@ class EngineSettings(Section):
         check_host_pool(self.scheduler.cold_start, self.cache.host_pool)
         if self.journal is None and self.journal_part_bytes is not None:
             raise ConfigError("--journal-rotate needs --journal")
-        if self.tensor_parallel_size > 1:
-            self._check_parallel()
-
-    def _check_parallel(self) -> None:
-        """What does not work with several processes yet."""
-        cold_start = self.scheduler.cold_start
-        for option, is_on in (
-            ("--cold-start cpu", cold_start.mode == "cpu"),
-            (f"--cpu-lora-workers {cold_start.cpu_workers}", cold_start.cpu_workers not in ("auto", "0")),
-        ):
-            if is_on:
-                raise ConfigError(f"{option} does not work with --tensor-parallel-size above 1 yet")
+        if self.tensor_parallel_size > 1 and self.scheduler.cold_start.mode == "cpu":
+            raise ConfigError("--cold-start cpu does not work with --tensor-parallel-size above 1 yet")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from manylora.config import (
     MergeTimes,
     PolicyConfig,
     check_host_pool,
-    check_workers,
     is_import_name,
     lora_sharding_of,
 )
@@ -165,7 +164,6 @@ class SimulatedTarget:
             if config.mode == "cpu":
                 raise ConfigError(f"--cold-start cpu: {_NO_CPU}")
             return config
-        check_workers(config, self.cold.cores)
         return dataclasses.replace(config, num_workers=config.workers_of(self.cold.cores))
 
     def cold_costs(self, config: PolicyConfig) -> ColdCosts:
