@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manylora.config import CACHE_POLICIES, COLD_START_MODES, MERGE_MODES, ConfigError
-from manylora.flags import FLAGS, build_settings, read_config_file
+from manylora.flags import ALL_FLAGS, build_settings, read_config_file
 from manylora.models.config import read_model_config
 from manylora.models.spec import ModelError
 from manylora.server.errors import ApiError
@@ -212,12 +212,12 @@ def held(name: str, values: dict[str, Any]) -> Any:
 
 
 def test_each_setting_is_tried() -> None:
-    assert HELD_BY.keys() == {flag.name for flag in FLAGS}
+    assert HELD_BY.keys() == {flag.name for flag in ALL_FLAGS}
     assert {name for name, *_ in accepted()} == {name for name, _ in refused()} == HELD_BY.keys()
 
 
 def test_settings_hold_their_defaults() -> None:
-    for flag in FLAGS:
+    for flag in ALL_FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
             lists = ("adapter", "allowed_hosts", "api_key", "fair_share", "served_model_name", "chat_template")

@@ -155,6 +155,7 @@ FOREIGN: tuple[Foreign, ...] = (
 
 _CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that stand for it"
 _CACHES = "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
+_DLORA = "--merge dlora has its authors' number; manylora bench simulate has this flag"
 
 REMOVED: Mapping[str, str] = {
     "profile": _CARASERVE,
@@ -165,6 +166,7 @@ REMOVED: Mapping[str, str] = {
     "export": _CACHES,
     "import": _CACHES,
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
+    **dict.fromkeys((f"merge_{name}" for name in ("alpha", "beta", "dec", "mul", "window")), _DLORA),
     "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""

@@ -186,6 +186,7 @@ def _serve(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
         given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names
+    check_removed({**settings, **given})
     cluster, layers = split_cluster(key_of_environment(settings, given), settings, given)
     engine, http = build_settings(canonical(*layers))
     _leave_when_told()

@@ -24,7 +24,7 @@ from manylora.config import (
     lora_sharding_of,
 )
 from manylora.config.merging import says_something
-from manylora.flags import FLAGS, build_settings
+from manylora.flags import ALL_FLAGS, build_settings
 from manylora.policy.caches import find_cache
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
@@ -442,7 +442,7 @@ def config_of(
 
 def _says_something(name: str, mode: str) -> bool:
     """Whether a setting has to do with that mode of merging, or with none."""
-    fields = {flag.name: flag.field for flag in FLAGS if flag.section is MergeConfig}
+    fields = {flag.name: flag.field for flag in ALL_FLAGS if flag.section is MergeConfig}
     return name not in fields or says_something(fields[name], mode)
 
 
