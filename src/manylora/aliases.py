@@ -167,6 +167,8 @@ REMOVED: Mapping[str, str] = {
     "import": _CACHES,
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
     **dict.fromkeys((f"merge_{name}" for name in ("alpha", "beta", "dec", "mul", "window")), _DLORA),
+    "kept_share": "copies that a router places take at most 0.1 of the device's pages",
+    "pipeline_depth": "it is 2 on a GPU and 1 on a CPU; manylora bench and profile have this flag",
     "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""

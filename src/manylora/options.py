@@ -11,7 +11,7 @@ from manylora.flags import ALL_FLAGS, Flag, canonical
 
 SIZING = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool", "pipeline_depth",
+    "device_pool", "host_pool",
 )  # fmt: skip
 """Settings that say where an engine runs and how large it is: what decides which steps it takes, and how long."""
 

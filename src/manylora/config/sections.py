@@ -149,6 +149,7 @@ class SchedulerSettings(Section):
         None,
         "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
         "on a CPU)",
+        is_internal=True,
     )
     max_prefills: Count | None = setting(
         None,
@@ -159,6 +160,7 @@ class SchedulerSettings(Section):
         KEPT_SHARE,
         "the most of the device's pages that adapters which a router wants kept there may take (dLoRA's chunk)",
         "SHARE",
+        is_internal=True,
     )
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""
