@@ -32,6 +32,7 @@ from manylora.config import (
     setting_of,
 )
 from manylora.config.cluster import ClusterOptions
+from manylora.config.policy import cache_config
 from manylora.rules import fields_of
 
 log = logging.getLogger("manylora")
@@ -256,7 +257,8 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         given["adapter"] = _adapters(given["adapter"])
     if given.get("cache_policy") in _PAGE_TOKENS:
         given.setdefault("page_tokens", _PAGE_TOKENS[given["cache_policy"]])
-    policy = _section(CacheConfig, given, trace="trace" in given)
+    cache_policy = given.get("cache_policy", _BY_NAME["cache_policy"].default)
+    policy = cache_config(cache_policy, given.get("cache_set", ()), trace="trace" in given)
     engine = _section(
         EngineSettings,
         given,

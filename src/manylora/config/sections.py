@@ -20,6 +20,7 @@ from manylora.config.declaring import (
 )
 from manylora.config.merging import MergeConfig
 from manylora.config.policy import (
+    CACHE_SETTINGS,
     KEPT_SHARE,
     Admission,
     CacheConfig,
@@ -190,6 +191,10 @@ _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 """A step on a CPU is run by the loop that decides on it."""
 
 
+def _cache_settings() -> str:
+    return "; ".join(f"{policy}: {', '.join(keys)}" for policy, keys in CACHE_SETTINGS.items() if keys)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSettings(Section):
     """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
@@ -218,6 +223,13 @@ class CacheSettings(Section):
         is_size=True,
     )
     policy: CacheConfig = CacheConfig()
+    settings: tuple[str, ...] = setting(
+        (),
+        f"a number of the cache policy; may be repeated ({_cache_settings()})",
+        "KEY=VALUE",
+        name="cache_set",
+    )
+    """As texts, what ``policy`` was made with."""
     trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 
 

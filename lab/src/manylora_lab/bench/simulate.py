@@ -24,6 +24,7 @@ from manylora.config import (
     lora_sharding_of,
 )
 from manylora.config.merging import says_something
+from manylora.config.policy import CACHE_NUMBERS, cache_numbers
 from manylora.flags import ALL_FLAGS, build_settings
 from manylora.policy.caches import find_cache
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
@@ -406,6 +407,7 @@ def config_of(
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
+    given["cache_set"] = _of_policy(given.get("cache_set", ()), given["cache_policy"])
     engine, _ = build_settings(given)
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
@@ -438,6 +440,12 @@ def config_of(
         kept_share=scheduler.kept_share,
         cold_start=target.cold_start(scheduler.cold_start, host_bytes),
     )
+
+
+def _of_policy(texts: Sequence[str], policy: str) -> list[str]:
+    """Without the numbers that only other cache policies have."""
+    others = set(CACHE_NUMBERS) - set(cache_numbers(policy))
+    return [text for text in texts if text.partition("=")[0] not in others]
 
 
 def _says_something(name: str, mode: str) -> bool:
