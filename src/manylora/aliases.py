@@ -181,6 +181,26 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
 }
 """By name and value, of settings that are still there."""
 
+REMOVED_PARAMETERS: Mapping[str, str] = {
+    f"{router}.{key}": "its default holds; manylora bench simulate has it"
+    for router, keys in (
+        ("punica-consolidate", "cooldown_s"),
+        ("caraserve", "penalty_s"),
+        ("dlora-proactive", "half_life_s reserve"),
+        (
+            "dlora",
+            "half_life_s reserve check_s solve_interval_s solve_wait_s most_kv_use most_delay_ratio least_delay_s "
+            "most_replicas eta_steps",
+        ),
+        (
+            "manylora",
+            "idle_candidates holder_candidates prefix_candidates home_half_life_s balance_s most_moves",
+        ),
+    )
+    for key in keys.split()
+}
+"""Of --router-set, by ROUTER.KEY."""
+
 
 def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
     """Raise ConfigError where something that is always on is to be off, or is off by another of the settings."""
@@ -230,12 +250,18 @@ def _pair(alias: Alias, item: Any, bases: Collection[str]) -> Any:
 
 
 def check_removed(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where one of the settings was removed, or its value, or a variable of the environment."""
+    """Raise ConfigError where a setting was removed, its value, a router's parameter, or a variable of the
+    environment."""
     for name, value in values.items():
         if value is not None and name in REMOVED:
             raise ConfigError(f"{option_of(name)} was removed: {REMOVED[name]}")
         if isinstance(value, str) and (name, value) in REMOVED_VALUES:
             raise ConfigError(f"{option_of(name)} {value} was removed: {REMOVED_VALUES[name, value]}")
+    given = values.get("router_set")
+    for text in [given] if isinstance(given, str) else given if isinstance(given, Iterable) else ():
+        parameter = str(text).partition("=")[0]
+        if parameter in REMOVED_PARAMETERS:
+            raise ConfigError(f"--router-set {parameter} was removed: {REMOVED_PARAMETERS[parameter]}")
     for name, instead in REMOVED.items():
         if (variable := f"MANYLORA_{name.upper()}") in os.environ:
             raise ConfigError(f"{variable} was removed: {instead}")
