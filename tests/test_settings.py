@@ -147,7 +147,7 @@ def test_numbers_that_a_cache_policy_refuses(policy: str, text: str, says: str) 
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
 def test_a_cache_policy_has_its_own_numbers(policy: str) -> None:
     """And one from elsewhere may read all."""
-    values = {"high_mark": 0.9, "low_mark": 0.5, "interval_s": 0.2, "tau_s": 2.0, "window_s": 9.0}
+    values: dict[str, Any] = {"high_mark": 0.9, "low_mark": 0.5, "interval_s": 0.2, "tau_s": 2.0, "window_s": 9.0}
     values["adapter_share"] = 0.3
     for name, wanted in ((policy, CACHE_SETTINGS[policy]), ("a.b:C", tuple(values))):
         given = {key: values[key] for key in wanted}

@@ -187,15 +187,9 @@ REMOVED_PARAMETERS: Mapping[str, str] = {
         ("punica-consolidate", "cooldown_s"),
         ("caraserve", "penalty_s"),
         ("dlora-proactive", "half_life_s reserve"),
-        (
-            "dlora",
-            "half_life_s reserve check_s solve_interval_s solve_wait_s most_kv_use most_delay_ratio least_delay_s "
-            "most_replicas eta_steps",
-        ),
-        (
-            "manylora",
-            "idle_candidates holder_candidates prefix_candidates home_half_life_s balance_s most_moves",
-        ),
+        ("dlora", "half_life_s reserve check_s solve_interval_s solve_wait_s most_kv_use most_delay_ratio"),
+        ("dlora", "least_delay_s most_replicas eta_steps"),
+        ("manylora", "idle_candidates holder_candidates prefix_candidates home_half_life_s balance_s most_moves"),
     )
     for key in keys.split()
 }

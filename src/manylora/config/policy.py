@@ -24,17 +24,15 @@ CACHE_POLICIES = {
 }
 """By name, each with its ``module:Class``."""
 
-CACHE_SETTINGS = {
+CACHE_NUMBERS = ("high_mark", "low_mark", "interval_s", "tau_s", "window_s", "adapter_share")
+CACHE_SETTINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(CACHE_POLICIES, ()),
     "manylora": ("high_mark", "low_mark", "interval_s", "window_s"),
-    "fastlibra": ("high_mark", "low_mark", "interval_s", "tau_s", "window_s"),
+    "fastlibra": CACHE_NUMBERS[:-1],
     "static-lru": ("adapter_share",),
-    "s-lora": (),
-    "lru": (),
     "lru-ahead": ("high_mark",),
-    "lru-drop": (),
 }
 """The numbers of ``CacheConfig`` that each reads, by name; a policy from elsewhere may read all."""
-CACHE_NUMBERS = ("high_mark", "low_mark", "interval_s", "tau_s", "window_s", "adapter_share")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,9 +76,8 @@ def cache_config(policy: str, texts: Iterable[str], trace: bool) -> CacheConfig:
         if not (key and equals):
             raise ConfigError(f"--cache-set must be KEY=VALUE, got {text!r}")
         if key not in known:
-            raise ConfigError(
-                f"--cache-set {text}: {policy} has no setting {key!r}: it has {', '.join(known) or 'none'}"
-            )
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"--cache-set {text}: {policy} has no setting {key!r}: it has {has}")
         try:
             values[key] = float(value)
         except ValueError:
