@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "progress": set(),
     "signals": set(),
     "outputs": {"engine.client", "text", "types"},
-    "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
+    "llm": BOTTOM | {"aliases", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "tensorfile"},
     "cli": {
         "_version",

@@ -25,7 +25,6 @@ BOTH = ("--router", "round-robin")
 COLD = "`--cold-start block`, `layerwise`, `cpu`, `auto`"
 CELLS: dict[str, list[tuple[str, ...]]] = {
     "`--cache-policy`": [("--cache-policy", name) for name in CACHE_POLICIES],
-    "`--pipeline-depth 2`": [("--pipeline-depth", "2")],
     "`--admission`": [
         ("--admission", "lcfs"),
         ("--admission", "early-abort", "--slo-ttft", "600"),
@@ -169,7 +168,7 @@ def test_cold_starts_on_the_cpu_and_turns(tmp_path: Path, single: dict[str, list
 
 @pytest.mark.long
 def test_merging_while_replicas_change(tmp_path: Path, single: dict[str, list[Answer]]) -> None:
-    args = ("--merge", "merged", "--pipeline-depth", "2", "--admission", "lcfs", *BOTH)
+    args = ("--merge", "merged", "--admission", "lcfs", *BOTH)
     with started(tmp_path, *args) as cluster:
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(BODIES))

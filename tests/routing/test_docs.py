@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from manylora_lab.baselines import ALL_ROUTERS
 
+from manylora.aliases import REMOVED_PARAMETERS
 from manylora.config import ConfigError
-from manylora.config.routing import RouterConfig
+from manylora.config.declaring import setting_of
+from manylora.config.routing import ROUTERS, RouterConfig
 from manylora.policy.router import Router
 from manylora.policy.routing import find_router, router_help
 from manylora.protocol.routing import ReplicaUp
@@ -20,12 +22,19 @@ from tests.routing.rig import FACTS, Rig
 PAGE = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
 
 
-def test_help_names_every_parameter() -> None:
+def test_help_names_every_parameter_that_users_set() -> None:
+    """The others were removed for them."""
+    count, hidden = 0, set[str]()
     for name in ALL_ROUTERS:
         record: type = find_router(name).parameters
-        fields = fields_of(record)
-        expected = [f"{name}.{field.name}" for field in fields] or ["no"]
+        shown = [field.name for field in fields_of(record) if setting_of(field)]
+        expected = [f"{name}.{key}" for key in shown] or ["no"]
         assert [line.split()[0] for line in router_help(name).splitlines()] == expected
+        if name in ROUTERS:
+            count += len(shown)
+            hidden |= {f"{name}.{field.name}" for field in fields_of(record) if field.name not in shown}
+    assert count <= 16
+    assert hidden == REMOVED_PARAMETERS.keys()
     caraserve = router_help("caraserve").splitlines()
     assert [line.rpartition("(")[2] for line in caraserve[1:6]] == ["must be given)"] * 5
     with pytest.raises(
