@@ -173,7 +173,7 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     if args.router_help is not None:
-        from manylora.policy.routing import router_help
+        from manylora.router.policies.policy import router_help
 
         print(router_help(args.router_help))
         return 0

@@ -19,8 +19,8 @@ from manylora_lab.sim.shipped import find_profile
 from manylora.cli import main
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, read_answered
-from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaUp
+from manylora.router.router import Router
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
 

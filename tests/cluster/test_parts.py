@@ -23,7 +23,7 @@ from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSet
 from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
-from manylora.policy.routing.hashing import prefix_hashes
+from manylora.protocol.hashing import prefix_hashes
 from manylora.protocol.routing import Assign
 from manylora.types import SamplingParams
 from tests.cluster.process import ADAPTERS

@@ -12,16 +12,16 @@ from manylora.config.declaring import ConfigError, Count, Seconds, Section, chec
 from manylora.config.named import named_policy
 from manylora.rules import FINITE, at_least, between, broken_rule, fields_of
 
-_HERE = "manylora.policy.routing"
+_HERE = "manylora.router.policies"
 
 ROUTERS = {
-    "round-robin": f"{_HERE}.round_robin:RoundRobin",
+    "round-robin": f"{_HERE}.simple:RoundRobin",
     "punica": f"{_HERE}.punica:Punica",
-    "punica-consolidate": f"{_HERE}.punica_consolidate:PunicaConsolidate",
+    "punica-consolidate": f"{_HERE}.punica:PunicaConsolidate",
     "caraserve": f"{_HERE}.caraserve:CaraServe",
-    "dlora-proactive": f"{_HERE}.dlora_proactive:DloraProactive",
+    "dlora-proactive": f"{_HERE}.dlora:DloraProactive",
     "dlora": f"{_HERE}.dlora:Dlora",
-    "cache-aware": f"{_HERE}.cache_aware:CacheAware",
+    "cache-aware": f"{_HERE}.simple:CacheAware",
     "manylora": f"{_HERE}.manylora:CheapestReplica",
 }
 """Routing policies by name, each with its ``module:Class``."""

@@ -136,7 +136,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from manylora.policy.routing import router_help
+    from manylora.router.policies.policy import router_help
     from manylora_lab.bench.simulate import SimulateSettings, run
     from manylora_lab.bench.simulate_cluster import ClusterSettings, run_cluster
     from manylora_lab.sim.cluster import REPORT_DELAY_S
