@@ -40,7 +40,7 @@ test-long: $(VENV)/.test  ## what takes longer than CI should
 
 coverage: $(VENV)/.test  ## lines and branches of the policy that its tests do not take
 	$(BIN)/coverage run --branch --source=src/manylora/policy -m pytest -p no:xdist --timeout=0 --hypothesis-seed=0 \
-		tests/policy tests/routing tests/proof/test_journals.py
+		tests/policy tests/router tests/proof/test_journals.py
 	$(BIN)/coverage report --show-missing --skip-covered
 
 clean:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manylora.config import CACHE_POLICIES, COLD_START_MODES, MERGE_MODES, ConfigError
-from manylora.flags import FLAGS, build_settings, read_config_file
+from manylora.flags import ALL_FLAGS, build_settings, read_config_file
 from manylora.models.config import read_model_config
 from manylora.models.spec import ModelError
 from manylora.server.errors import ApiError
@@ -29,8 +29,7 @@ HELD_BY = {
     "admission": "scheduler.admission", "slo_ttft": "scheduler.slo_ttft_s",
     "pipeline_depth": "scheduler.pipeline_depth", "page_tokens": "cache.page_tokens",
     "device_pool": "cache.device_pool", "host_pool": "cache.host_pool", "cuda_graphs": "cuda_graphs",
-    "cache_policy": "cache.policy.policy", "cache_adapter_share": "cache.policy.adapter_share",
-    "cache_tau": "cache.policy.tau_s", "cache_window": "cache.policy.window_s", "trace": "cache.trace",
+    "cache_policy": "cache.policy.policy", "cache_set": "cache.settings", "trace": "cache.trace",
     "max_adapter_rank": "adapters.max_adapter_rank", "step_timeout": "step_timeout_s",
     "drain_timeout": "drain_timeout", "allowed_hosts": "allowed_hosts", "api_key": "api_keys",
     "metrics_key": "metrics_key",
@@ -65,7 +64,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "merge_copy": {"merge": "merged"}, "merge_starve": {"merge": "merged"}, "merge_minority": _MANYLORA,
     "merge_alpha": _DLORA, "merge_beta": _DLORA, "merge_dec": _DLORA,
     "merge_mul": _DLORA, "merge_window": _DLORA, "cold_start_stall": {"cold_start": "layerwise"},
-    "cpu_lora_workers": {"cold_start": "auto"},
+    "cpu_lora_workers": {"cold_start": "cpu"},
 }  # fmt: skip
 """What a setting is nothing without."""
 
@@ -111,7 +110,7 @@ def accepted() -> list[tuple[str, Any, Any]]:
         found += [(name, choice, choice) for choice in choices]
     for name in TEXTS:
         found += [(name, "x", "x"), (name, "", ""), (name, Path("a/b"), "a/b")]
-    for name in ("cache_tau", "cache_window", "step_timeout", "priority_age"):
+    for name in ("step_timeout", "priority_age"):
         found += [
             (name, 1, 1.0),
             (name, "1e-3", 0.001),
@@ -120,7 +119,8 @@ def accepted() -> list[tuple[str, Any, Any]]:
             (name, 1e300, 1e300),
         ]
     found += [("drain_timeout", 0, 0.0), ("drain_timeout", "2.5", 2.5), ("drain_timeout", False, 0.0)]
-    found += [("cache_adapter_share", 0.001, 0.001), ("cache_adapter_share", "0.999", 0.999)]
+    found += [("cache_set", {"window_s": 0.5}, ("window_s=0.5",)), ("cache_set", [], ())]
+    found += [("cache_set", ["window_s=1", "low_mark= 0.1 "], ("window_s=1", "low_mark= 0.1 "))]
     found += [("slo_ttft", 0.51, 0.51), ("slo_ttft", "6", 6.0), ("slo_ttft", True, 1.0)]
     found += [("pipeline_depth", depth, int(depth)) for depth in (1, 2, "1", "2")]
     found += [("port", 0, 0), ("port", "80", 80), ("port", 65535, 65535)]
@@ -159,8 +159,8 @@ def accepted() -> list[tuple[str, Any, Any]]:
     ]
     found += [("merge_starve", "1e-3", 0.001), ("merge_starve", 1e300, 1e300)]
     found += [("cold_start_stall", "1", 1.0), ("cold_start_stall", 0.5, 0.5)]
-    found += [("cpu_lora_workers", text, text) for text in ("auto", "0", "1", "256")]
-    found += [("cpu_lora_workers", 0, "0"), ("cpu_lora_workers", 8, "8")]
+    found += [("cpu_lora_workers", text, text) for text in ("auto", "1", "256")]
+    found += [("cpu_lora_workers", 8, "8")]
     found += [("kept_share", 0, 0.0), ("kept_share", "1", 1.0), ("kept_share", 0.25, 0.25)]
     found += [("adapter_batch_limit", 4, "4"), ("adapter_batch_limit", "4:hard", "4:hard")]
     return found
@@ -184,10 +184,12 @@ def refused() -> list[tuple[str, Any]]:
         found += each(name, "", "AUTO", "x", "a:b:c", 1, True, [], ["auto"])
     for name in (*TEXTS, "adapter_dir"):
         found += each(name, 1, True, 0.0, ["x"], {})
-    for name in ("cache_tau", "cache_window", "step_timeout", "slo_ttft", "priority_age"):
+    for name in ("step_timeout", "slo_ttft", "priority_age"):
         found += each(name, 0, False, -1, "0", "x", "", NAN, INF, 10**400, "nan", "inf", [1], {})
     found += each("drain_timeout", -1, "-0.1", NAN, INF, "x", [])
-    found += each("cache_adapter_share", 0, 1, True, NAN, INF, "x", -0.1, [])
+    found += each(
+        "cache_set", "", "window_s", "=1", "tau_s=1", "window_s=", "window_s=0", "low_mark=nan", 1, [1]
+    )
     found += each("pipeline_depth", 0, 3) + each("slo_ttft", 0.5) + each("admission", "early-abort")
     found += each("adapter_dir", "no/such/folder")
     found += each("priority_floor", *NO_WHOLE_NUMBERS, 1, "1", -(2**31) - 1, INF)
@@ -221,12 +223,12 @@ def held(name: str, values: dict[str, Any]) -> Any:
 
 
 def test_each_setting_is_tried() -> None:
-    assert HELD_BY.keys() == {flag.name for flag in FLAGS}
+    assert HELD_BY.keys() == {flag.name for flag in ALL_FLAGS}
     assert {name for name, *_ in accepted()} == {name for name, _ in refused()} == HELD_BY.keys()
 
 
 def test_settings_hold_their_defaults() -> None:
-    for flag in FLAGS:
+    for flag in ALL_FLAGS:
         for values in ({}, {flag.name: None}):
             default = held(flag.name, values)
             lists = (
@@ -237,7 +239,7 @@ def test_settings_hold_their_defaults() -> None:
                 "served_model_name",
                 "chat_template",
             )
-            if flag.name in (*lists, "page_tokens", "cold_start"):
+            if flag.name in (*lists, "cache_set", "page_tokens", "cold_start"):
                 assert (flag.default, default) in ((None, ()), (None, 16), (None, "wait"))
             else:
                 assert default == flag.default

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 import manylora.main
-from manylora.aliases import ALIASES, FOREIGN, REMOVED, REMOVED_VALUES, Alias, Foreign
+from manylora.aliases import (
+    ALIASES,
+    FOREIGN,
+    REMOVED,
+    REMOVED_PARAMETERS,
+    REMOVED_VALUES,
+    Alias,
+    Foreign,
+)
 from manylora.cli import _parser, main
 from manylora.config import ConfigError, EngineSettings, HttpSettings, option_of
 from manylora.extensions import find_commands
@@ -386,3 +394,18 @@ def test_what_was_removed_ends_in_one_line(
         monkeypatch.setenv(f"MANYLORA_{name.upper()}", value)
         assert main(["serve", "m"]) == 2
         assert capsys.readouterr().err.startswith(f"manylora: error: MANYLORA_{name.upper()} was removed: ")
+
+
+@pytest.mark.parametrize(("parameter", "instead"), REMOVED_PARAMETERS.items())
+def test_a_removed_parameter_of_a_router_ends_in_one_line(
+    parameter: str, instead: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"manylora: error: --router-set {parameter} was removed: {instead}\n"
+    given = ("--replicas", "2", "--router", parameter.partition(".")[0], "--router-set", f"{parameter}=1")
+    assert main(["serve", "m", *given]) == 2
+    assert capsys.readouterr().err == expected
+    file = tmp_path / "serve.yaml"
+    for text in (f"'{parameter}=1'", f"['{parameter}=1']", f"{{{parameter}: 1}}"):
+        file.write_text(f"model: m\nreplicas: 2\nrouter-set: {text}")
+        assert main(["serve", "--config", str(file)]) == 2
+        assert capsys.readouterr().err == expected

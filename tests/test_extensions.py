@@ -16,7 +16,7 @@ from manylora_lab.baselines.routers import MostIdle
 from manylora_lab.commands import COMMANDS
 
 from manylora import cli, extensions
-from manylora.policy.routing import find_router
+from manylora.router.policies.policy import find_router
 
 ROOT = Path(__file__).parents[1]
 SITE = next(Path(path) for path in sys.path if path.endswith("site-packages"))

@@ -18,7 +18,7 @@ LAB = Path(__file__).parent.parent / "lab" / "src" / "manylora_lab"
 BOTTOM = {"types", "config", "reports", "protocol"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "misc"}
 
-MOST_LINES, MOST_FILES = 36_300, 300
+MOST_LINES, MOST_FILES = 36_400, 300
 """Of code in the product. What an issue adds raises them in the same commit."""
 
 # room -> manylora rooms it may import besides itself; a module at the top level is a room of its own.
@@ -30,16 +30,16 @@ ROOMS: dict[str, set[str]] = {
     "reports": {"types"},
     "protocol": {"types", "reports"},
     "policy": BOTTOM,
+    "router": BOTTOM,
     "processes": set(),
-    "engine": BOTTOM | {"policy", "processes"},
+    "engine": BOTTOM | {"policy", "processes", "router"},
     "devices": BOTTOM,
     "kernels": BOTTOM | {"devices", "processes"},
     "memory": BOTTOM | {"devices", "kernels"},
     "tensorfile": set(),
     "models": BOTTOM | {"devices", "kernels", "tensorfile"},
     "adapters": BOTTOM | {"devices", "kernels", "tensorfile", "text"},
-    "assist": BOTTOM | {"processes"},
-    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "assist", "processes"},
+    "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "processes"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "reports", "engine.client", "text.generate"},
     "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
     | {"memory.shares", "metrics", "missing", "models.spec", "models.source", "policy", "processes"}
-    | {"server", "signals", "solving", "text"},
+    | {"router", "server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},
     "flags": {"aliases", "config", "rules"},
@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
     "progress": set(),
     "signals": set(),
     "outputs": {"engine.client", "text", "types"},
-    "llm": BOTTOM | {"flags", "text", "engine", "main", "metrics", "outputs"},
+    "llm": BOTTOM | {"aliases", "flags", "text", "engine", "main", "metrics", "outputs"},
     "inspection": BOTTOM | {"adapters", "kernels", "models", "tensorfile"},
     "cli": {
         "_version",
@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
         "inspection",
         "missing",
         "options",
-        "policy.routing",
+        "router.policies",
         "progress",
         "signals",
     }
@@ -98,16 +98,15 @@ ROOMS: dict[str, set[str]] = {
 # The laboratory's rooms: what they may import of the laboratory, and of manylora.
 LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "workloads": (set(), BOTTOM),
-    "baselines": (set(), BOTTOM | {"policy", "rules"}),
+    "baselines": (set(), BOTTOM | {"policy", "router", "rules"}),
     "pricing": (set(), BOTTOM | {"models"}),
-    "sim": ({"pricing", "workloads"}, BOTTOM | {"policy"}),
+    "sim": ({"pricing", "workloads"}, BOTTOM | {"policy", "router"}),
     "bench": (
         {"baselines", "pricing", "sim", "workloads"},
         BOTTOM
         | {
             "",
             "aliases",
-            "assist",
             "engine",
             "executor",
             "kernels",
@@ -118,20 +117,20 @@ LAB_ROOMS: dict[str, tuple[set[str], set[str]]] = {
             "models",
             "options",
             "policy",
+            "router",
         }
         | {"progress", "solving", "warmup"},
     ),
     "reproduce": (
         {"baselines", "bench", "pricing", "sim", "workloads"},
         BOTTOM
-        | {"adapters", "assist", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
-        | {"solving", "warmup"},
+        | {"adapters", "devices", "engine", "executor", "flags", "kernels", "memory", "policy"}
+        | {"router", "solving", "warmup"},
     ),
     "commands": ({"bench", "reproduce", "workloads"}, set()),
 }
 TORCH = {"torch", "triton"}
 NO_TORCH = {
-    "assist",
     "processes",
     "rules",
     "types",
@@ -139,6 +138,7 @@ NO_TORCH = {
     "reports",
     "protocol",
     "policy",
+    "router",
     "engine",
     "text",
     "metrics",
@@ -210,7 +210,7 @@ def check_imports(path: Path) -> None:
             assert ok, f"{where}: {room or 'the package'} may not import {name}"
         if top in TORCH:
             assert room not in NO_TORCH, f"{where}: {room} does without {top}"
-        if room == "policy":
+        if room in ("policy", "router"):
             assert top not in PURE | {"numpy"}, f"{where}: policy imports {name}"
             assert top in sys.stdlib_module_names | {"manylora"}, f"{where}: policy imports {name}"
 
@@ -318,7 +318,7 @@ def test_imports_without_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy"])
+@pytest.mark.parametrize("room", ["kernels", "memory", "models", "adapters", "executor", "policy", "router"])
 def test_modules_of_a_room_import_each_other_in_one_direction(room: str) -> None:
     """What is imported for its types alone counts."""
     graph: dict[str, set[str]] = {}

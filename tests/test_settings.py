@@ -23,19 +23,23 @@ from manylora.config import (
     PolicyConfig,
     QueueConfig,
 )
+from manylora.config.policy import CACHE_SETTINGS
 from manylora.flags import build_settings
 from manylora.llm import LLM, AsyncLLM
 from tests.e2e.process import command, environment
 
 GIVEN: dict[str, Any] = {
-    "host_pool": "2GiB", "device_pool": "1GiB", "cache_policy": "static-lru", "cache_adapter_share": 0.3,
-    "cache_tau": 2.5, "cache_window": 30, "trace": "decisions.txt",
+    "host_pool": "2GiB", "device_pool": "1GiB", "cache_policy": "fastlibra",
+    "cache_set": ["tau_s=2.5", "window_s=30", "high_mark=0.9", "low_mark=0.5", "interval_s=0.2"],
+    "trace": "decisions.txt",
 }  # fmt: skip
 EXPECTED = CacheSettings(
-    page_tokens=32,
     device_pool=2**30,
     host_pool=2**31,
-    policy=CacheConfig("static-lru", adapter_share=0.3, tau_s=2.5, window_s=30.0, trace=True),
+    policy=CacheConfig(
+        "fastlibra", tau_s=2.5, window_s=30.0, interval_s=0.2, high_mark=0.9, low_mark=0.5, trace=True
+    ),
+    settings=tuple(GIVEN["cache_set"]),
     trace="decisions.txt",
 )
 
@@ -67,7 +71,9 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def options(values: dict[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    given = [(name, value) for name, values in lists.items() for value in values]
+    return [word for name, value in given for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def served(*args: str) -> CacheSettings:
@@ -92,7 +98,9 @@ def test_a_config_file_reaches_the_engine_and_the_command_line_wins(tmp_path: Pa
     file = tmp_path / "serve.json"
     file.write_text(json.dumps({k.replace("_", "-") if dashes else k: v for k, v in GIVEN.items()}))
     assert served("--config", str(file)) == EXPECTED
-    assert served("--config", str(file), "--cache-tau", "7").policy.tau_s == 7.0
+    assert served("--config", str(file), "--cache-set", "tau_s=7").policy == CacheConfig(
+        "fastlibra", tau_s=7.0, trace=True
+    )
 
 
 @pytest.mark.usefixtures("stopped")
@@ -104,9 +112,7 @@ def test_keyword_arguments_reach_the_engine(kind: type[LLM] | type[AsyncLLM]) ->
 
 
 BAD = [
-    ("cache_policy", "mru"), ("cache_tau", 0), ("cache_tau", -1), ("cache_tau", "nan"), ("cache_tau", "inf"),
-    ("cache_tau", "soon"), ("cache_window", 0), ("cache_window", "x"), ("cache_adapter_share", 2),
-    ("cache_adapter_share", 0), ("cache_adapter_share", 1), ("cache_adapter_share", "nan"),
+    ("cache_policy", "mru"), ("cache_set", "window_s=0"), ("cache_set", {"window_s": "x"}), ("cache_set", 3),
     ("host_pool", "10XB"), ("host_pool", -5), ("trace", 5),
 ]  # fmt: skip
 
@@ -116,6 +122,43 @@ def test_a_bad_value_is_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")) as refused:
         build_settings({"model": "m", name: value})
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("policy", "text", "says"), [
+    ("fastlibra", "tau_s=0", "--cache-set tau_s must be more than 0, got 0.0"),
+    ("fastlibra", "tau_s=inf", "--cache-set tau_s must be finite, got inf"),
+    ("fastlibra", "tau_s=soon", "--cache-set tau_s must be a number, got 'soon'"),
+    ("fastlibra", "high_mark=0", "--cache-set high_mark must be more than 0, got 0.0"),
+    ("fastlibra", "high_mark=0.5", "--cache-set the marks must satisfy 0 < low_mark <= high_mark <= 1"),
+    ("fastlibra", "tau_s", "--cache-set must be KEY=VALUE, got 'tau_s'"),
+    ("static-lru", "adapter_share=nan", "--cache-set adapter_share must be more than 0, got nan"),
+    (
+        "manylora", "tau_s=1",
+        "--cache-set tau_s=1: manylora has no setting 'tau_s': it has high_mark, low_mark, interval_s, window_s",
+    ),
+    ("lru", "window_s=1", "--cache-set window_s=1: lru has no setting 'window_s': it has none"),
+])  # fmt: skip
+def test_numbers_that_a_cache_policy_refuses(policy: str, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_settings({"model": "m", "cache_policy": policy, "cache_set": [text]})
+    assert str(refused.value) == says
+
+
+@pytest.mark.parametrize("policy", CACHE_POLICIES)
+def test_a_cache_policy_has_its_own_numbers(policy: str) -> None:
+    """And one from elsewhere may read all."""
+    values: dict[str, Any] = {
+        "high_mark": 0.9,
+        "low_mark": 0.5,
+        "interval_s": 0.2,
+        "tau_s": 2.0,
+        "window_s": 9.0,
+    }
+    values["adapter_share"] = 0.3
+    for name, wanted in ((policy, CACHE_SETTINGS[policy]), ("a.b:C", tuple(values))):
+        given = {key: values[key] for key in wanted}
+        found = build_settings({"model": "m", "cache_policy": name, "cache_set": given})[0].cache.policy
+        assert found == CacheConfig(name, **given)
 
 
 @pytest.mark.parametrize("wrong", [

@@ -159,6 +159,7 @@ _CARASERVE = "manylora profile prints the --router-set caraserve.KEY=VALUE that 
 _CACHES = (
     "keep TRITON_CACHE_DIR and FLASHINFER_WORKSPACE_BASE in one folder and copy it (docs/performance.md)"
 )
+_DLORA = "--merge dlora has its authors' number; manylora bench simulate has this flag"
 
 REMOVED: Mapping[str, str] = {
     "profile": _CARASERVE,
@@ -169,6 +170,12 @@ REMOVED: Mapping[str, str] = {
     "export": _CACHES,
     "import": _CACHES,
     "merge_mixed_16bit": "it allowed --merge-minority mixed, which was removed; use --merge-minority unmerge",
+    **dict.fromkeys((f"merge_{name}" for name in ("alpha", "beta", "dec", "mul", "window")), _DLORA),
+    "cache_adapter_share": "use --cache-set adapter_share=SHARE with --cache-policy static-lru",
+    "cache_tau": "use --cache-set tau_s=SECONDS with --cache-policy fastlibra",
+    "cache_window": "use --cache-set window_s=SECONDS with --cache-policy fastlibra or manylora",
+    "kept_share": "copies that a router places take at most 0.1 of the device's pages",
+    "pipeline_depth": "it is 2 on a GPU and 1 on a CPU; manylora bench and profile have this flag",
     "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }
 """Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
@@ -177,6 +184,23 @@ REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("merge_minority", "mixed"): "use --merge-minority unmerge (or wait)",
 }
 """By name and value, of settings that are still there."""
+
+REMOVED_PARAMETERS: Mapping[str, str] = {
+    f"{router}.{key}": "its default holds; manylora bench simulate has it"
+    for router, keys in (
+        ("punica-consolidate", "cooldown_s"),
+        ("caraserve", "penalty_s"),
+        ("dlora-proactive", "half_life_s reserve"),
+        ("dlora", "half_life_s reserve check_s solve_interval_s solve_wait_s most_kv_use most_delay_ratio"),
+        ("dlora", "least_delay_s most_replicas eta_steps"),
+        (
+            "manylora",
+            "idle_candidates holder_candidates prefix_candidates home_half_life_s balance_s most_moves",
+        ),
+    )
+    for key in keys.split()
+}
+"""Of --router-set, by ROUTER.KEY."""
 
 
 def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
@@ -227,12 +251,18 @@ def _pair(alias: Alias, item: Any, bases: Collection[str]) -> Any:
 
 
 def check_removed(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where one of the settings was removed, or its value, or a variable of the environment."""
+    """Raise ConfigError where a setting was removed, its value, a router's parameter, or a variable of the
+    environment."""
     for name, value in values.items():
         if value is not None and name in REMOVED:
             raise ConfigError(f"{option_of(name)} was removed: {REMOVED[name]}")
         if isinstance(value, str) and (name, value) in REMOVED_VALUES:
             raise ConfigError(f"{option_of(name)} {value} was removed: {REMOVED_VALUES[name, value]}")
+    given = values.get("router_set")
+    for text in [given] if isinstance(given, str) else given if isinstance(given, Iterable) else ():
+        parameter = str(text).partition("=")[0]
+        if parameter in REMOVED_PARAMETERS:
+            raise ConfigError(f"--router-set {parameter} was removed: {REMOVED_PARAMETERS[parameter]}")
     for name, instead in REMOVED.items():
         if (variable := f"MANYLORA_{name.upper()}") in os.environ:
             raise ConfigError(f"{variable} was removed: {instead}")

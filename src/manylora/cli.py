@@ -52,6 +52,7 @@ sizes are written as 512MiB or 10GB. The command line wins over the config file.
 
 
 _WARMUP_FLAGS = (*SIZING, "max_adapter_rank", "cuda_graphs")
+_WARMUP_REMOVED = ("export", "import", "pipeline_depth")
 _ADAPTERS_FLAGS = ("dtype", "page_tokens", "max_adapter_rank", "tensor_parallel_size", "lora_sharding")
 
 
@@ -172,7 +173,7 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     if args.router_help is not None:
-        from manylora.policy.routing import router_help
+        from manylora.router.policies.policy import router_help
 
         print(router_help(args.router_help))
         return 0
@@ -190,6 +191,7 @@ def _serve(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
         given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names
+    check_removed({**settings, **given})
     cluster, layers = split_cluster(key_of_environment(settings, given), settings, given)
     engine, http = build_settings(canonical(*layers))
     _leave_when_told()
@@ -286,7 +288,7 @@ def _add_warmup(commands: Any) -> None:
         "What was compiled stays in the caches of Triton and FlashInfer, which image builds can keep.",
     )
     warmup.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
-    add_removed(warmup, ("export", "import"))
+    add_removed(warmup, _WARMUP_REMOVED)
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
     add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
@@ -295,7 +297,7 @@ def _add_warmup(commands: Any) -> None:
 def _warmup(args: argparse.Namespace) -> int:
     from manylora.warmup.command import run
 
-    check_removed({name: getattr(args, name) for name in ("export", "import")})
+    check_removed({name: getattr(args, name) for name in _WARMUP_REMOVED})
     if args.model is None:
         raise ConfigError("warmup needs a MODEL")
     run(settings_of(args, ("model", *_WARMUP_FLAGS)))

@@ -32,6 +32,7 @@ from manylora.config import (
     setting_of,
 )
 from manylora.config.cluster import ClusterOptions
+from manylora.config.policy import cache_config
 from manylora.rules import fields_of
 
 log = logging.getLogger("manylora")
@@ -58,6 +59,8 @@ class Flag:
     """Whether a number stands for its text."""
     takes_several: bool
     """Whether one flag has several values after it."""
+    is_internal: bool
+    """Whether experiments alone set it."""
 
     @property
     def option(self) -> str:
@@ -90,6 +93,7 @@ def _flags(section: type) -> Iterator[Flag]:
             repeats=repeats,
             takes_numbers=about.takes_numbers,
             takes_several=about.takes_several,
+            is_internal=about.is_internal,
         )
 
 
@@ -98,8 +102,11 @@ _SECTIONS: tuple[type, ...] = (
     CacheConfig, EngineSettings, HttpSettings,
 )  # fmt: skip
 
-FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
-"""Settings in the order of help texts."""
+ALL_FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
+"""Settings in the order of help texts, with those that experiments alone set."""
+
+FLAGS = tuple(flag for flag in ALL_FLAGS if not flag.is_internal)
+"""Those that users set."""
 
 CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
 """Settings of a cluster, which ``manylora serve`` alone takes."""
@@ -117,7 +124,8 @@ _LAUNCHERS = {"mp": "local"}
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
 
-_BY_NAME = {flag.name: flag for flag in FLAGS}
+_BY_NAME = {flag.name: flag for flag in ALL_FLAGS}
+_INTERNAL = _BY_NAME.keys() - {flag.name for flag in FLAGS}
 
 
 def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +134,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError where one layer gives a setting different values under different names.
     """
     plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
-    check_removed(plain)
+    check_removed({name: value for name, value in plain.items() if name not in _INTERNAL})
     bases = {
         str(plain.get("model")),
         *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ())),
@@ -135,7 +143,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     switches: list[tuple[Alias, Any]] = []
     for layer in layers:
         own = dict(layer)
-        names = {flag.name: flag.option for flag in FLAGS}
+        names = {flag.name: flag.option for flag in ALL_FLAGS}
         for alias in ALIASES:
             value = own.pop(alias.name, None)
             if value is None:
@@ -235,7 +243,10 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSettings]:
-    """The frozen sections from values by flag name (or alias), ``model`` among them; raises ConfigError."""
+    """The frozen sections from values by flag name (or alias), ``model`` among them; raises ConfigError.
+
+    Takes what experiments alone set too: what users give, ``check_removed`` sees first.
+    """
     values = canonical(values)
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
     if unknown:
@@ -249,7 +260,8 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
         given["adapter"] = _adapters(given["adapter"])
     if given.get("cache_policy") in _PAGE_TOKENS:
         given.setdefault("page_tokens", _PAGE_TOKENS[given["cache_policy"]])
-    policy = _section(CacheConfig, given, trace="trace" in given)
+    cache_policy = given.get("cache_policy", _BY_NAME["cache_policy"].default)
+    policy = cache_config(cache_policy, given.get("cache_set", ()), trace="trace" in given)
     engine = _section(
         EngineSettings,
         given,
@@ -345,7 +357,7 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
 
 def _section(section: type[_Section], given: Mapping[str, Any], **parts: Any) -> _Section:
     """A section of what was given of its settings, beside its other parts; what was not given has its default."""
-    own = (flag for flag in FLAGS if flag.section is section and flag.name in given)
+    own = (flag for flag in ALL_FLAGS if flag.section is section and flag.name in given)
     return section(**parts, **{flag.field: given[flag.name] for flag in own})
 
 

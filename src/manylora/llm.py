@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from manylora.aliases import check_removed
 from manylora.config import ConfigError
 from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
@@ -99,6 +100,7 @@ class AsyncLLM:
     ) -> None:
         from manylora.main import build_driver, load_texts
 
+        check_removed(settings)
         values = {**settings, "model": model, "device": device, "dtype": dtype}
         if adapters:
             if taken := next((name for name in adapters if "=" in name), None):

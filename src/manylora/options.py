@@ -7,11 +7,11 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from manylora.aliases import ALIASES, REMOVED_VALUES
-from manylora.flags import FLAGS, Flag, canonical
+from manylora.flags import ALL_FLAGS, Flag, canonical
 
 SIZING = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
-    "device_pool", "host_pool", "pipeline_depth",
+    "device_pool", "host_pool",
 )  # fmt: skip
 """Settings that say where an engine runs and how large it is: what decides which steps it takes, and how long."""
 
@@ -48,7 +48,7 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
 
 def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> None:
     """Adds those of the engine's settings that are named."""
-    for flag in FLAGS:
+    for flag in ALL_FLAGS:
         if flag.name in names:
             add_flag(parser, flag)
 

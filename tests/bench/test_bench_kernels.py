@@ -26,7 +26,7 @@ from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
-from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
+from manylora.kernels.shapes import Activation, AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
 
 CPU = torch.device("cpu")
@@ -109,8 +109,8 @@ def test_floors_count_what_must_be_done(whole: Path) -> None:
 
 
 class SlightlyTooLarge(CpuOps):
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return super().silu_mul(gate_up) * 1.001
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        return super().gate_mul(gate_up, activation) * 1.001
 
 
 class OneElementOff(CpuOps):
@@ -126,8 +126,8 @@ class AnotherRow(CpuOps):
 
 
 class Unfinished(CpuOps):
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = super().silu_mul(gate_up)
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        out = super().gate_mul(gate_up, activation)
         out[-1, -1] = float("nan")
         return out
 
@@ -195,7 +195,7 @@ def test_a_broken_kernel_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(CpuOps):
-        def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
             raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(kernels_rig, "ops_for", lambda device: Broken())

@@ -58,7 +58,7 @@ def residual(dtype: torch.dtype) -> Made:
 def silu(dtype: torch.dtype) -> Made:
     gate_up = normal(dtype, TOKENS, 120)
     return Made(
-        OPS.silu_mul(gate_up.clone()), rounding.silu_mul(Bounded.given(gate_up), dtype).rounded(dtype)
+        OPS.gate_mul(gate_up.clone()), rounding.silu_mul(Bounded.given(gate_up), dtype).rounded(dtype)
     )
 
 

@@ -21,7 +21,7 @@ from manylora_lab.workloads.named import named
 
 from manylora.cli import main
 from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
-from manylora.flags import FLAGS
+from manylora.flags import ALL_FLAGS
 from tests.e2e.process import MODEL
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
@@ -329,7 +329,7 @@ def test_every_order_of_the_queue(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_it_has_every_flag_of_the_queue_and_of_merging() -> None:
     """But for the mode itself, of which it takes a list."""
-    wanted = {flag.name for flag in FLAGS if flag.section in (QueueConfig, MergeConfig)}
+    wanted = {flag.name for flag in ALL_FLAGS if flag.section in (QueueConfig, MergeConfig)}
     assert wanted - set(FLAG_NAMES) == {"merge"}
 
 

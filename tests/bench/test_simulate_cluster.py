@@ -19,14 +19,14 @@ from manylora_lab.sim.shipped import find_profile
 from manylora.cli import main
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import ROUTER, read_answered
-from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaUp
+from manylora.router.router import Router
 
 pytestmark = pytest.mark.usefixtures("remembered_fits")
 
 LOAD = ("--workload", "synthetic:prompt=100,output=10", "--rate", 8, "--adapters", 4, "--duration", 4)
 A10 = ("--hardware", "a10")
-SMALL_PART = ("--policies", "static-lru", "--device-pool", "420MB", "--cache-adapter-share", 0.04)
+SMALL_PART = ("--policies", "static-lru", "--device-pool", "420MB", "--cache-set", "adapter_share=0.04")
 NUMBERS = (
     "ttft_mean_ms", "tpot_mean_ms", "time_per_token_mean_ms", "slo_attainment", "output_tokens_per_s",
     "busy_share", "adapter_loads", "moves", "recomputed_tokens",
@@ -216,7 +216,7 @@ def test_help_of_a_router(capsys: pytest.CaptureFixture[str]) -> None:
         (("--replicas", 2, "--limits"), "leave out --replicas"),
         (
             ("--replicas", 2, *SMALL_PART, "--ranks", "cycle(64)"),
-            "static-lru has 1 of 25 for adapters: raise --device-pool or --cache-adapter-share",
+            "static-lru has 1 of 25 for adapters: raise --device-pool or --cache-set adapter_share",
         ),
         (("--replicas", 2, "--router", "all", "--journals", "j"), "needs a --profile"),
         (("--replicas", 2, "--router", "punica,random", "--journals", "j"), "of one router"),

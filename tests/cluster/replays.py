@@ -10,7 +10,7 @@ from manylora_lab.sim.conformance import replay_difference
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import REPLICA, ROUTER, JournalForm
 from manylora.policy.replica import Replica
-from manylora.policy.router import Router
+from manylora.router.router import Router
 
 
 def replay_all(folder: Path) -> dict[Path, int]:

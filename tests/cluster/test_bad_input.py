@@ -20,7 +20,7 @@ from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
 from manylora.config.routing import CaraServeParameters, read_parameters
 from manylora.flags import split_cluster
-from manylora.policy.router import Router
+from manylora.router.router import Router
 from tests.e2e.process import MODEL, environment, free_port, lines_of, run_cli
 
 

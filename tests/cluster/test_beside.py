@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from manylora.config import CACHE_POLICIES
-from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, ask_all, long_bodies, mixed_bodies, send
+from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, ask_all, long_bodies, mixed_bodies
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal
 from tests.cluster.test_bad_input import refused
-from tests.e2e.process import TIMEOUT_S, Server, assert_error, children_of, get, is_running, post, wait_until
+from tests.e2e.process import TIMEOUT_S, Server, assert_error, children_of, get, post, wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 KEYS = ("--api-key", "alpha", "--api-key", "beta")
@@ -25,7 +25,6 @@ BOTH = ("--router", "round-robin")
 COLD = "`--cold-start block`, `layerwise`, `cpu`, `auto`"
 CELLS: dict[str, list[tuple[str, ...]]] = {
     "`--cache-policy`": [("--cache-policy", name) for name in CACHE_POLICIES],
-    "`--pipeline-depth 2`": [("--pipeline-depth", "2")],
     "`--admission`": [
         ("--admission", "lcfs"),
         ("--admission", "early-abort", "--slo-ttft", "600"),
@@ -135,17 +134,9 @@ def wait_counted(cluster: Cluster, name: str, *labels: str, replicas: int = 1) -
     wait_until(is_counted, f"{name} {labels}")
 
 
-def words_of(pid: int) -> str:
-    """The command line of a process; empty where it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
 def test_cold_starts_on_the_cpu_and_turns(tmp_path: Path, single: dict[str, list[Answer]]) -> None:
-    """One cluster for: CPU workers, priorities, fairness by key, a limit on adapters, keys, a small pool,
-    journals. A replica that is killed takes its CPU workers with it."""
+    """One cluster for: CPU LoRA, priorities, fairness by key, a limit on adapters, keys, a small pool,
+    journals."""
     turns: tuple[str, ...] = ("--scheduling-policy", "priority", "--fairness", "vtc", "--fair-by", "key")
     turns = (*turns, "--adapter-batch-limit", "2")
     cold: tuple[str, ...] = ("--cold-start", "cpu", "--cpu-lora-workers", "1")
@@ -165,16 +156,7 @@ def test_cold_starts_on_the_cpu_and_turns(tmp_path: Path, single: dict[str, list
         found = cluster.complete(prompt=["One", "Two", "Three"])
         assert [choice["index"] for choice in found.json()["choices"]] == [0, 1, 2]
         assert_error(cluster.complete(max_tokens=10**6), 400)
-        workers: list[int] = []
-
-        def kill() -> None:
-            pid = cluster.busiest()["pid"]
-            workers[:] = [child for child in children_of(pid) if "manylora.assist" in words_of(child)]
-            send(pid, signal.SIGKILL)
-
-        assert_equal(single["long"], cluster.ask_all(LONG, kill))
-        assert len(workers) == 1
-        wait_until(lambda: not any(map(is_running, workers)), "no CPU workers without their replica")
+        assert_equal(single["long"], cluster.ask_all(LONG, cluster.kill_busiest))
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(ranked))
         pids = [*cluster.pids(), *(pid for each in cluster.replicas() for pid in children_of(each["pid"]))]
@@ -186,7 +168,7 @@ def test_cold_starts_on_the_cpu_and_turns(tmp_path: Path, single: dict[str, list
 
 @pytest.mark.long
 def test_merging_while_replicas_change(tmp_path: Path, single: dict[str, list[Answer]]) -> None:
-    args = ("--merge", "merged", "--pipeline-depth", "2", "--admission", "lcfs", *BOTH)
+    args = ("--merge", "merged", "--admission", "lcfs", *BOTH)
     with started(tmp_path, *args) as cluster:
         wait_up(cluster)
         assert_equal(single["mixed"], cluster.ask_all(BODIES))

@@ -25,7 +25,7 @@ def test_the_order_crosses_a_link(is_kept: bool) -> None:
 def test_replicas_keep_what_dlora_places(tmp_path: Path) -> None:
     args = ("--replicas", "2", "--router", "dlora-proactive", "--router-set", "dlora-proactive.replan_s=0.5")
     journal = tmp_path / "journal"
-    with Cluster(*args, "--kept-share", "0.5", "--journal", str(journal), folder=tmp_path) as cluster:
+    with Cluster(*args, "--device-pool", "240MiB", "--journal", str(journal), folder=tmp_path) as cluster:
         cluster.wait_ready()
         cluster.wait_replicas(2)
 

@@ -37,7 +37,7 @@ from tests.cluster.process import (
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal
 from tests.e2e.process import BASE, TIMEOUT_S, Server, assert_error, children_of, is_running, wait_until
-from tests.routing.rig import CARASERVE
+from tests.router.rig import CARASERVE
 
 pytestmark = pytest.mark.long
 

@@ -23,7 +23,7 @@ from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSet
 from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
-from manylora.policy.routing.hashing import prefix_hashes
+from manylora.protocol.hashing import prefix_hashes
 from manylora.protocol.routing import Assign
 from manylora.types import SamplingParams
 from tests.cluster.process import ADAPTERS
@@ -299,12 +299,12 @@ def test_a_replica_gets_a_gpu_for_each_of_its_ranks(
     [
         ("cpu", "auto", 8, ("cpu", "4", 8)),
         ("cpu", "2", 1, ("cpu", "2", 4)),
-        ("cpu", "auto", 2, ("wait", "auto", 0)),
+        ("cpu", "auto", 1, ("cpu", "1", 2)),
         ("auto", "auto", 8, ("auto", "auto", 0)),
         ("layerwise", "auto", 8, ("layerwise", "auto", 0)),
     ],
 )
-def test_cpu_workers_are_shared_out(
+def test_cpu_threads_are_shared_out(
     mode: str, asked: str, cores: int, expected: tuple[str, str, int]
 ) -> None:
     """Of the third of several replicas, each of which has so many cores."""

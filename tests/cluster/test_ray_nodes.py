@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import msgspec
@@ -10,7 +9,7 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster.ray_driver import RayNodeFacts, RayNodes, allowed, measure
-from manylora.config import ColdStartConfig, ConfigError, EngineSettings, ModelSettings
+from manylora.config import ConfigError, EngineSettings, ModelSettings
 from tests.e2e.process import MODEL
 
 GIB = 2**30
@@ -69,24 +68,6 @@ def test_a_replica_gets_its_share_of_its_node() -> None:
     for node, pool, threads in (("a", GIB, 2), ("b", GIB // 2, 1), ("unknown", GIB // 2, 1)):
         given, count = found.share(settings, node, 0)
         assert (given.cache.device_pool, given.cache.host_pool, count) == (pool, pool, threads)
-
-
-def test_nodes_without_cores_for_cpu_workers_wait() -> None:
-    """Two cores each on the first, one on the second; a number of workers is honoured everywhere."""
-    wide = msgspec.structs.replace(FIRST, threads=16)
-    settings = EngineSettings(model=ModelSettings(MODEL, device="cpu"))
-    for asked, workerless, modes in (
-        (ColdStartConfig("cpu"), ["10.0.0.2"], ("cpu", "wait")),
-        (ColdStartConfig("cpu", cpu_workers="2"), [], ("cpu", "cpu")),
-        (ColdStartConfig("layerwise"), [], ("layerwise", "layerwise")),
-    ):
-        given = dataclasses.replace(
-            settings, scheduler=dataclasses.replace(settings.scheduler, cold_start=asked)
-        )
-        found = RayNodes((wide, SECOND), "digest", given, most=4, at_start=2, per_gpu=1)
-        assert found.workerless == workerless
-        shares = [found.share(given, node, 0)[0] for node in ("a", "b")]
-        assert tuple(share.scheduler.cold_start.mode for share in shares) == modes
 
 
 def test_a_node_is_measured() -> None:

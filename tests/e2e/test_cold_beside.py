@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from manylora import LLM, SamplingParams
+from manylora import SamplingParams
 from manylora.config import ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.policy.replica import Replica
 from tests.e2e.process import MODEL
+from tests.internal import internal_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "cold-start.md"
 FOLDER = Path(MODEL).parent / "adapters"
@@ -25,7 +26,7 @@ CPU: dict[str, Any] = {"cold_start": "cpu", "cpu_lora_workers": 1}
 LAYERWISE: dict[str, Any] = {"cold_start": "layerwise", "cold_start_stall": 1.0}
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "`--cache-policy`": [{"cache_policy": name} for name in ("fastlibra-wom", "lru")],
-    "`--pipeline-depth 2`": [{"pipeline_depth": 2}],
+    "two steps in flight": [{"pipeline_depth": 2}],
     "`--admission`": [{"admission": "lcfs"}],
     "`--scheduling-policy priority`": [{"scheduling_policy": "priority"}],
     "`--fairness vtc`": [{"fairness": "vtc"}],
@@ -51,7 +52,7 @@ def answers(params: dict[str, Any], **settings: Any) -> tuple[list[list[int]], d
     """Of each adapter's requests in turn, in a pool that holds about one adapter."""
     adapters = {name: str(FOLDER / name) for name in NAMES}
     pools = {"device_pool": "4MiB", "host_pool": "16MiB"}
-    with LLM(MODEL, adapters, dtype="float32", device="cpu", **{**pools, **settings}) as llm:
+    with internal_llm(MODEL, adapters, dtype="float32", device="cpu", **{**pools, **settings}) as llm:
         found = []
         for name in (*NAMES, NAMES[0]):
             outputs = llm.generate(list(PROMPTS), SamplingParams(**GREEDY | params), [name] * len(PROMPTS))

@@ -21,6 +21,7 @@ from manylora.policy.replica import Replica
 from manylora.text.generate import collect, generate_text
 from tests.e2e.process import MODEL
 from tests.engine.moving import MovingEngines
+from tests.internal import internal_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "merging.md"
 FOLDER = Path(MODEL).parent / "adapters"
@@ -30,7 +31,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": Tr
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "`--cache-policy`": [{"cache_policy": name} for name in ("manylora", "fastlibra-wom", "static-lru")],
     "one tier (`--host-pool 0`)": [{"host_pool": 0}],
-    "`--pipeline-depth 2`": [{"pipeline_depth": 2}],
+    "two steps in flight": [{"pipeline_depth": 2}],
     "`--admission`": [{"admission": "lcfs"}, {"admission": "early-abort", "slo_ttft": 600.0}],
     "`--scheduling-policy priority`, `--priority-age`": [
         {"scheduling_policy": "priority"},
@@ -72,7 +73,7 @@ ELSEWHERE = {
 def answers(params: dict[str, Any], **settings: Any) -> tuple[list[list[int]], dict[str, float]]:
     adapters = {name: str(FOLDER / name) for name in NAMES}
     names = [name for name in (*NAMES, None) for _ in PROMPTS]
-    with LLM(MODEL, adapters, **{"dtype": "float32", "device": "cpu", **settings}) as llm:
+    with internal_llm(MODEL, adapters, **{"dtype": "float32", "device": "cpu", **settings}) as llm:
         outputs = llm.generate(list(PROMPTS) * 3, SamplingParams(**GREEDY | params), adapter=names)
         return [list(sample.token_ids) for output in outputs for sample in output.outputs], llm.metrics()
 

@@ -23,10 +23,10 @@ MERGED = 'manylora:merge_switches_total{to="merged"}'
 KINDS = ("unmerged", "merged")
 TO_BASE = 'manylora:merge_switches_total{to="base"}'
 SMALL = ("--device-pool", "48MiB", "--max-num-seqs", "8", "--dtype", "float32")
-CLIENTS = 8
+CLIENTS = 12
 PHASE_S = 0.6
 MODES = {
-    "dlora": ("--merge", "dlora", "--merge-starve", "0.5", "--merge-alpha", "0.8", "--merge-beta", "0.3"),
+    "dlora": ("--merge", "dlora", "--merge-starve", "0.5"),
     "manylora": ("--merge", "manylora", "--merge-minority", "wait", "--merge-starve", "0.5"),
 }
 Asked = tuple[str | None, str]

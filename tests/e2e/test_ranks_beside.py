@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from manylora import LLM, SamplingParams
+from manylora import SamplingParams
 from manylora.config import CACHE_POLICIES, ConfigError
 from manylora.engine.fingerprint import fingerprint
 from manylora.engine.journal import read_answered
 from manylora.outputs import RequestOutput
 from manylora.policy.replica import Replica
 from tests.e2e.process import MODEL, run_cli
+from tests.internal import internal_llm
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
 FOLDER = Path(MODEL).parent / "adapters"
@@ -37,7 +38,7 @@ TOGETHER: list[dict[str, dict[str, Any]]] = [
     {
         "`--cache-policy`": {"cache_policy": "static-lru"},
         "one tier (`--host-pool 0`)": {"host_pool": 0},
-        "`--pipeline-depth 2`": {"pipeline_depth": 2},
+        "two steps in flight": {"pipeline_depth": 2},
         "`--admission`": {"admission": "lcfs"},
     },
     {
@@ -64,7 +65,6 @@ ELSEWHERE = {
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "`--cold-start cpu`, `--cpu-lora-workers`": [
         {"cold_start": "cpu", "cpu_lora_workers": 1},
-        {"cold_start": "auto", "cpu_lora_workers": 1},
     ],
 }
 
@@ -75,7 +75,7 @@ def run(**settings: Any) -> list[RequestOutput]:
         (prompt, params, name) for params in PARAMS.values() for name in (*NAMES, None) for prompt in PROMPTS
     ]
     prompts, params, names = (list(column) for column in zip(*asked, strict=True))
-    with LLM(MODEL, adapters, **{"dtype": "float32", "device": "cpu"} | settings) as llm:
+    with internal_llm(MODEL, adapters, **{"dtype": "float32", "device": "cpu"} | settings) as llm:
         return llm.generate(prompts, params, adapter=names)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from manylora.assist.workers import HandedStep
-from manylora.protocol import Await, CpuRows, RunStep, SwapPages
+from manylora.executor import cpu_lora
+from manylora.executor.cpu_lora import ColdWork, CpuLora
+from manylora.protocol import Await, CpuRows, RunStep, StepResult, SwapPages
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_gates import (
@@ -32,8 +33,7 @@ def served_by_cpu(files: Files, folder: Path, **settings: Any) -> Rig:
     made = Rig(
         files.model, folder, num_pages=900, page_bytes=3072, cold_start="cpu", cpu_workers="1", **settings
     )
-    assert made.worker._workers is not None
-    assert made.worker._workers.wait_ready(30)
+    assert made.worker._cpu_lora is not None
     return keep_on_host(made, files)
 
 
@@ -149,45 +149,52 @@ def test_rows_of_a_copy_that_nobody_brings_fail_and_harm_none(cold: Rig, files: 
 
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
-def test_a_worker_that_dies_at_any_product_spoils_its_own_rows_only(
+def test_threads_that_are_late_at_any_product_spoil_their_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, place: float
 ) -> None:
-    """It is gone before the product's rows are there; another one serves the next step."""
-    workers = cold.worker._workers
-    assert workers is not None
-    monkeypatch.setattr(workers, "_num_deaths", 0)
-    posted, num_products, post, begin = 0, 0, HandedStep.post, workers.begin
+    """The product is never posted. The next step is served."""
+    cpu = cold.worker._cpu_lora
+    assert cpu is not None
+    posted, num_products, post, begin = 0, 0, CpuLora.post, CpuLora.begin
 
-    def count_and_begin(lengths: Any, jobs: Any, *more: Any) -> HandedStep | None:
+    def count_and_begin(self: CpuLora, work: ColdWork) -> int:
         nonlocal num_products
-        num_products = len(jobs)
-        return begin(lengths, jobs, *more)
+        num_products = len(work.jobs)
+        return begin(self, work)
 
-    def kill_and_post(step: HandedStep) -> None:
+    def post_but_one(self: CpuLora) -> None:
         nonlocal posted
         if posted == round(place * (num_products - 1)):
-            step.given[0].process.kill()
-            step.given[0].process.wait()
+            self.job += 1
+        else:
+            post(self)
         posted += 1
-        post(step)
 
-    monkeypatch.setattr(workers, "begin", count_and_begin)
-    monkeypatch.setattr(HandedStep, "post", kill_and_post)
-    command = bring(cold, 2, 8)
-    cold.open(1, PROMPT, adapter=2)
-    cold.open(2, PROMPT, adapter=1)
-    step, others = served(cold, command, (1,)), cold.command(cold.row(2))
-    result = cold.run(RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu))
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuLora, "begin", count_and_begin)
+        patch.setattr(CpuLora, "post", post_but_one)
+        patch.setattr(cpu_lora, "LATE_S", 0.3)
+        command = bring(cold, 2, 8)
+        cold.open(1, PROMPT, adapter=2)
+        cold.open(2, PROMPT, adapter=1)
+        step, others = served(cold, command, (1,)), cold.command(cold.row(2))
+        step = RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu)
+        result = cold.run(step)
+    check_spoilt(cold, files, command, result)
+
+
+def check_spoilt(cold: Rig, files: Files, command: SwapPages, result: StepResult) -> None:
+    """Sequence 1 was the CPU's, and 2 was not. Another step of the CPU goes well, and both have exact tokens."""
     assert (result.done.ok, result.done.spoilt) == (True, (1,))
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
-    monkeypatch.setattr(HandedStep, "post", post)
     cold.direct.end_sequence(1)
     del cold.sequences[1]
     cold.direct.evict_adapter(2)
-    assert workers.wait_ready(30)
     again = bring(cold, 2, 8)
     cold.open(4, PROMPT, adapter=2)
-    assert cold.run(served(cold, again, (4,))).done.spoilt == ()
+    done = cold.run(served(cold, again, (4,))).done
+    assert (done.spoilt, done.cpu_workers) == ((), 1)
+    assert done.cpu_s > 0
     assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
     cold.decode(3, 2, 4)
     check(cold, files, 2, 4)

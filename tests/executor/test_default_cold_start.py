@@ -27,7 +27,6 @@ def engine(**given: Any) -> Any:
         ("cuda", False, {}, "auto"),
         ("cuda", False, {"tensor_parallel_size": 2}, "auto"),
         ("cuda", False, {"host_pool": 0}, "auto"),
-        ("cuda", False, {"cpu_lora_workers": 3}, "auto"),
         ("cuda", False, {"cold_start": "wait"}, "wait"),
         ("cuda", False, {"cold_start": "layerwise"}, "layerwise"),
         ("cuda", False, {"merge": "dlora"}, "wait"),
@@ -42,7 +41,6 @@ def test_the_default_is_auto_where_steps_can_await_copies(
     found = with_gates(engine(**given), kind, launches_wait).scheduler.cold_start
     assert found.mode == mode
     assert not found.follows_device
-    assert found.cpu_workers == str(given.get("cpu_lora_workers", "auto"))
     assert not caplog.records, "nothing that was asked for is refused"
 
 
@@ -55,11 +53,18 @@ def test_the_default_on_a_gpu_is_all_that_auto_is() -> None:
         assert found == asked
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(2, 0), (4, 2), (16, 8), (32, 16), (192, 16)])
-def test_how_many_cpu_workers_there_are_unless_said(cores: int, workers: int) -> None:
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (4, 2), (16, 8), (32, 16), (192, 16)])
+def test_how_many_cpu_threads_there_are_unless_said(cores: int, workers: int) -> None:
     assert ColdStartConfig("cpu").workers_of(cores) == workers
     assert ColdStartConfig("cpu", cpu_workers="40").workers_of(cores) == 40, "a number is honoured"
-    assert ColdStartConfig("auto", cpu_workers="40").workers_of(cores) == 0, "auto has none"
+    assert ColdStartConfig("auto").workers_of(cores) == 0, "auto has none"
+
+
+@pytest.mark.parametrize("mode", ["wait", "block", "layerwise", "auto"])
+def test_threads_that_nothing_would_use_are_refused(mode: str) -> None:
+    assert ColdStartConfig(mode, cpu_workers="0").wanted_workers == 0
+    with pytest.raises(ConfigError, match=r"^--cpu-lora-workers 2 needs --cold-start cpu$"):
+        ColdStartConfig(mode, cpu_workers="2")
 
 
 def test_copies_land_in_groups_where_captured_steps_see_them() -> None:

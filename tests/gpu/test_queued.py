@@ -1,4 +1,4 @@
-"""Cold rows that a CUDA device hands to CPU workers in its own order: exact tokens, also after deaths."""
+"""Cold rows that a CUDA device hands to CPU threads in its own order: exact tokens, also where these are late."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.executor.test_gates import PROMPT, bring, check
 from tests.executor.test_queued import (  # noqa: F401  # tests and the fixture that uses ours
     cold,
     handover_of,
-    test_a_step_that_fails_leaves_the_workers_free,
-    test_a_step_that_finds_the_workers_busy_waits_for_the_copy,
-    test_a_worker_that_dies_or_is_slow_at_any_product_spoils_its_own_rows_only,
+    test_a_step_that_fails_leaves_the_threads_free,
+    test_a_step_that_finds_the_threads_busy_waits_for_the_copy,
+    test_threads_that_are_late_at_any_product_spoil_their_own_rows_only,
 )
 
 pytestmark = [

@@ -25,6 +25,7 @@ class AttentionCase:
     layer: int
     scale: float
     window: int | None
+    soft_cap: float | None = None
 
 
 @dataclasses.dataclass
@@ -185,7 +186,7 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 def attention_truth(case: AttentionCase) -> Bounded:
     """``[T, heads * D]`` as stored."""
     return rounding.attention(
-        case.q, case.pool, case.layer, case.rows, case.page, case.scale, case.window
+        case.q, case.pool, case.layer, case.rows, case.page, case.scale, case.window, case.soft_cap
     ).rounded(case.q.dtype)
 
 

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from manylora.kernels.triton import ahead
 from manylora.kernels.triton.compiler_process import _NoDevice
-from manylora.kernels.triton.elementwise import silu_mul_kernel
+from manylora.kernels.triton.elementwise import gate_mul_kernel
 
 class Driver(_NoDevice):
     """The main process's stands in for a GPU's: nothing is launched."""
@@ -37,7 +37,7 @@ def step(block, dtype):
         turns.append(block)
         x = torch.zeros(4, 64, dtype=dtype)
         for _ in range(3):  # layers
-            silu_mul_kernel[(4, 1)](x, x, 64, 32, BLOCK=block)
+            gate_mul_kernel[(4, 1)](x, x, 64, 32, BLOCK=block)
     return run
 
 steps = [step(32, torch.float16), step(64, torch.float16), step(64, torch.bfloat16)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from manylora_lab.bench.reference import ReferenceOps
@@ -21,7 +23,8 @@ def check(subject: Subject, case: AttentionCase) -> None:
     subject.poison()
     # Plans and scratch are used again by the next layer; the same input must give the same bits.
     first, out = (
-        ops.attention(case.q.clone(), case.pool, case.layer, plan, case.scale, case.window) for _ in range(2)
+        ops.attention(case.q.clone(), case.pool, case.layer, plan, case.scale, case.window, case.soft_cap)
+        for _ in range(2)
     )
     assert torch.equal(first, out)
     assert out.dtype == subject.dtype
@@ -84,6 +87,17 @@ def test_long_prompts_beside_long_contexts(subject: Subject, window: int | None)
         page_tokens=16,
     )
     check(subject, case)
+
+
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
+@pytest.mark.parametrize("window", [None, 30])
+def test_capped_scores(subject: Subject, window: int | None) -> None:
+    """One query, several, and a context that is cut into pieces; the cap bends most scores."""
+    lengths = [(1, 1), (1, 300), (35, 35), (20, 170)]
+    case = attention_case(
+        8, device=subject.device, dtype=subject.dtype, lengths=lengths, window=window, page_tokens=16
+    )
+    check(subject, dataclasses.replace(case, scale=3 * case.scale, soft_cap=1.5))
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])

@@ -84,6 +84,10 @@ def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int
             if subject.kind == "gpu":
                 assert torch.equal(out, whole(getattr(ops, name)(x, *given, plan)))
             if name == "lora_gated":
+                y = whole(ops.lora_summands(x, *given, plan))
+                bent = ops.lora_gated(x, *given, plan, "gelu_tanh")
+                expected = ops.gate_mul(y, "gelu_tanh")
+                torch.testing.assert_close(bent, expected, rtol=0.0, atol=1e-2 if y.itemsize == 2 else 1e-5)
                 truth = rounding.silu_mul(truth, subject.dtype).rounded(subject.dtype)
             assert truth.excess(out) <= 1
 

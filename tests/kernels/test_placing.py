@@ -65,6 +65,22 @@ def test_equals_norm_then_rope_then_write(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
+def test_head_norms_in_float32_are_applied_before_rounding(subject: Subject) -> None:
+    """Gemma's: as the norm of the heads, then the rest."""
+    qkv, pool, rotary, positions, slots, norm = make(subject, 4, 2, 32, True)
+    assert norm is not None
+    norm = HeadNorm(norm.query.float() + 1.0, norm.key.float() + 1.0, norm.eps)
+    ops, (q, k, v) = subject.ops(), parts(qkv, 4, 2, 32)
+    expected, stored = pool.clone(), pool.clone()
+    normal = (ops.rms_norm(q, norm.query, norm.eps), ops.rms_norm(k, norm.key, norm.eps))
+    turned = ops.rotate_and_store(*normal, v, expected, 1, rotary, positions, slots, None)
+    out = ops.rotate_and_store(q.clone(), k.clone(), v, stored, 1, rotary, positions, slots, norm)
+    tolerance = 1e-2 if out.itemsize == 2 else 1e-5
+    torch.testing.assert_close(out, turned, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(stored, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_adapters_give_is_added_first(subject: Subject, normed: bool) -> None:
     """Rounded as if it had been in the product; q, k and v each get their own columns."""

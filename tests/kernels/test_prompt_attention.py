@@ -138,12 +138,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert layout == "NHD"
 
     def plan(self, qo_indptr, kv_indptr, kv_indices, last_page_len, heads, kv_heads, dim, page_size, *, causal,
-             sm_scale, q_data_type, kv_data_type):
+             sm_scale, logits_soft_cap, q_data_type, kv_data_type):
         assert causal
         assert all(x.dtype == torch.int32 for x in (qo_indptr, kv_indptr, kv_indices, last_page_len))
         assert len(qo_indptr) == len(kv_indptr) == len(last_page_len) + 1
         assert len(kv_indices) == kv_indptr[-1]
         self.said = (qo_indptr, kv_indptr, kv_indices, last_page_len, heads // kv_heads, page_size, sm_scale)
+        self.cap = logits_soft_cap
 
     def run(self, q, keys_and_values, out):
         qo, kv, indices, last, group, page_size, scale = self.said
@@ -154,6 +155,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             k, v = (x[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for x in keys_and_values)
             rows = q[qo[i] : qo[i + 1]].float()
             scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
+            if self.cap is not None:
+                scores = self.cap * torch.tanh(scores / self.cap)
             position = torch.arange(length - len(rows), length)[:, None]
             weights = scores.masked_fill(torch.arange(length) > position, float("-inf")).softmax(-1)
             out[qo[i] : qo[i + 1]] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
@@ -165,7 +168,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PromptAttention
     (tmp_path / "flashinfer.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    prompts = PromptAttention(AttentionShape(4, 2, 64, torch.float16), CPU, "fa3")
+    return made()
+
+
+def made(**more: float) -> PromptAttention:
+    prompts = PromptAttention(AttentionShape(4, 2, 64, torch.float16, **more), CPU, "fa3")  # type: ignore[arg-type]
     sys.modules.pop("flashinfer")
     prompts.try_out()
     return prompts
@@ -200,6 +207,24 @@ def test_prompts_between_decoding_rows(stand_in: PromptAttention, lengths: list[
     first, last = (case.rows.query_start[np.flatnonzero(inside)[n] + (n < 0)] for n in (0, -1))
     assert out[:first].isnan().all()
     assert out[last:].isnan().all()
+
+
+def test_a_scale_and_a_cap_of_the_model_are_its_own(stand_in: PromptAttention) -> None:
+    case = attention_case(
+        1, device=CPU, dtype=torch.float16, dim=64, heads_per_kv=2, page_tokens=4, lengths=[(130, 140)]
+    )
+    case = dataclasses.replace(case, scale=0.3, soft_cap=1.5)
+    plain, planned = (
+        each.plan(case.rows, case.page) for each in (stand_in, made(own_scale=0.3, soft_cap=1.5))
+    )
+    assert plain is not None
+    assert planned is not None
+    assert not plain.serves(case.q, 64**-0.5, None, 1.5)
+    assert not planned.serves(case.q, 0.3, None)
+    assert planned.serves(case.q, 0.3, None, 1.5)
+    out = torch.empty(130, 256, dtype=torch.float16)
+    planned.run(case.q, case.pool, case.layer, out)
+    assert attention_truth(case).excess(out) <= 1
 
 
 @pytest.mark.parametrize("lengths", [[(1, 50)] * 3, [(127, 127)], [(200, 200), (50, 90)], [(1, 500)]])

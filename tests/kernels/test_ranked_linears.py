@@ -182,6 +182,6 @@ def test_replicated(subject: Subject) -> None:
         assert "lora" not in log
         assert one.truth.excess(Summands(*y).whole) <= 1
         if group.name == "gate_up":
-            gated = one.linear.gated(one.x, one.step)
+            gated = one.linear.gated(one.x, one.step, "silu")
             expected = ops.lora_gated(one.x, one.linear.weight, None, case.pool, case.layer, group, plan)
             assert torch.equal(gated, expected)

@@ -107,7 +107,7 @@ def test_norms_and_rotation_are_those_of_transformers() -> None:
     assert error(turned, expected[0][0]) < 1e-6
     assert error(pool[0, 0, 0], expected[1][0]) < 1e-6
     gate_up = torch.randn(5, 14)
-    assert error(OPS.silu_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:]) < 1e-6
+    assert error(OPS.gate_mul(gate_up), F.silu(gate_up[:, :7]) * gate_up[:, 7:]) < 1e-6
 
 
 def test_kv_goes_to_its_slots_and_nowhere_else() -> None:

@@ -48,6 +48,8 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
         ("MistralForCausalLM", transformers.MistralConfig),
         ("Qwen2ForCausalLM", transformers.Qwen2Config),
         ("Qwen3ForCausalLM", transformers.Qwen3Config),
+        ("Gemma2ForCausalLM", transformers.Gemma2Config),
+        ("Gemma3ForCausalLM", transformers.Gemma3TextConfig),
         ("OPTForCausalLM", transformers.OPTConfig),
     ],
 )
@@ -70,9 +72,34 @@ def test_missing_fields_are_transformers_defaults(
     assert ours.bos_id == theirs.bos_token_id
     assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert ours.norm_eps == (1e-5 if is_opt else theirs.rms_norm_eps)
-    assert (ours.rope is None) if is_opt else (ours.rope == RopeConfig(theta=10000.0))
+    theta = 1e6 if ours.family == "gemma3_text" else 10000.0
+    assert (ours.rope is None) if is_opt else (ours.rope == RopeConfig(theta=theta))
+    if ours.family.startswith("gemma"):
+        slides = [kind == "sliding_attention" for kind in theirs.layer_types]
+        assert windows(ours) == [theirs.sliding_window if one else None for one in slides]
+        assert ours.score_cap == theirs.attn_logit_softcapping
+        assert ours.logit_cap == theirs.final_logit_softcapping
+        assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+        return
     window = theirs.sliding_window if ours.family == "mistral" else None
     assert windows(ours) == [window] * ours.num_layers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
+        ("Gemma2ForCausalLM", "hidden_activation", "tanh"),
+        ("Gemma2ForCausalLM", "attn_logit_softcapping", 0),
+        ("Gemma2ForCausalLM", "sliding_window", None),
+        ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
+        ("Gemma3ForCausalLM", "layer_types", ["full_attention"]),
+    ],
+)
+def test_what_gemma_is_not_served_with(architecture: str, field: str, value: Any, tmp_path: Path) -> None:
+    words = ("sliding",) if value is None else (field,)
+    message = refused(tmp_path, architectures=[architecture], **{field: value})
+    assert all(word in message for word in words)
 
 
 def test_heads_derive_from_what_is_given(tmp_path: Path) -> None:

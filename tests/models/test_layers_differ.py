@@ -33,11 +33,14 @@ def differing(config: ModelConfig) -> ModelConfig:
         "wide_gate_up", ("mlp.gate_proj", hidden, inner), ("mlp.up_proj", hidden, inner)
     )  # fmt: skip
     wide = MlpSpec(
-        LinearSpec(gate_up), LinearSpec(group("wide_down", ("mlp.down_proj", inner, hidden))), "silu", True
+        LinearSpec(gate_up),
+        LinearSpec(group("wide_down", ("mlp.down_proj", inner, hidden)), cut="row"),
+        "silu",
+        True,
     )
     plain = MlpSpec(
         LinearSpec(group("fc1", ("fc1", hidden, inner)), True),
-        LinearSpec(group("fc2", ("fc2", inner, hidden)), True),
+        LinearSpec(group("fc2", ("fc2", inner, hidden)), True, "row"),
         "relu",
         False,
     )
@@ -45,7 +48,8 @@ def differing(config: ModelConfig) -> ModelConfig:
         first,
         dataclasses.replace(second, mlp=wide).with_window(3),
         LayerSpec(
-            dataclasses.replace(third.attention, qkv=LinearSpec(third.attention.qkv.group, True)), plain
+            dataclasses.replace(third.attention, qkv=dataclasses.replace(third.attention.qkv, has_bias=True)),
+            plain,
         ),
     )
     return dataclasses.replace(config, layers=layers)

@@ -45,6 +45,8 @@ _YARN_MSCALE = _rope(
     beta_slow=2,
     truncate=False,
 )
+_GEMMA = _ROTARY | {"sliding_window": 5, "query_pre_attn_scalar": 24}
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 7.0}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -67,6 +69,21 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         | {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "attention_bias": True,
+        },
+    ),
+    "gemma2": (transformers.Gemma2Config, _GEMMA | _CAPS),
+    "gemma3": (transformers.Gemma3TextConfig, _GEMMA | {"sliding_window_pattern": 2}),
+    "gemma3-linear": (
+        transformers.Gemma3TextConfig,
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 9.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
         },
     ),
     "opt": (transformers.OPTConfig, _OPT),
@@ -101,6 +118,12 @@ def rewrite_as_layout_4(folder: Path) -> None:
     raw["torch_dtype"] = raw.pop("dtype")
     rope = raw.pop("rope_parameters", None)
     if rope is not None:
+        if "full_attention" in rope:
+            raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
+            if raw.get("_sliding_window_pattern") == 2:
+                raw["sliding_window_pattern"] = raw.pop("_sliding_window_pattern")
+                del raw["layer_types"]
         raw["rope_theta"] = rope.pop("rope_theta")
         kind = rope.pop("rope_type")
         raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}

@@ -94,6 +94,8 @@ _WITH_EVERY_KIND = (
     "mistral-window",
     "qwen2",
     "qwen3",
+    "gemma2",
+    "gemma3",
     "opt",
     "opt-350m",
 )
@@ -223,7 +225,8 @@ def _random_model(family: str) -> Any:
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if name.endswith("weight") else 0.0, 0.2)
             elif name.endswith("embed_tokens.weight"):
-                parameter.normal_(0.0, 1.0)
+                # Gemma's is scaled: larger, tied to the head, it would only repeat the last token.
+                parameter.normal_(0.0, 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
             else:
                 parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
     return model.eval()

@@ -8,8 +8,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from manylora import LLM, AsyncLLM, SamplingParams
+from manylora import LLM, SamplingParams
 from manylora.outputs import RequestOutput
+from tests.internal import internal_async_llm, internal_llm
 from tests.parity.checkpoints import Checkpoint
 from tests.parity.reference import Reference, assert_greedy
 
@@ -31,14 +32,16 @@ class Bench:
     @contextlib.contextmanager
     def llm(self, adapters: Sequence[str] | None = None, **settings: Any) -> Iterator[LLM]:
         """``num_pages``: the pool; the rest as LLM takes it."""
-        with LLM(str(self.checkpoint.folder), self._paths(adapters), **self._settings(**settings)) as llm:
+        with internal_llm(
+            str(self.checkpoint.folder), self._paths(adapters), **self._settings(**settings)
+        ) as llm:
             yield llm
 
     @contextlib.asynccontextmanager
     async def async_llm(self, adapters: Sequence[str] | None = None, **settings: Any) -> Any:
         """The same for asyncio."""
         model, paths = str(self.checkpoint.folder), self._paths(adapters)
-        async with AsyncLLM(model, paths, **self._settings(**settings)) as llm:
+        async with internal_async_llm(model, paths, **self._settings(**settings)) as llm:
             yield llm
 
     def _paths(self, adapters: Sequence[str] | None) -> dict[str, str]:

@@ -39,9 +39,11 @@ IN_CI = (
     ("ranks-12-1", 3, "replicated"),
     ("opt-350m", 2, "sharded"),
     ("qwen3-window", 2, "replicated"),
+    ("gemma2", 2, "sharded"),
+    ("gemma3-linear", 2, "replicated"),
 )
 """Of all cases a few, each with an adapter of every kind: both shardings with 2, 3 and (sharded) 4 ranks, KV heads
-that are cut, shared and one for each; OPT and head norms; the rest by ``make test-long``."""
+that are cut, shared and one for each; OPT, head norms and Gemma; the rest by ``make test-long``."""
 
 
 def test_the_sample_is_of_the_cases() -> None:

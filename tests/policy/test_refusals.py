@@ -10,8 +10,8 @@ import pytest
 from manylora.config import ConfigError
 from manylora.policy.caches import find_cache
 from manylora.policy.cost import Rates
-from manylora.policy.routing import find_router
 from manylora.protocol import Arrive, Reject
+from manylora.router.policies.policy import find_router
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.rig import Rig
 

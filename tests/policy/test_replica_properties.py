@@ -15,7 +15,6 @@ from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora.config import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
 from manylora.policy.caches import adapter_pages_limit
 from manylora.policy.replica import Replica
-from manylora.policy.routing import hashing
 from manylora.policy.tree import DependencyTree
 from manylora.protocol import (
     Abort,
@@ -41,6 +40,7 @@ from manylora.protocol import (
     StatusDue,
     StepDone,
     Timer,
+    hashing,
 )
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse

@@ -24,13 +24,13 @@ from manylora_lab.workloads.stream import Stream
 from manylora.config import ConfigError, PolicyConfig
 from manylora.engine.fingerprint import fingerprint
 from manylora.policy.replica import Replica
-from manylora.policy.router import Router
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved
+from manylora.router.router import Router
 from manylora.solving import solve
 from tests.policy.invariants import check
-from tests.routing.rig import config_of as router_of
-from tests.routing.world import IMPATIENT, RESTLESS
+from tests.router.rig import config_of as router_of
+from tests.router.world import IMPATIENT, RESTLESS
 from tests.sim.test_replay import COSTS, chat, config_of, replay_of, request, stream_of
 
 ROOT = Path(__file__).parents[2]

@@ -29,10 +29,11 @@ from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunSt
 from manylora.types import Request
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import INFO, drain, request
+from tests.internal import internal_async_llm
 
 DEMO = Path(__file__).parents[2] / "demo"
 NAMES = ("turkish", "french", "spanish", "greek", "coffee", "russian")
-POOLS = {"page_tokens": 8, "device_pool": "1792KiB", "host_pool": "2MiB", "cache_adapter_share": 0.5}
+POOLS = {"page_tokens": 8, "device_pool": "1792KiB", "host_pool": "2MiB"}
 """112 device pages and 128 of the host; the adapters take 205, half of the device at most."""
 
 
@@ -91,7 +92,9 @@ async def crowd(policy: str, pipeline_depth: int, journal: Path, device: str = "
         "device": device, "dtype": "float32", "cache_policy": policy, "journal": str(journal), "max_num_seqs": 8,
         "pipeline_depth": pipeline_depth, **POOLS,
     }  # fmt: skip
-    async with AsyncLLM(str(DEMO / "model"), adapters, **settings) as llm:  # type: ignore[arg-type]
+    if policy == "static-lru":
+        settings["cache_set"] = "adapter_share=0.5"
+    async with internal_async_llm(str(DEMO / "model"), adapters, **settings) as llm:
 
         async def come_and_go() -> None:
             await asyncio.sleep(0.4)

@@ -21,7 +21,7 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
-from manylora.config import ConfigError, EngineSettings, check_workers
+from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.frames import frame, read_message
@@ -54,7 +54,7 @@ class NodeShare:
     """A machine's share for each replica, measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
-        """Raises ConfigError where there are too few GPUs, or cores for CPU workers."""
+        """Raises ConfigError where there are too few GPUs."""
         self._ranks = settings.tensor_parallel_size
         self._gpus = [] if settings.model.device == "cpu" else gpus()
         self._per_gpu = per_gpu
@@ -71,7 +71,6 @@ class NodeShare:
                 "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
             )
         self._cores = num_cores() // most
-        check_workers(settings.scheduler.cold_start, self._cores)
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
@@ -85,7 +84,7 @@ class NodeShare:
         return self._room if self._gpus else None
 
     def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
-        """A replica's settings with its own pools and CPU workers."""
+        """A replica's settings with its own pools and CPU threads."""
         return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
@@ -120,7 +119,7 @@ def shared_pools(
 def with_share(
     settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
 ) -> EngineSettings:
-    """The same settings with these pools, and with the CPU workers of a replica that has so many cores."""
+    """The same settings with these pools, and with the CPU threads of a replica that has so many cores."""
     scheduler = settings.scheduler
     return dataclasses.replace(
         settings,

@@ -16,9 +16,9 @@ from typing import Any
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
-from manylora.policy.router import Router
-from manylora.policy.routing.replicas import ReplicaState
 from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaFacts, ReplicaId, ScaleHint
+from manylora.router.replicas import ReplicaState
+from manylora.router.router import Router
 from manylora.types import AdapterId
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

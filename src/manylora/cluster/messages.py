@@ -455,11 +455,9 @@ ToRay = StartActor | StopActor | KillActor
 
 
 class RayReady(msgspec.Struct, tag=True):
-    """Ray is there. ``most``: replicas that its GPUs allow; None: any number. ``workerless``: addresses of nodes
-    whose replicas have no cores for CPU workers and wait for cold adapters, where workers are asked for."""
+    """Ray is there. ``most``: replicas that its GPUs allow; None: any number."""
 
     most: int | None
-    workerless: list[str] = []
 
 
 class ActorBegan(msgspec.Struct, tag=True):

@@ -147,26 +147,11 @@ class RayNodes:
         """A replica's settings with what is its own on that node, and its CPU threads. Without GPUs all may come
         to be on one node, when the others are gone: the share is for so many."""
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
-        count, cores = self._count_and_cores(found)
+        count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
+        cores = found.threads // count
         kind: Literal["cpu", "cuda"] = "cuda" if self.uses_gpus else "cpu"
         pools = shared_pools(settings, found.free_bytes, count, kind)
         return with_share(settings, pools, replica % count, cores), max(1, cores)
-
-    def _count_and_cores(self, node: RayNodeFacts) -> tuple[int, int]:
-        """For how many replicas a node's share is, and the cores of each."""
-        count = min(self._most, max(1, self._room(node))) if self.uses_gpus else self._most
-        return count, node.threads // count
-
-    @property
-    def workerless(self) -> list[str]:
-        """Nodes, by address, whose replicas have no cores for CPU workers, where --cold-start cpu needs some."""
-        cold_start = self._settings.scheduler.cold_start
-        if cold_start.mode != "cpu":
-            return []
-        nodes = self._nodes.values()
-        return sorted(
-            node.address for node in nodes if not cold_start.workers_of(self._count_and_cores(node)[1])
-        )
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
@@ -181,7 +166,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
     except Exception as error:  # Ray's own have no common base
         starter.say(Failed(f"Ray does not work: {first_line(error)}", is_user_error=True))
         return 2
-    starter.say(messages.RayReady(driver.nodes.most, driver.nodes.workerless))
+    starter.say(messages.RayReady(driver.nodes.most))
     while (message := starter.read()) is not None:
         match message:
             case messages.StartActor():

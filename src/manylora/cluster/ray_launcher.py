@@ -91,12 +91,6 @@ class RayLauncher:
         """Reach Ray, and look at its nodes. Raises ConfigError."""
         said = await self._open_driver()
         self.most_replicas = said.most
-        if said.workerless:
-            log.warning(
-                "--cold-start is wait, not cpu, for replicas on these nodes of Ray, which have no cores for "
-                "CPU workers (--cpu-lora-workers takes a number): %s",
-                ", ".join(said.workerless),
-            )
 
     async def _open_driver(self) -> messages.RayReady:
         """Start the process that speaks to Ray. Raises ConfigError."""

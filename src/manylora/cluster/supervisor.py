@@ -34,8 +34,8 @@ from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound
 from manylora.main import check_model, configure_logging
 from manylora.models.source import resolve_model
-from manylora.policy.router import Router
 from manylora.protocol.routing import ReplicaId
+from manylora.router.router import Router
 from manylora.signals import stop_signals
 from manylora.types import BASE, AdapterId
 

@@ -1,4 +1,4 @@
-"""The router between its links: the machine of ``policy.router`` between front ends, replicas and the supervisor.
+"""The router between its links: the machine of ``router.router`` between front ends, replicas and the supervisor.
 
 Tells it what comes over the links, and carries out what it commands. It keeps nothing that the others do not have:
 another router takes its place from full reports and from what front ends have open. Tokens do not pass here.
@@ -22,7 +22,6 @@ from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
-from manylora.policy.router import Router
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (
     Asked,
@@ -47,6 +46,7 @@ from manylora.protocol.routing import (
     Withdraw,
     Withdrawn,
 )
+from manylora.router.router import Router
 from manylora.solving import SolverProcess, solver_is_there
 from manylora.types import AdapterId, RequestError, RequestId
 

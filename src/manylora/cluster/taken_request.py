@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
-from manylora.policy.routing.hashing import reply_hashes
-from manylora.policy.routing.lone import CLEARED_TOKENS
+from manylora.protocol.hashing import reply_hashes
 from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId
+from manylora.router.queue import CLEARED_TOKENS
 from manylora.types import AdapterId
 
 PROGRESS_TOKENS = 32

@@ -7,7 +7,6 @@ from manylora.config.cold_start import (
     MOST_CPU_TOKENS,
     ColdStartConfig,
     check_host_pool,
-    check_workers,
     num_cores,
 )
 from manylora.config.declaring import (
@@ -72,7 +71,6 @@ __all__ = [
     "as_share",
     "check_host_pool",
     "check_rules",
-    "check_workers",
     "is_import_name",
     "lora_sharding_of",
     "num_cores",

@@ -15,11 +15,10 @@ _GROUPS = 8
 _NUM_GROUPS = {"wait": 0, "block": 1, "layerwise": _GROUPS, "cpu": _GROUPS, "auto": _GROUPS}
 
 MOST_CPU_TOKENS = 512
-"""Tokens of one step whose adapters' products the CPU computes: what its workers' memory has room for."""
+"""Tokens of one step whose adapters' products the CPU computes: what its threads' memory has room for."""
 SLICE_SHARE = 0.25
-"""A worker takes so many tokens that their arithmetic takes this share of what handing them over and reading the
-adapter take: with fewer another worker would save little, with more cores stand still that nothing else uses."""
-LEAST_CORES = 4
+"""A thread takes so many tokens that their arithmetic takes this share of what handing them over and reading the
+adapter take: with fewer another thread would save little, with more cores stand still that nothing else uses."""
 _MOST_AUTO_WORKERS = 16
 """A step has few tokens for them, of which each takes dozens; a machine may have hundreds of cores."""
 MOST_WORKERS = 256
@@ -46,7 +45,7 @@ class ColdStartConfig(Section):
         "wait",
         "when a request begins whose adapter or cached KV comes from the host: wait (when it is there; steps of "
         "others go on), block (at once; its step waits for it), layerwise (at once, layer group by layer group as "
-        "it lands, within --cold-start-stall), cpu (at once; processes on the CPU compute its adapter's part of "
+        "it lands, within --cold-start-stall), cpu (at once; threads on the CPU compute its adapter's part of "
         "the prompt meanwhile), auto (wait or layerwise, whichever is expected to answer first) (default: auto on "
         "a GPU without --merge, else wait)",
         name="cold_start",
@@ -62,16 +61,16 @@ class ColdStartConfig(Section):
         str, Rule(f"auto or a whole number from 0 to {MOST_WORKERS}", _is_worker_count)
     ] = setting(
         _AUTO,
-        "processes that compute adapters' products for --cold-start cpu (auto: half of the cores, at most "
-        f"{_MOST_AUTO_WORKERS}, none below {LEAST_CORES} cores)",
+        "threads that compute adapters' products for --cold-start cpu (auto: half of the cores, at least one "
+        f"and at most {_MOST_AUTO_WORKERS})",
         "N|auto",
         name="cpu_lora_workers",
         takes_numbers=True,
     )
     num_workers: Annotated[int, at_least(0)] = 0
-    """How many processes there are: ``cpu_workers`` on this machine, as the policy gets it."""
+    """How many threads there are: ``cpu_workers`` on this machine, as the policy gets it."""
     cores_before: Annotated[int, at_least(0)] = 0
-    """How many of the last cores of this machine other engines' workers are bound to."""
+    """How many of the last cores of this machine other engines' threads are bound to."""
     lands_whole: bool = False
     """Copies land in no groups of layers: no kernel brings them."""
     follows_device: bool = False
@@ -79,8 +78,10 @@ class ColdStartConfig(Section):
 
     def __post_init__(self) -> None:
         check_rules(self)
-        if self.mode == "cpu" and self.cpu_workers != _AUTO and self.wanted_workers == 0:
+        if self.mode == "cpu" and self.wanted_workers == 0:
             raise ConfigError("--cold-start cpu needs --cpu-lora-workers of at least 1")
+        if self.mode != "cpu" and self.cpu_workers not in (_AUTO, "0"):
+            raise ConfigError(f"--cpu-lora-workers {self.cpu_workers} needs --cold-start cpu")
 
     def on_device(self, has_gates: bool) -> "ColdStartConfig":
         """As an engine has it. ``has_gates``: it runs on a GPU whose steps may await what comes later, and merges
@@ -102,24 +103,22 @@ class ColdStartConfig(Section):
 
     @property
     def wanted_workers(self) -> int:
-        """How many processes are to be started on this machine."""
+        """How many threads are to be started on this machine."""
         return self.workers_of(num_cores())
 
     def workers_of(self, cores: int) -> int:
-        """How many processes there are on a machine of so many cores."""
+        """How many threads there are on a machine of so many cores."""
         if self.mode != "cpu":
             return 0
         if self.cpu_workers != _AUTO:
             return int(self.cpu_workers)
-        return min(cores // 2, _MOST_AUTO_WORKERS) if cores >= LEAST_CORES else 0
+        return max(1, min(cores // 2, _MOST_AUTO_WORKERS))
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
         """What one of several engines of a machine gets, ``cores`` being its share of these."""
         if self.mode != "cpu":
             return self
         count = self.workers_of(cores)
-        if not count:
-            return ColdStartConfig("wait")
         return dataclasses.replace(self, cpu_workers=str(count), cores_before=replica * count)
 
 
@@ -128,11 +127,3 @@ def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:
     compute from."""
     if config.mode == "cpu" and host_pool == 0:
         raise ConfigError("--cold-start cpu needs a host pool, and there is none")
-
-
-def check_workers(config: ColdStartConfig, cores: int) -> None:
-    """Raises ConfigError where a machine of so many cores leaves the CPU nothing to compute with."""
-    if config.mode == "cpu" and config.workers_of(cores) == 0:
-        raise ConfigError(
-            f"--cold-start cpu needs workers: --cpu-lora-workers auto is 0 on {cores} cores, give a number"
-        )

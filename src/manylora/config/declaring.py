@@ -62,6 +62,8 @@ class UserSetting:
     """Whether its default depends on other settings, as ``help`` says."""
     takes_several: bool
     """Whether one flag has several values after it."""
+    is_internal: bool
+    """Whether experiments alone set it (``manylora bench``): no flag of ``serve``, key of a file or keyword."""
 
 
 def setting(
@@ -74,9 +76,12 @@ def setting(
     takes_numbers: bool = False,
     default_follows: bool = False,
     takes_several: bool = False,
+    is_internal: bool = False,
 ) -> _Value:
     """Declares a field of a section that users set; its type and rules are its annotation."""
-    about = UserSetting(help, metavar, name, is_size, takes_numbers, default_follows, takes_several)
+    about = UserSetting(
+        help, metavar, name, is_size, takes_numbers, default_follows, takes_several, is_internal
+    )
     field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
     return field
 

@@ -93,23 +93,23 @@ class MergeConfig(Section):
     )
     alpha: Ratio = setting(
         1.0,
-        "dlora: merge where an adapter's requests are more than this share of a batch, at first",
+        "dlora: merge above this share of a batch, at first",
         "SHARE",
         name="merge_alpha",
+        is_internal=True,
     )
     beta: Ratio = setting(
-        0.556, "dlora: unmerge where they are less than this share, at first", "SHARE", name="merge_beta"
+        0.556, "dlora: unmerge below this share, at first", "SHARE", name="merge_beta", is_internal=True
     )
     dec: Annotated[float, more_than(0), less_than(1)] = setting(
-        0.05,
-        "dlora: step by which a threshold comes nearer when the other mode would have paid",
-        "STEP",
-        name="merge_dec",
+        0.05, "dlora: step by which a threshold comes nearer", "STEP", name="merge_dec", is_internal=True
     )
     mul: Annotated[float, more_than(1), FINITE] = setting(
-        1.1, "dlora: factor by which a threshold goes away when it would not", "FACTOR", name="merge_mul"
+        1.1, "dlora: factor by which a threshold goes away", "FACTOR", name="merge_mul", is_internal=True
     )
-    window: Count = setting(64, "dlora: steps after which the thresholds are tuned", name="merge_window")
+    window: Count = setting(
+        64, "dlora: steps after which the thresholds are tuned", name="merge_window", is_internal=True
+    )
     times: MergeTimes = MergeTimes()
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """What the policy needs to know, and its rules."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Annotated
 
 from manylora.config.cold_start import ColdStartConfig
@@ -23,6 +24,16 @@ CACHE_POLICIES = {
 }
 """By name, each with its ``module:Class``."""
 
+CACHE_NUMBERS = ("high_mark", "low_mark", "interval_s", "tau_s", "window_s", "adapter_share")
+CACHE_SETTINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(CACHE_POLICIES, ()),
+    "manylora": ("high_mark", "low_mark", "interval_s", "window_s"),
+    "fastlibra": CACHE_NUMBERS[:-1],
+    "static-lru": ("adapter_share",),
+    "lru-ahead": ("high_mark",),
+}
+"""The numbers of ``CacheConfig`` that each reads, by name; a policy from elsewhere may read all."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheConfig(Section):
@@ -36,18 +47,11 @@ class CacheConfig(Section):
         "NAME",
         name="cache_policy",
     )
-    adapter_share: Annotated[float, more_than(0), less_than(1)] = setting(
-        0.2,
-        "the share of device pages that static-lru keeps for adapters",
-        "SHARE",
-        name="cache_adapter_share",
-    )
-    tau_s: Seconds = setting(10.0, "scale of the time decay of FastLibra's equation 5", name="cache_tau")
-    window_s: Seconds = setting(
-        60.0, "how long a visit counts towards a node's probability", name="cache_window"
-    )
-    interval_s: Annotated[float, more_than(0)] = 0.1
-    high_mark: float | None = None
+    adapter_share: Annotated[float, more_than(0), less_than(1)] = 0.2
+    tau_s: Seconds = 10.0
+    window_s: Seconds = 60.0
+    interval_s: Seconds = 0.1
+    high_mark: Annotated[float, more_than(0)] | None = None
     """None: the policy's own, 0.95 in the paper; of ``manylora`` 0.90 to 0.98, by what steps take."""
     low_mark: float = 0.70
     trace: bool = False
@@ -56,6 +60,32 @@ class CacheConfig(Section):
         check_rules(self)
         if not 0 < self.low_mark <= (self.high_mark or 1) <= 1:
             raise ConfigError("the marks must satisfy 0 < low_mark <= high_mark <= 1")
+
+
+def cache_numbers(policy: str) -> tuple[str, ...]:
+    """The numbers that users may give this cache policy."""
+    return CACHE_SETTINGS.get(policy, CACHE_NUMBERS)
+
+
+def cache_config(policy: str, texts: Iterable[str], trace: bool) -> CacheConfig:
+    """A cache policy with numbers from texts of the form KEY=VALUE; later ones win. Raises ConfigError."""
+    config, known = CacheConfig(policy, trace=trace), cache_numbers(policy)
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--cache-set must be KEY=VALUE, got {text!r}")
+        if key not in known:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"--cache-set {text}: {policy} has no setting {key!r}: it has {has}")
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise ConfigError(f"--cache-set {key} must be a number, got {value!r}") from None
+    try:
+        return dataclasses.replace(config, **values)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(f"--cache-set {error}") from None
 
 
 KEPT_SHARE = 0.1

@@ -1,7 +1,7 @@
 """What a router needs to know: its own numbers, and the parameters of each routing policy.
 
-Each parameter is declared once: name, default, bounds and help. A router takes its policy's as texts, so that
-flags and journals know one form. Times in seconds.
+Each parameter is declared once: name, default, bounds and help. Experiments alone set what is no
+``setting``. A router takes its policy's as texts, so that flags and journals know one form. Times in seconds.
 """
 
 import dataclasses
@@ -12,16 +12,16 @@ from manylora.config.declaring import ConfigError, Count, Seconds, Section, chec
 from manylora.config.named import named_policy
 from manylora.rules import FINITE, at_least, between, broken_rule, fields_of
 
-_HERE = "manylora.policy.routing"
+_HERE = "manylora.router.policies"
 
 ROUTERS = {
-    "round-robin": f"{_HERE}.round_robin:RoundRobin",
+    "round-robin": f"{_HERE}.simple:RoundRobin",
     "punica": f"{_HERE}.punica:Punica",
-    "punica-consolidate": f"{_HERE}.punica_consolidate:PunicaConsolidate",
+    "punica-consolidate": f"{_HERE}.punica:PunicaConsolidate",
     "caraserve": f"{_HERE}.caraserve:CaraServe",
-    "dlora-proactive": f"{_HERE}.dlora_proactive:DloraProactive",
+    "dlora-proactive": f"{_HERE}.dlora:DloraProactive",
     "dlora": f"{_HERE}.dlora:Dlora",
-    "cache-aware": f"{_HERE}.cache_aware:CacheAware",
+    "cache-aware": f"{_HERE}.simple:CacheAware",
     "manylora": f"{_HERE}.manylora:CheapestReplica",
 }
 """Routing policies by name, each with its ``module:Class``."""
@@ -49,16 +49,11 @@ class RouterConfig(Section):
     suspect_s: Seconds = 3.0
     lease_s: Seconds = 5.0
     tick_s: Seconds = 0.5
-    max_attempts: Count = setting(3, "times that a request is tried before it is given up")
+    max_attempts: Count = 3
     poison_deaths: Count = 2
-    queue_timeout_s: Seconds = setting(
-        30.0,
-        "how long a request waits for a replica that can hold it, where none is up",
-        name="queue_timeout",
-    )
-    drain_timeout_s: Seconds = setting(
-        60.0, "after which the requests of a replica that drains are moved", name="drain_timeout"
-    )
+    queue_timeout_s: Seconds = 30.0
+    drain_timeout_s: Seconds = 60.0
+    """After which the requests of a replica that drains are moved."""
     move_cooldown_s: Seconds = 10.0
     """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
     prefix_blocks: Count = 2**17
@@ -104,7 +99,8 @@ class ConsolidateParameters(BatchParameters):
     """Of punica-consolidate."""
 
     interval_s: Seconds = setting(10.0, "how often the smallest replica is looked at")
-    cooldown_s: Seconds = setting(30.0, "how long both sides of a move are left alone")
+    cooldown_s: Seconds = 30.0
+    """How long both sides of a move are left alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +117,8 @@ class CaraServeParameters(RouterParameters):
     prefill_slope_s: Number | None = setting(None, "seconds of a prefill for each token")
     prefill_base_s: Number | None = setting(None, "seconds of a prefill besides")
     slo_s: Seconds | None = setting(None, "the objective for the time per token")
-    penalty_s: Number = setting(1000.0, "what a decode step beyond the objective costs")
+    penalty_s: Number = 1000.0
+    """What a decode step beyond the objective costs."""
 
     def __post_init__(self) -> None:
         RouterParameters.__post_init__(self)
@@ -135,22 +132,32 @@ class DloraParameters(RouterParameters):
     """Of dlora-proactive."""
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
-    half_life_s: Seconds = setting(300.0, "of the adapters' rates")
-    reserve: Share = setting(0.1, "the share of a replica's pages that placed copies may take")
+    half_life_s: Seconds = 300.0
+    """Of adapters' rates."""
+    reserve: Share = 0.1
+    """The share of a replica's pages that placed copies may take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReactiveParameters(DloraParameters):
     """Of dlora."""
 
-    check_s: Seconds = setting(1.0, "how often overload is looked for")
-    solve_interval_s: Seconds = setting(10.0, "the least time between two solutions")
-    solve_wait_s: Seconds = setting(2.0, "after which a plan is made without the solver")
-    most_kv_use: Share = setting(0.9, "a replica is overloaded above this use of pages")
-    most_delay_ratio: Ratio = setting(2.0, "or by a queueing delay of so many medians")
-    least_delay_s: Number = setting(1.0, "and of so many seconds")
-    most_replicas: Count = setting(2, "overloaded and underloaded replicas in one programme, of each")
-    eta_steps: Number = setting(0.05, "what an adapter adds to a replica, in steps")
+    check_s: Seconds = 1.0
+    """How often overload is looked for."""
+    solve_interval_s: Seconds = 10.0
+    """The least time between two solutions."""
+    solve_wait_s: Seconds = 2.0
+    """After which a plan is made without the solver."""
+    most_kv_use: Share = 0.9
+    """A replica is overloaded above this use of pages."""
+    most_delay_ratio: Ratio = 2.0
+    """A replica is overloaded, too, by a queueing delay of so many medians,"""
+    least_delay_s: Number = 1.0
+    """and of so many seconds."""
+    most_replicas: Count = 2
+    """Overloaded and underloaded replicas in one programme, of each."""
+    eta_steps: Number = 0.05
+    """What an adapter adds to a replica, in steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,24 +173,30 @@ class CacheAwareParameters(RouterParameters):
 class ManyloraParameters(RouterParameters):
     """Of manylora."""
 
-    idle_candidates: Count = setting(8, "how many of the least loaded replicas are looked at")
-    holder_candidates: Count = setting(8, "how many of those that have the adapter")
-    prefix_candidates: Count = setting(4, "how many of those that have most of the prompt")
+    idle_candidates: Count = 8
+    """How many of the least loaded replicas are looked at."""
+    holder_candidates: Count = 8
+    """How many of the replicas that have the adapter."""
+    prefix_candidates: Count = 4
+    """How many of the replicas that have most of the prompt."""
     home_queue_s: Number = setting(0.5, "an adapter gets another home where all have a longer queue")
-    home_half_life_s: Seconds = setting(60.0, "of the number of an adapter's homes beyond the first")
-    balance_s: Seconds = setting(1.0, "how often moves are looked for")
+    home_half_life_s: Seconds = 60.0
+    """Of the number of an adapter's homes beyond its first."""
+    balance_s: Seconds = 1.0
+    """How often moves are looked for."""
     move_gain: Ratio = setting(3.0, "a move must save so many times what it costs")
-    most_moves: Count = setting(4, "moves at one time")
+    most_moves: Count = 4
+    """Moves at one time."""
 
 
 def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:
-    """The parameters of a routing policy for people, a line each."""
+    """The parameters of a routing policy that users set, a line each."""
     record: type = kind
     lines = []
     for field in fields_of(record):
-        about = setting_of(field)
-        default = "must be given" if field.default is None else f"default: {field.default}"
-        lines.append(f"{router}.{field.name:<20} {about.help if about else ''} ({default})")
+        if about := setting_of(field):
+            default = "must be given" if field.default is None else f"default: {field.default}"
+            lines.append(f"{router}.{field.name:<20} {about.help} ({default})")
     return lines or ["no parameters"]
 
 
@@ -197,7 +210,7 @@ def read_parameters(router: str, kind: type[_Parameters], pairs: Iterable[tuple[
     values = {}
     for key, text in pairs:
         if key not in fields:
-            known = ", ".join(fields) or "none"
+            known = ", ".join(name for name, field in fields.items() if setting_of(field)) or "none"
             raise ConfigError(f"router {router} has no setting {key!r}: it has {known}")
         convert = fields[key].kind
         try:

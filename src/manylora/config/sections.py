@@ -20,6 +20,7 @@ from manylora.config.declaring import (
 )
 from manylora.config.merging import MergeConfig
 from manylora.config.policy import (
+    CACHE_SETTINGS,
     KEPT_SHARE,
     Admission,
     CacheConfig,
@@ -149,6 +150,7 @@ class SchedulerSettings(Section):
         None,
         "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
         "on a CPU)",
+        is_internal=True,
     )
     max_prefills: Count | None = setting(
         None,
@@ -159,6 +161,7 @@ class SchedulerSettings(Section):
         KEPT_SHARE,
         "the most of the device's pages that adapters which a router wants kept there may take (dLoRA's chunk)",
         "SHARE",
+        is_internal=True,
     )
     max_waiting: Positive | None = None
     """The server's own setting, as the policy gets it. None: any number may wait."""
@@ -186,6 +189,10 @@ _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 """A step on a CPU is run by the loop that decides on it."""
+
+
+def _cache_settings() -> str:
+    return "; ".join(f"{policy}: {', '.join(keys)}" for policy, keys in CACHE_SETTINGS.items() if keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,6 +223,13 @@ class CacheSettings(Section):
         is_size=True,
     )
     policy: CacheConfig = CacheConfig()
+    settings: tuple[str, ...] = setting(
+        (),
+        f"a number of the cache policy; may be repeated ({_cache_settings()})",
+        "KEY=VALUE",
+        name="cache_set",
+    )
+    """As texts, what ``policy`` was made with."""
     trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 
 
@@ -268,18 +282,8 @@ class EngineSettings(Section):
         check_host_pool(self.scheduler.cold_start, self.cache.host_pool)
         if self.journal is None and self.journal_part_bytes is not None:
             raise ConfigError("--journal-rotate needs --journal")
-        if self.tensor_parallel_size > 1:
-            self._check_parallel()
-
-    def _check_parallel(self) -> None:
-        """What does not work with several processes yet."""
-        cold_start = self.scheduler.cold_start
-        for option, is_on in (
-            ("--cold-start cpu", cold_start.mode == "cpu"),
-            (f"--cpu-lora-workers {cold_start.cpu_workers}", cold_start.cpu_workers not in ("auto", "0")),
-        ):
-            if is_on:
-                raise ConfigError(f"{option} does not work with --tensor-parallel-size above 1 yet")
+        if self.tensor_parallel_size > 1 and self.scheduler.cold_start.mode == "cpu":
+            raise ConfigError("--cold-start cpu does not work with --tensor-parallel-size above 1 yet")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

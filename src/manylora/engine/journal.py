@@ -23,9 +23,9 @@ from manylora.config import PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.engine.fingerprint import FORM, fingerprint
 from manylora.engine.lines import LineFile
-from manylora.policy.routing import find_router
 from manylora.protocol import Event
 from manylora.protocol.routing import RouterEvent
+from manylora.router.policies.policy import find_router
 
 _Config = TypeVar("_Config")
 _Event = TypeVar("_Event")

@@ -24,11 +24,10 @@ from manylora.config import (
     MergeConfig,
     PolicyConfig,
     check_host_pool,
-    check_workers,
-    num_cores,
 )
 from manylora.devices.device import Device, open_device
-from manylora.executor.cold_rows import LATE_S, device_handover, start_workers, tune_workers
+from manylora.executor.cold_rows import device_handover
+from manylora.executor.cpu_lora import CpuLora, tune
 from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
 from manylora.executor.graphs import GraphLimits, Progress
 from manylora.executor.merge_times import measure_merging
@@ -84,8 +83,8 @@ def build_worker(
             worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, capture_progress, rehearse)
         if plan.kind == "cuda":
             warm_up(worker, limits, max_rank, rehearse)
-    if host.descriptor is not None:
-        cold_start = _with_workers(worker, limits.cold_start, host, plan.geometry, device, decoder.ops)
+    if limits.cold_start.wanted_workers:
+        cold_start = _with_cpu_lora(worker, limits.cold_start, host, plan.geometry, device, decoder.ops)
         limits = dataclasses.replace(limits, cold_start=cold_start)
     if limits.merge.is_on:
         times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
@@ -110,7 +109,6 @@ class _Plan(NamedTuple):
 
 def _planned(settings: EngineSettings) -> _Plan:
     """Raises ConfigError or ModelError for all that can be refused before weights are read."""
-    check_workers(settings.scheduler.cold_start, num_cores())
     folder = resolve_model(settings.model.model)
     config = read_model_config(folder)
     device = open_device(settings.model.device)
@@ -165,7 +163,7 @@ def _with_pools(
     # One page more where steps are padded: what padding tokens write goes there.
     arena = Arena(num_pages + pads_steps, page, dtype, device)
     check_host_pool(limits.cold_start, num_host_pages)
-    host = HostPool(num_host_pages, page, dtype, device, is_lent=limits.cold_start.wanted_workers > 0)
+    host = HostPool(num_host_pages, page, dtype, device)
     texts = TextCheck(plan.folder, resolve_model(settings.model.tokenizer or settings.model.model))
     worker = Worker(
         decoder,
@@ -194,7 +192,7 @@ def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> Eng
     return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
 
 
-def _with_workers(
+def _with_cpu_lora(
     worker: Worker,
     config: ColdStartConfig,
     host: HostPool,
@@ -202,15 +200,12 @@ def _with_workers(
     device: Device,
     ops: Ops,
 ) -> ColdStartConfig:
-    """Start the CPU workers; what the policy is to know of them."""
-    try:
-        workers = start_workers(host, geometry, config.wanted_workers, config.cores_before)
-    except OSError as error:
-        raise ConfigError(f"CPU workers could not be started: {error}") from error
-    worker.use_workers(workers, device_handover(workers.board, ops, device, LATE_S))
-    tune_workers(workers, geometry, host, device.torch_device)
-    _log.info("%d CPU workers serve cold requests, %d tokens each", workers.num_workers, workers.slice_tokens)
-    return dataclasses.replace(config, num_workers=workers.num_workers)
+    """Start CPU LoRA's threads; what the policy is to know of them."""
+    cpu = CpuLora(geometry, host, config.wanted_workers, config.cores_before)
+    worker.use_cpu_lora(cpu, device_handover(cpu, ops, device))
+    tune(cpu, geometry, host, device.torch_device)
+    _log.info("%d CPU threads serve cold requests, %d tokens each", cpu.num_threads, cpu.slice_tokens)
+    return dataclasses.replace(config, num_workers=cpu.num_threads)
 
 
 class CopyOfWeights(NamedTuple):

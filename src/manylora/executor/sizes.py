@@ -129,4 +129,12 @@ def attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int)
     """A window as long as the longest context is none."""
     windows = [layer.attention.window for layer in config.layers]
     sees_all = any(window is None or window >= max_model_len for window in windows)
-    return AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, dtype, sees_all)
+    return AttentionShape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype,
+        sees_all,
+        config.own_attention_scale,
+        config.score_cap,
+    )

@@ -20,12 +20,12 @@ import torch
 
 from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
-from manylora.assist.workers import Workers
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep, DeviceHandover
 from manylora.executor.coming import Coming
+from manylora.executor.cpu_lora import CpuLora
 from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
@@ -142,7 +142,7 @@ class Worker:
         self._sequences = SequenceTable()
         self._tables = AdapterTables(device, geometry)
         self._merging: MergedWeights | None = None
-        self._workers: Workers | None = None
+        self._cpu_lora: CpuLora | None = None
         self._handover: DeviceHandover | None = None
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
@@ -223,9 +223,9 @@ class Worker:
 
     # ------------------------------------------------------------ steps
 
-    def use_workers(self, workers: Workers, handover: DeviceHandover | None) -> None:
-        """Have these compute the rows of ``RunStep.cpu``; before the first step. The worker closes both."""
-        self._workers, self._handover = workers, handover
+    def use_cpu_lora(self, cpu: CpuLora, handover: DeviceHandover | None) -> None:
+        """Have it compute the rows of ``RunStep.cpu``; before the first step. The worker closes both."""
+        self._cpu_lora, self._handover = cpu, handover
 
     def use_graphs(
         self,
@@ -322,8 +322,8 @@ class Worker:
 
     def _run_cold(self, eager: EagerSteps, inputs: StepInputs, cold: ColdStep) -> Outputs:
         """A step some of whose rows are the CPU's, eagerly."""
-        rows = cold.begin(self._workers, self._handover, inputs, self._geometry, self._device)
-        with cold.launching(self._workers):
+        rows = cold.begin(self._cpu_lora, self._handover, inputs, self._geometry, self._device)
+        with cold.launching():
             return eager.run(inputs, cold=rows)
 
     def _finish(
@@ -339,7 +339,7 @@ class Worker:
         """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
         try:
             if cold is not None:
-                cold.end(self._workers)
+                cold.end()
             drawn = sampled.read(sampled_sequences)
         except Exception as error:
             self._sequences.forget(expected)
@@ -351,7 +351,7 @@ class Worker:
         if awaited is not None:
             done.stall_s = awaited.stall_s
         if cold is not None:
-            cold.tell(done, self._workers)
+            cold.tell(done)
         return StepResult(done, drawn.logprobs, drawn.prompt_logprobs)
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
@@ -440,8 +440,8 @@ class Worker:
         self._reader.close()
         self._registry.close()
         self._forward.close()
-        if self._workers is not None:
-            self._workers.close()
+        if self._cpu_lora is not None:
+            self._cpu_lora.close()
         if not frees:
             return
         if self._merging is not None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from manylora.kernels import loops
 from manylora.kernels.ops import (
+    ACTIVATIONS,
     AttentionRows,
     ComposedOps,
     LoraSegments,
@@ -30,7 +31,7 @@ from manylora.kernels.ops import (
     Summands,
     of_adapters,
 )
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
 
 SHORT_CONTEXT = 2**20
@@ -173,16 +174,19 @@ class CpuOps(ComposedOps):
         plan: CpuAttentionPlan,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         if q.dtype in _IN_LOOPS and len(plan.tokens):
-            out = self._attend_singles(q.float(), pool, layer, plan, scale, window or 0).to(q.dtype)
+            limits = window or 0, soft_cap or 0.0
+            out = self._attend_singles(q.float(), pool, layer, plan, scale, *limits).to(q.dtype)
             others = plan.others
         else:
             out, others = q.new_empty(len(q), q.shape[1] * q.shape[2]), plan.everything
         for row in others:
             tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
             context = int(plan.rows.kv_len[row])
-            _attend(q[tokens], pool, layer, plan.rows.page_table[row], context, scale, window, out[tokens])
+            pages = plan.rows.page_table[row]
+            _attend(q[tokens], pool, layer, pages, context, scale, window, soft_cap, out[tokens])
         return out
 
     def _attend_singles(
@@ -193,6 +197,7 @@ class CpuOps(ComposedOps):
         plan: CpuAttentionPlan,
         scale: float,
         window: int,
+        soft_cap: float,
     ) -> torch.Tensor:
         """float32 ``[T, heads * D]``, written for the rows of one query alone."""
         num_tokens, heads, dim = q.shape
@@ -215,6 +220,7 @@ class CpuOps(ComposedOps):
             plan.page_table,
             window,
             scale,
+            soft_cap,
             np.empty((heads // kv_heads, longest), np.float32),
         )
         return out
@@ -331,6 +337,8 @@ class CpuOps(ComposedOps):
     # ---- small operations ------------------------------------------------------------------------------
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(
@@ -348,7 +356,7 @@ class CpuOps(ComposedOps):
             loops.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
             return out, residual
         residual.add_(x)
-        return F.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
+        return self.rms_norm(residual, weight, eps), residual
 
     def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
@@ -366,10 +374,10 @@ class CpuOps(ComposedOps):
             return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
         return _rotate(q, c, s), _rotate(k, c, s)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if gate_up.dtype is not torch.float32:
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        if gate_up.dtype is not torch.float32 or activation != "silu":
             gate, up = gate_up.chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)
+            return ACTIVATIONS[activation](gate).mul_(up)
         inner = gate_up.shape[1] // 2
         out = torch.empty(gate_up.shape[0], inner)
         loops.gate(gate_up.numpy(), out.numpy())
@@ -384,6 +392,7 @@ def _attend(
     context: int,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
     """Attention of one row of a batch, whose last query is the context's last token, into ``out``."""
@@ -397,14 +406,27 @@ def _attend(
         length = min(QUERY_TILE, num_queries - begin)
         end = context - (num_queries - begin - length)
         low = 0 if window is None else max(0, end - length - window + 1)
-        result = F.scaled_dot_product_attention(
+        taken = (
             q[begin : begin + length].view(grouped).permute(1, 2, 0, 3),
             keys[low:end].permute(1, 2, 0, 3).expand(-1, heads // kv_heads, -1, -1),
             values[low:end].permute(1, 2, 0, 3).expand(-1, heads // kv_heads, -1, -1),
-            attn_mask=_mask(length, end - low, window, q.dtype),
-            scale=scale,
         )
+        mask = _mask(length, end - low, window, q.dtype)
+        if soft_cap is None:
+            result = F.scaled_dot_product_attention(*taken, attn_mask=mask, scale=scale)
+        else:
+            result = _capped_attention(*taken, mask, scale, soft_cap)
         out[begin : begin + length].view(grouped).copy_(result.permute(2, 0, 1, 3))
+
+
+def _capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float
+) -> torch.Tensor:
+    """Attention whose scores are capped, which torch's own cannot do."""
+    scores = (_wide(q) @ _wide(k).mT).mul_(scale / cap).tanh_().mul_(cap)
+    if mask is not None:
+        scores += mask
+    return (scores.softmax(-1) @ _wide(v)).to(q.dtype)
 
 
 def _mask(num_queries: int, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -507,7 +529,7 @@ def _compile_loops() -> None:
     for pool in (np.zeros(8, np.float32), np.zeros(8, np.int16)):
         loops.store_kv(pool, 0, 8, 1, pool[:4], 4, pool[4:], 4, 4, zero)
         loops.attend(
-            line, 4, 1, 4, wide, pool, 0, 8, 1, 1, zero, one, np.zeros((1, 1), np.int32), 0, 1.0, wide
+            line, 4, 1, 4, wide, pool, 0, 8, 1, 1, zero, one, np.zeros((1, 1), np.int32), 0, 1.0, 0.0, wide
         )
         loops.shrink_lora(wide, pool, 0, zero, 4, zero, one, records, scales, line)
         loops.expand_lora(wide, pool, 0, zero, 4, zero, one, records, 0, np.array([0, 4]), line)

@@ -43,17 +43,21 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """The heads of a model, all of whose layers are alike but for windows. ``full_layers``: some have none."""
+    """The heads of a model, all of whose layers are alike but for windows. ``full_layers``: some have none.
+
+    ``own_scale``: of scores, where it is not that of the heads' size; ``soft_cap``: of scores."""
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     full_layers: bool = True
+    own_scale: float | None = None
+    soft_cap: float | None = None
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
 
 
 def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> ComingPrompts | None:
@@ -150,7 +154,9 @@ class PlannedPrompts:
     first: int
     last: int
 
-    def serves(self, q: torch.Tensor, scale: float, window: int | None) -> bool:
+    def serves(
+        self, q: torch.Tensor, scale: float, window: int | None, soft_cap: float | None = None
+    ) -> bool:
         """Whether a layer with this q ``[T, heads, head_dim]`` is what was planned for."""
         shape = self.shape
         return (
@@ -158,6 +164,7 @@ class PlannedPrompts:
             and q.dtype == shape.dtype
             and q.shape[1:] == (shape.heads, shape.head_dim)
             and scale == shape.scale
+            and soft_cap == shape.soft_cap
         )
 
     def run(self, q: torch.Tensor, pool: torch.Tensor, layer: int, out: torch.Tensor) -> None:
@@ -228,6 +235,7 @@ class PromptAttention:
             page_tokens,
             causal=True,
             sm_scale=shape.scale,
+            logits_soft_cap=shape.soft_cap,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )

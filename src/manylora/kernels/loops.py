@@ -7,7 +7,8 @@ moves each byte once and no copy of an adapter exists anywhere.
 Their arrays are numpy views of tensors and contiguous, or the inner loops would not vectorise (nor would they
 with offsets that might be negative, hence the slices). Where rows are strided (q, k, v are parts of one
 product) the array is flat and has its row stride beside it. ``pool`` is flat, of float32 or of bfloat16 as
-int16; all else is float32. Knows nothing of plans or torch; ``cpu`` calls these loops.
+int16; all else is float32. Knows nothing of plans or torch; ``cpu`` calls these loops. The last ones are those of
+CPU LoRA's threads (``executor.cpu_lora``), whose pool may be float16, too, as uint16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import event
+from numba.core import cgutils, event
 
 from manylora.devices.preparation import PREPARATION
 
@@ -58,11 +59,21 @@ def _compiled(function: Loop, **more: Any) -> Loop:
 
 
 def _wide(stored: Any) -> Any:
-    """A number of the pool as float32. An int16 is a bfloat16: a float32's upper half."""
+    """A number of the pool as float32. An int16 is a bfloat16: a float32's upper half. An uint16 is a finite
+    float16."""
+
+
+def _wide_half(stored: Any) -> Any:
+    # Exponent and fraction move to a float32's places; exponents are 112 less there.
+    bits = np.uint32(stored)
+    wide = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    return -wide if bits & np.uint32(0x8000) else wide
 
 
 @numba.extending.overload(_wide, strict=False)  # type: ignore[untyped-decorator]
 def _wide_by_type(stored: Any) -> Callable[[Any], Any]:
+    if stored == numba.types.uint16:
+        return _wide_half
     if isinstance(stored, numba.types.Integer):
         return lambda stored: np.int32(np.int32(stored) << np.int32(16)).view(np.float32)
     return lambda stored: stored
@@ -96,7 +107,7 @@ def _exp(value: Any) -> Any:
 def _attend_head(
     q: np.ndarray, query: int, dim: int, out: np.ndarray, token: int, first_head: int, heads: int,
     pool: np.ndarray, keys: int, page_stride: int, page_tokens: int, token_stride: int, pages: np.ndarray,
-    begin: int, end: int, scale: float, scores: np.ndarray,
+    begin: int, end: int, scale: float, soft_cap: float, scores: np.ndarray,
 ) -> None:  # fmt: skip
     """One key head of one query token: the query heads that share it, over positions [begin, end)."""
     value_shift = page_tokens * token_stride
@@ -111,6 +122,9 @@ def _attend_head(
             scores[head, position - begin] = total * np.float32(scale)
     for head in range(heads):
         row = scores[head, : end - begin]
+        if soft_cap > 0.0:
+            for i in range(row.shape[0]):
+                row[i] = np.float32(soft_cap) * np.float32(math.tanh(row[i] / np.float32(soft_cap)))
         highest = row[0]
         for i in range(1, row.shape[0]):
             highest = max(highest, row[i])
@@ -138,13 +152,14 @@ def _attend_head(
 def attend(
     q: np.ndarray, q_stride: int, heads: int, dim: int, out: np.ndarray, pool: np.ndarray,
     layer_keys: int, page_stride: int, page_tokens: int, kv_heads: int, tokens: np.ndarray,
-    lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, scores: np.ndarray,
+    lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, soft_cap: float,
+    scores: np.ndarray,
 ) -> None:  # fmt: skip
     """Attention of single query tokens. q: rows of heads * D; out [T, heads * D], written for ``tokens`` only.
 
     ``tokens``, ``lengths`` int64 [R]: a query's place in the batch and its context, itself included;
-    ``page_table`` int32 [R, W]; ``layer_keys``: where the layer's keys begin in a page; ``window`` 0 for none;
-    ``scores`` float32 [heads / kv_heads, longest] is scratch.
+    ``page_table`` int32 [R, W]; ``layer_keys``: where the layer's keys begin in a page; ``window``,
+    ``soft_cap``: 0 for none; ``scores`` float32 [heads / kv_heads, longest] is scratch.
     """
     shared = heads // kv_heads
     for row in range(tokens.shape[0]):
@@ -155,7 +170,7 @@ def attend(
                 q, tokens[row] * q_stride + kv_head * shared * dim, dim,
                 out, tokens[row], kv_head * shared, shared, pool, layer_keys + kv_head * dim,
                 page_stride, page_tokens, kv_heads * dim, page_table[row], begin, end, scale,
-                scores,
+                soft_cap, scores,
             )  # fmt: skip
 
 
@@ -330,3 +345,237 @@ def gate(gate_up: np.ndarray, out: np.ndarray) -> None:
             e = _exp(-abs(g))
             top = np.float32(1.0) if g >= 0 else e
             row[i] = g * top / (np.float32(1.0) + e) * second[i]
+
+
+# ---------------------------------------------------------------- threads that compute cold rows
+
+POSTED, ABANDONED = 0, 1
+"""Words of the first row: jobs that were posted, of all steps, and the last step whose jobs are worth nothing."""
+DONE, BUSY_NS, ENDED = 0, 1, 2
+"""Words of each thread's row: jobs that it has computed, for how long, and the last step that it has left."""
+
+_SPIN_NS = 200_000
+_PAUSE_US = 30
+_MONOTONIC = 1
+_ROWS, _COLUMNS = 8, 1024
+"""Rows of A or B that are widened at a time, and about so many numbers of each: they stay in the first cache."""
+
+_clock_gettime = numba.types.ExternalFunction(
+    "clock_gettime", numba.types.int32(numba.types.int32, numba.types.intp)
+)
+_sched_yield = numba.types.ExternalFunction("sched_yield", numba.types.int32())
+_usleep = numba.types.ExternalFunction("usleep", numba.types.int32(numba.types.uint32))
+
+
+def _word_at(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
+    """A pointer to ``words[row, place]``."""
+    words = cgutils.create_struct_proxy(kinds[0])(context, builder, value=values[0])
+    strides = cgutils.unpack_tuple(builder, words.strides)
+    shape = cgutils.unpack_tuple(builder, words.shape)
+    places = [
+        context.cast(builder, value, kind, numba.types.intp) for kind, value in zip(kinds[1:3], values[1:3])
+    ]
+    return cgutils.get_item_pointer2(context, builder, words.data, shape, strides, kinds[0].layout, places)
+
+
+@numba.extending.intrinsic  # type: ignore[untyped-decorator]
+def _load(_: Any, words: Any, row: Any, place: Any) -> Any:
+    """``words[row, place]`` as it is now, whoever writes it; what is read after it is no older."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load_atomic(_word_at(context, builder, signature.args, values), "acquire", 8)
+
+    return numba.types.int64(words, row, place), generate
+
+
+@numba.extending.intrinsic  # type: ignore[untyped-decorator]
+def _store(_: Any, words: Any, row: Any, place: Any, number: Any) -> Any:
+    """``words[row, place] = number``, once all that was written before is there."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number = context.cast(builder, values[3], signature.args[3], numba.types.int64)
+        builder.store_atomic(number, _word_at(context, builder, signature.args, values), "release", 8)
+        return context.get_dummy_value()
+
+    return numba.types.void(words, row, place, number), generate
+
+
+@loop
+def _now(clock: np.ndarray) -> int:
+    """Nanoseconds of a clock that never goes back. ``clock`` int64 [2] is scratch."""
+    _clock_gettime(_MONOTONIC, clock.ctypes.data)
+    return int(clock[0] * 1_000_000_000 + clock[1])
+
+
+@loop
+def _rest(waited_ns: int) -> None:
+    """Let others run: at first for a moment, then for longer ones."""
+    if waited_ns < _SPIN_NS:
+        _sched_yield()
+    else:
+        _usleep(_PAUSE_US)
+
+
+@loop
+def set_word(words: np.ndarray, row: int, place: int, number: int) -> None:
+    """See ``_store``."""
+    _store(words, row, place, number)
+
+
+@loop
+def await_words(
+    words: np.ndarray, count: int, place: int, number: int, most_ns: int, clock: np.ndarray
+) -> int:
+    """Wait until this word of each of the first ``count`` threads is at least ``number``: for how many
+    nanoseconds. -1: it would have been more than ``most_ns``."""
+    began, row = _now(clock), 1
+    while True:
+        while row <= count and _load(words, row, place) >= number:
+            row += 1
+        waited = _now(clock) - began
+        if row > count:
+            return waited
+        if waited > most_ns:
+            return -1
+        _rest(waited)
+
+
+@fast_loop
+def _widen(pool: np.ndarray, offset: int, cells: np.ndarray, first: int, cell: int, into: np.ndarray) -> None:
+    """A part of a row, whose cells begin at ``first``, as float32."""
+    for low in range(0, into.shape[0], cell):
+        target = into[low : low + cell]
+        at = cells[first] + offset
+        source = pool[at : at + target.shape[0]]
+        for i in range(target.shape[0]):
+            target[i] = _wide(source[i])
+        first += 1
+
+
+@fast_loop
+def _shrink_cold(
+    x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, first: int, rank: int, cell: int,
+    part: np.ndarray, shrunk: np.ndarray,
+) -> None:  # fmt: skip
+    """shrunk[t, j] += x[t] . A[j], four tokens and two rows of A at a time."""
+    last, width = x.shape[0] - 1, x.shape[1]
+    a_cells, step = (width + cell - 1) // cell, max(1, _COLUMNS // cell)
+    for c in range(0, a_cells, step):
+        low, high = c * cell, min((c + step) * cell, width)
+        for j in range(0, rank, _ROWS):
+            count = min(_ROWS, rank - j)
+            for k in range(count):
+                _widen(pool, offset, cells, first + (j + k) * a_cells + c, cell, part[k, : high - low])
+            for t in range(0, last + 1, 4):
+                # Past the end the last token is computed again: cheaper than a branch inside the loop.
+                t1, t2, t3 = min(t + 1, last), min(t + 2, last), min(t + 3, last)
+                x0, x1, x2, x3 = x[t, low:high], x[t1, low:high], x[t2, low:high], x[t3, low:high]
+                for k in range(0, count, 2):
+                    a, b = part[k, : high - low], part[min(k + 1, count - 1), : high - low]
+                    a0, a1, a2, a3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+                    b0, b1, b2, b3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
+                    for i in range(a.shape[0]):
+                        a0 += a[i] * x0[i]
+                        a1 += a[i] * x1[i]
+                        a2 += a[i] * x2[i]
+                        a3 += a[i] * x3[i]
+                        b0 += b[i] * x0[i]
+                        b1 += b[i] * x1[i]
+                        b2 += b[i] * x2[i]
+                        b3 += b[i] * x3[i]
+                    for n, of_a, of_b in ((0, a0, b0), (1, a1, b1), (2, a2, b2), (3, a3, b3)):
+                        if t + n <= last:
+                            shrunk[t + n, j + k] += of_a
+                            if k + 1 < count:
+                                shrunk[t + n, j + k + 1] += of_b
+
+
+@fast_loop
+def _expand_cold(
+    y: np.ndarray, column: int, width: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
+    rank: int, cell: int, part: np.ndarray, shrunk: np.ndarray,
+) -> None:  # fmt: skip
+    """y[t, column:column + width] += shrunk[t] @ B, eight rows of B at a time; shrunk is 0 past the rank."""
+    b_cells, step = (width + cell - 1) // cell, max(1, _COLUMNS // cell)
+    for c in range(0, b_cells, step):
+        low, high = c * cell, min((c + step) * cell, width)
+        for j in range(0, rank, _ROWS):
+            count = min(_ROWS, rank - j)
+            for k in range(_ROWS):
+                if k < count:
+                    _widen(pool, offset, cells, first + (j + k) * b_cells + c, cell, part[k, : high - low])
+                else:
+                    part[k, : high - low] = np.float32(0.0)
+            size = high - low
+            b0, b1, b2, b3 = part[0, :size], part[1, :size], part[2, :size], part[3, :size]
+            b4, b5, b6, b7 = part[4, :size], part[5, :size], part[6, :size], part[7, :size]
+            for t in range(y.shape[0]):
+                mine, s = y[t, column + low : column + high], shrunk[t, j : j + _ROWS]
+                s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
+                for i in range(size):
+                    mine[i] += (s0 * b0[i] + s1 * b1[i] + s2 * b2[i] + s3 * b3[i]) + (
+                        s4 * b4[i] + s5 * b5[i] + s6 * b6[i] + s7 * b7[i]
+                    )
+
+
+@fast_loop
+def compute_cold(
+    layer: int, features: int, first_p: int, end_p: int, slices: np.ndarray, columns: np.ndarray,
+    records: np.ndarray, scales: np.ndarray, cells: np.ndarray, cell: int, slab: int, pool: np.ndarray,
+    rows: np.ndarray, results: np.ndarray,
+) -> None:  # fmt: skip
+    """One job of ``serve_cold``."""
+    width = columns[end_p - 1, 0] + columns[end_p - 1, 1]
+    part = np.empty((_ROWS, max(_COLUMNS, cell)), np.float32)
+    for own in range(slices.shape[0]):
+        adapter, start, stop = slices[own, 0], slices[own, 1], slices[own, 2]
+        x = np.empty((stop - start, features), np.float32)
+        given = rows[start * features : stop * features].reshape(x.shape)
+        for t in range(x.shape[0]):
+            for i in range(features):
+                x[t, i] = _wide(given[t, i])
+        y = results[start * width : stop * width].reshape((stop - start, width))
+        y[:] = np.float32(0.0)
+        for p in range(first_p, end_p):
+            a_first, b_first, rank = records[adapter, p, 0], records[adapter, p, 1], records[adapter, p, 2]
+            if rank > 0:
+                shrunk = np.zeros((stop - start, rank + _ROWS), np.float32)
+                _shrink_cold(x, pool, layer * slab, cells, a_first, rank, cell, part, shrunk)
+                shrunk *= scales[adapter, p, layer]
+                _expand_cold(
+                    y, columns[p, 0], columns[p, 1], pool, layer * slab, cells, b_first, rank, cell, part, shrunk
+                )  # fmt: skip
+
+
+@loop
+def serve_cold(
+    words: np.ndarray, own: int, step: int, first_job: int, jobs: np.ndarray, groups: np.ndarray,
+    slices: np.ndarray, columns: np.ndarray, records: np.ndarray, scales: np.ndarray, cells: np.ndarray,
+    cell: int, slab: int, pool: np.ndarray, rows: np.ndarray, results: np.ndarray,
+) -> None:  # fmt: skip
+    """A thread's part of a step: compute its slices of each job once that is posted, until all are done or the
+    step is abandoned. ``own``: the thread's row of ``words``.
+
+    ``jobs`` int64 [J, 2]: layer and group. ``groups`` int64 [G, 3]: input's width, the first projection and the
+    end of them. ``slices`` int64 [S, 3]: adapter, first row and end. ``columns`` int64 [P, 2]: where a
+    projection's results begin in the group's, and how many. ``records`` int64 [N, P, 3] and ``scales`` float32
+    [N, P, L]: as LoraSegments has them. ``rows`` have the pool's type; both are flat, and so are ``results``.
+    """
+    clock = np.empty(2, np.int64)
+    for place in range(jobs.shape[0]):
+        job = first_job + place + 1
+        began = _now(clock)
+        while _load(words, 0, POSTED) < job and _load(words, 0, ABANDONED) < step:
+            _rest(_now(clock) - began)
+        if _load(words, 0, ABANDONED) >= step:
+            break
+        began = _now(clock)
+        group = jobs[place, 1]
+        features, first_p, end_p = groups[group, 0], groups[group, 1], groups[group, 2]
+        compute_cold(
+            jobs[place, 0], features, first_p, end_p, slices, columns, records, scales, cells, cell, slab, pool,
+            rows, results,
+        )  # fmt: skip
+        _store(words, own, BUSY_NS, _load(words, own, BUSY_NS) + _now(clock) - began)
+        _store(words, own, DONE, job)
+    _store(words, own, ENDED, step)

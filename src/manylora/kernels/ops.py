@@ -10,13 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, Projection, ProjectionGroup
 from manylora.kernels.weight import Weight
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,10 +266,18 @@ class Ops(Protocol):
         """Store k, v ``[T, kv_heads, head_dim]`` at ``slots`` of the layer."""
 
     def attention(
-        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: Any, scale: float, window: int | None
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        plan: Any,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of q ``[T, heads, head_dim]`` over the rows' pages (this step's K, V are already
-        written); ``window``: a query at position p sees positions > p - window. Returns [T, heads*head_dim]."""
+        written); ``window``: a query at position p sees positions > p - window. ``soft_cap`` (above 0): a score s
+        becomes soft_cap * tanh(s / soft_cap). Returns [T, heads*head_dim]."""
 
     def lora(
         self,
@@ -317,8 +334,9 @@ class Ops(Protocol):
         layer: int,
         group: ProjectionGroup,
         plan: Any | None,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
-        """``silu_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
+        """``gate_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
@@ -327,7 +345,8 @@ class Ops(Protocol):
         become ``pristine + scale_p * B_p^T A_p``, summed in float32 and rounded once. Waits for nothing."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm."""
+        """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm: rounded before the
+        weight is applied. A float32 weight of 16-bit x is applied before: Gemma's."""
 
     def add_rms_norm(
         self,
@@ -358,8 +377,8 @@ class Ops(Protocol):
         each rounded. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
         ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        """activation(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
 
 
 class Rotating(Ops, Protocol):
@@ -412,8 +431,9 @@ class ComposedOps:
         layer: int,
         group: ProjectionGroup,
         plan: Any | None,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
-        return self.silu_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole)
+        return self.gate_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole, activation)
 
     def rotate_and_store(
         self: Rotating,

@@ -10,10 +10,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Literal
 
 CELL_ALIGNMENT_BYTES = 16
 LARGEST_CELL_ELEMENTS = 1024
 SLACK_TARGET = 0.02
+
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
+"""Of an MLP."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-import os
 import threading
 import time
 
@@ -27,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostPool:
-    """``num_pages`` pages, zero at first, in shared memory without a name: the system frees it with us.
+    """``num_pages`` pages, zero at first.
 
     Memory is taken as pages are first written; where copies gain by it, a thread of its own takes and pins
     all of it in the background, chunk by chunk. No copy may reach across the border of two chunks.
@@ -40,10 +39,8 @@ class HostPool:
         dtype: torch.dtype,
         device: Device,
         chunk_bytes: int = CHUNK_BYTES,
-        is_lent: bool = False,
     ) -> None:
-        """``is_lent``: other processes may map the memory, by ``descriptor``. Raises ConfigError when the system
-        does not give the memory."""
+        """Raises ConfigError when the system does not give the memory."""
         if dtype.itemsize != page.itemsize:
             raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
         self.num_pages = num_pages
@@ -52,13 +49,7 @@ class HostPool:
         # Chunks begin at the system's page boundaries too.
         step = mmap.PAGESIZE // math.gcd(page.page_bytes, mmap.PAGESIZE)
         self.chunk_pages = step * max(1, chunk_bytes // (step * page.page_bytes))
-        self.descriptor: int | None = None
-        """Names the memory for other processes until it is closed; None: it is not lent."""
-        if is_lent and num_pages:
-            self.descriptor = os.memfd_create("manylora-host-pool")
-        self._bytes: torch.Tensor | None = shared_memory(
-            num_pages * page.page_bytes, "a host pool", self.descriptor
-        )
+        self._bytes: torch.Tensor | None = shared_memory(num_pages * page.page_bytes, "a host pool")
         self._device = device
         self._pinned: list[torch.Tensor] = []
         self._closing = threading.Event()
@@ -108,9 +99,6 @@ class HostPool:
             except RuntimeError as error:
                 _log.warning("a part of the host pool could not be unpinned: %s", error)
         self._bytes = None
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
     def _pin(self, chunks: list[torch.Tensor]) -> None:
         began = time.perf_counter()
@@ -131,18 +119,13 @@ class HostPool:
         _log.info("pinned the host pool in %.1f s", time.perf_counter() - began)
 
 
-def shared_memory(num_bytes: int, purpose: str, descriptor: int | None = None) -> torch.Tensor:
+def shared_memory(num_bytes: int, purpose: str) -> torch.Tensor:
     """Zeros, uint8, a whole number of the system's pages; unmapped with the last view. ``purpose``: for people.
-    ``descriptor``: of a new file in memory, which takes this length. Raises ConfigError when the system does not
-    give the memory."""
+    Raises ConfigError when the system does not give the memory."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     rounded = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        if descriptor is not None:
-            os.truncate(descriptor, rounded)
-        return torch.frombuffer(
-            mmap.mmap(-1 if descriptor is None else descriptor, rounded), dtype=torch.uint8
-        )
+        return torch.frombuffer(mmap.mmap(-1, rounded), dtype=torch.uint8)
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(f"no memory for {purpose} of {in_mib(num_bytes)}: {error}") from error

@@ -194,7 +194,7 @@ _COUNTERS: tuple[_Row, ...] = (
     ("manylora:cold_start_expected_answer_seconds{model_name}", "counters.cold_answer_expected_s",
      "What this time was expected to be."),
     ("manylora:cpu_lora_seconds{model_name}", "counters.cpu_lora_s",
-     "Time that CPU workers computed for cold requests, the busiest one of each step."),
+     "Time that CPU threads computed for cold requests, the busiest one of each step."),
     ("manylora:spoilt_rows{model_name}", "counters.spoilt_rows",
      "Rows computed again since a copy failed or was late."),
     ("manylora:step_seconds{model_name}", "meters.step_s", "Time spent in steps."),

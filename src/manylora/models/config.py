@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manylora.models import opt
 from manylora.models.fields import Fields
+from manylora.models.gemma import read_gemma2, read_gemma3
 from manylora.models.rotary_families import read_llama, read_mistral, read_qwen2, read_qwen3
 from manylora.models.spec import ModelConfig, ModelError
 
@@ -33,6 +34,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("mistral", ("MistralForCausalLM",), read_mistral),
     Family("qwen2", ("Qwen2ForCausalLM",), read_qwen2),
     Family("qwen3", ("Qwen3ForCausalLM",), read_qwen3),
+    Family("gemma2", ("Gemma2ForCausalLM",), read_gemma2),
+    Family("gemma3_text", ("Gemma3ForCausalLM",), read_gemma3),
     Family("opt", ("OPTForCausalLM",), opt.read),
 )
 

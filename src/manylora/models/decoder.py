@@ -7,13 +7,12 @@ requests are: all of that is in the batch and the pool that ``forward`` is hande
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
 from manylora.devices.peers import Peers
-from manylora.kernels.ops import HeadNorm, Ops, Rotary, StepBatch, Summands
+from manylora.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotary, StepBatch, Summands
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.weight import Weight
 from manylora.models.layers import (
@@ -34,14 +33,9 @@ from manylora.models.layers import (
     Step,
 )
 from manylora.models.rope import rope_tables
-from manylora.models.share import LinearShare, ModelShare
-from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig
+from manylora.models.share import ModelShare
+from manylora.models.spec import LayerSpec, LinearSpec, ModelConfig, RopeConfig
 from manylora.models.weights import Part, Weights
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,13 +127,15 @@ def build_decoder(
     ``ranked``: build that rank's part of it.
     """
     names = config.names
-    rope = None
-    if config.rope is not None:
-        rope = Rotary(*rope_tables(config, max_positions, device))
+    ropes = {
+        rope: Rotary(*rope_tables(config, max_positions, device, rope))
+        for rope in {spec.attention.rope or config.rope for spec in config.layers}
+        if rope is not None
+    }
     vocab = None if ranked is None else ranked.share.vocab
     embedding = _embedding(config, weights, ranked)
     layers = tuple(
-        _layer(config, spec, weights, layer, rope, max_positions, ranked)
+        _layer(config, spec, weights, layer, ropes, max_positions, ranked)
         for layer, spec in enumerate(config.layers)
     )
     norm = _norm(config, weights, f"{names.body}{names.final_norm}") if config.final_norm else None
@@ -150,7 +146,7 @@ def build_decoder(
     head = embedding.tokens
     if not config.tie_embeddings:
         head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size), vocab))
-    return Decoder(config, ops, embedding, layers, Head(norm, project, head))
+    return Decoder(config, ops, embedding, layers, Head(norm, project, head, config.logit_cap))
 
 
 def _embedding(config: ModelConfig, weights: Weights, ranked: RankedModel | None) -> Embedding:
@@ -164,9 +160,11 @@ def _embedding(config: ModelConfig, weights: Weights, ranked: RankedModel | None
         rows = config.max_position_embeddings + config.position_offset
         table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
         positions = table[config.position_offset :]
+    # Rounded to the weights' dtype, as transformers does.
+    scale = float(torch.tensor(config.embedding_scale, dtype=tokens.data.dtype))
     if ranked is not None:
-        return RankedEmbedding(tokens, project, positions, ranked.share.vocab, ranked.peers)
-    return Embedding(tokens, project, positions)
+        return RankedEmbedding(tokens, project, positions, scale, ranked.share.vocab, ranked.peers)
+    return Embedding(tokens, project, positions, scale)
 
 
 def _layer(
@@ -174,79 +172,71 @@ def _layer(
     spec: LayerSpec,
     weights: Weights,
     layer: int,
-    rope: Rotary | None,
+    ropes: Mapping[RopeConfig, Rotary],
     max_positions: int,
     ranked: RankedModel | None,
 ) -> Layer:
     names = config.names
     prefix = f"{names.layer_prefix}{layer}."
-    shares: Sequence[LinearShare | None] = [None] * 4 if ranked is None else ranked.share.linears(spec)
-    of_qkv, of_out, of_first, of_second = shares
 
-    def linear(described: LinearSpec, share: LinearShare | None) -> LoraLinear:
-        if ranked is None or share is None:
-            return _linear(described, weights, prefix, layer)
-        return _ranked_linear(described, share, ranked, weights, prefix, layer)
+    def linear(described: LinearSpec) -> LoraLinear:
+        return _linear(described, ranked, weights, prefix, layer)
 
     head_norm = None
-    qkv = linear(spec.attention.qkv, of_qkv)
+    qkv = linear(spec.attention.qkv)
     if spec.attention.has_head_norm:
-        shape = (config.head_dim,)
         head_norm = HeadNorm(
-            weights.take(Part(f"{prefix}{names.query_norm}.weight", shape)),
-            weights.take(Part(f"{prefix}{names.key_norm}.weight", shape)),
+            _norm_weight(config, weights, f"{prefix}{names.query_norm}", config.head_dim),
+            _norm_weight(config, weights, f"{prefix}{names.key_norm}", config.head_dim),
             config.norm_eps,
         )
-    window = spec.attention.window
+    window, rope = spec.attention.window, spec.attention.rope or config.rope
     attention = Attention(
         qkv=qkv,
-        out=linear(spec.attention.out, of_out),
+        out=linear(spec.attention.out),
         head_norm=head_norm,
-        rope=rope,
+        rope=None if rope is None else ropes[rope],
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        scale=config.attention_scale,
         # A window as long as the longest context hides nothing: spare the kernels the test.
         window=None if window is None or window >= max_positions else window,
+        soft_cap=config.score_cap,
     )
-    first, second = linear(spec.mlp.first, of_first), linear(spec.mlp.second, of_second)
-    mlp: GatedMlp | PlainMlp = GatedMlp(first, second)
+    first, second = linear(spec.mlp.first), linear(spec.mlp.second)
+    mlp: GatedMlp | PlainMlp = GatedMlp(first, second, spec.mlp.activation)
     if not spec.mlp.is_gated:
-        mlp = PlainMlp(first, second, _ACTIVATIONS[spec.mlp.activation])
-    attention_norm = _norm(config, weights, f"{prefix}{names.attention_norm}")
-    mlp_norm = _norm(config, weights, f"{prefix}{names.mlp_norm}")
-    order = PreNormLayer if config.norm_before else PostNormLayer
-    return order(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)
+        mlp = PlainMlp(first, second, ACTIVATIONS[spec.mlp.activation])
+
+    def norm(name: str) -> Norm:
+        return _norm(config, weights, f"{prefix}{name}")
+
+    attention_norm, mlp_norm = norm(names.attention_norm), norm(names.mlp_norm)
+    if not config.norm_before:
+        return PostNormLayer(attention, attention_norm, mlp, mlp_norm)
+    attention_after, mlp_after = (
+        None if name is None else norm(name) for name in (names.attention_after, names.mlp_after)
+    )
+    return PreNormLayer(attention_norm, attention, mlp_norm, mlp, attention_after, mlp_after)
 
 
-def _linear(spec: LinearSpec, weights: Weights, prefix: str, layer: int) -> LoraLinear:
-    group = spec.group
-
-    def parts(kind: str, *inner: int) -> list[Part]:
-        return [Part(f"{prefix}{p.module}.{kind}", (p.out_features, *inner)) for p in group.projections]
-
-    weight = _matrix(weights, *parts("weight", group.in_features))
-    return LoraLinear(group, layer, weight, weights.take(*parts("bias")) if spec.has_bias else None)
-
-
-def _ranked_linear(
-    spec: LinearSpec, share: LinearShare, ranked: RankedModel, weights: Weights, prefix: str, layer: int
+def _linear(
+    spec: LinearSpec, ranked: RankedModel | None, weights: Weights, prefix: str, layer: int
 ) -> LoraLinear:
-    projections = list(zip(spec.group.projections, share.outputs, strict=True))
-    matrices = [
-        Part(
-            f"{prefix}{p.module}.weight",
-            (p.out_features, p.in_features),
-            None if len(rows) == p.out_features else rows,
-            None if len(share.inputs) == p.in_features else share.inputs,
-        )
-        for p, rows in projections
-    ]
+    share = None if ranked is None else ranked.share.linear(spec)
+    rows = [None] * len(spec.group.projections) if share is None else share.outputs
+    columns = None if share is None or share.kind == "column" else share.inputs
+    projections = list(zip(spec.group.projections, rows, strict=True))
+    matrices = (
+        Part(f"{prefix}{p.module}.weight", (p.out_features, p.in_features), r, columns)
+        for p, r in projections
+    )
     weight = _matrix(weights, *matrices)
     bias = None
     # What the ranks add up has its bias once.
-    if spec.has_bias and (share.kind == "column" or ranked.share.place.rank == 0):
-        vectors = [Part(f"{prefix}{p.module}.bias", (p.out_features,), rows) for p, rows in projections]
-        bias = weights.take(*vectors)
+    if spec.has_bias and (columns is None or ranked is None or ranked.share.place.rank == 0):
+        bias = weights.take(*(Part(f"{prefix}{p.module}.bias", (p.out_features,), r) for p, r in projections))
+    if ranked is None or share is None:
+        return LoraLinear(spec.group, layer, weight, bias)
     return RankedLinear(share.group, layer, weight, bias, share, ranked.share.is_sharded, ranked.peers)
 
 
@@ -258,7 +248,12 @@ def _norm(config: ModelConfig, weights: Weights, name: str) -> Norm:
     shape = (config.hidden_size,)
     if not config.norm_affine:
         return LayerNorm(config.hidden_size, None, None, config.norm_eps)
-    weight = weights.take(Part(f"{name}.weight", shape))
+    weight = _norm_weight(config, weights, name, config.hidden_size)
     if config.norm == "rms":
         return RmsNorm(weight, config.norm_eps)
     return LayerNorm(config.hidden_size, weight, weights.take(Part(f"{name}.bias", shape)), config.norm_eps)
+
+
+def _norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> torch.Tensor:
+    weight = weights.take(Part(f"{name}.weight", (size,)))
+    return weight if config.norm_offset == 0 else weight.float() + config.norm_offset

@@ -68,6 +68,12 @@ class Fields:
             self.fail(f"{name} must be above 0, got {value!r}")
         return value
 
+    def positive_or_none(self, name: str, default: float | None) -> float | None:
+        """A number above 0; null is None."""
+        if name in self:
+            return self.positive(name)
+        return None if name in self._raw else default
+
     def number_or_none(self, name: str) -> float | None:
         return self.number(name, 0.0) if name in self else None
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from manylora.devices.peers import Peers
 from manylora.kernels.ops import ColdProducts, HeadNorm, Ops, Rotary, StepBatch, Summands
-from manylora.kernels.shapes import ProjectionGroup
+from manylora.kernels.shapes import Activation, ProjectionGroup
 from manylora.kernels.weight import Weight
 from manylora.models.share import LinearShare
 
@@ -61,13 +61,13 @@ class LoraLinear:
             x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
         )
 
-    def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """The gated product of gate and up side by side: silu(gate) * up, ``[T, I]``."""
+    def gated(self, x: torch.Tensor, step: Step, activation: Activation) -> torch.Tensor:
+        """The gated product of gate and up side by side: activation(gate) * up, ``[T, I]``."""
         cold = step.batch.cold
         if cold is not None:
-            return step.ops.silu_mul(self._beside(cold, x, step).whole)
+            return step.ops.gate_mul(self._beside(cold, x, step).whole, activation)
         return step.ops.lora_gated(
-            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
+            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora, activation
         )
 
     def _beside(self, cold: ColdProducts, x: torch.Tensor, step: Step) -> Summands:
@@ -137,6 +137,7 @@ class Attention:
     head_dim: int
     scale: float
     window: int | None
+    soft_cap: float | None
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
@@ -166,22 +167,24 @@ class Attention:
                 self.head_norm,
                 qkv.adapted,
             )
-        return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, self.window)
+        limits = self.window, self.soft_cap
+        return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, *limits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     gate_up: LoraLinear
     down: LoraLinear
+    activation: Activation
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
         return self.gate_up, self.down
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        return self.down(self.gate_up.gated(x, step), step)
+        return self.down(self.gate_up.gated(x, step, self.activation), step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,12 +221,17 @@ class Layer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreNormLayer:
-    """Norms before attention and MLP; each residual sum is fused into the norm that follows it."""
+    """Norms before attention and MLP; each residual sum is fused into the norm that follows it.
+
+    ``attention_after``, ``mlp_after``: norms of what attention and MLP add, where there are such (Gemma).
+    """
 
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
     mlp: GatedMlp | PlainMlp
+    attention_after: Norm | None = None
+    mlp_after: Norm | None = None
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
@@ -236,8 +244,13 @@ class PreNormLayer:
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
             mixed, residual, step = mixed[rows], residual[rows], step.of_sampled()
-        normal, residual = self.mlp_norm(self.attention.out(mixed, step), residual, step.ops)
-        return self.mlp(normal, step), residual
+        more = _normal(self.attention_after, self.attention.out(mixed, step), step.ops)
+        normal, residual = self.mlp_norm(more, residual, step.ops)
+        return _normal(self.mlp_after, self.mlp(normal, step), step.ops), residual
+
+
+def _normal(norm: Norm | None, x: Summands, ops: Ops) -> Summands:
+    return x if norm is None else Summands(norm(x, None, ops)[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -273,9 +286,13 @@ class Embedding:
     tokens: Weight
     project: Weight | None
     positions: torch.Tensor | None
+    scale: float
+    """1: there is none."""
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
         x = self.looked_up(batch)
+        if self.scale != 1.0:
+            x = x.mul_(self.scale)
         if self.project is not None:
             x = functional.linear(x, self.project.data)
         if self.positions is not None:
@@ -289,11 +306,13 @@ class Embedding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``."""
+    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``;
+    ``soft_cap`` of the logits."""
 
     norm: Norm | None
     project: Weight | None
     weight: Weight
+    soft_cap: float | None
 
     def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``."""
@@ -303,7 +322,10 @@ class Head:
             last = stream(x, residual)
         if self.project is not None:
             last = functional.linear(last, self.project.data)
-        return ops.linear(last, self.weight, None).float()
+        logits = ops.linear(last, self.weight, None).float()
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -323,12 +345,12 @@ class RankedLinear(LoraLinear):
             self.peers.add_up(y, "base")
         return Summands(y)
 
-    def gated(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, step: Step, activation: Activation) -> torch.Tensor:
         ops, plan = step.ops, step.batch.lora
         if plan is not None and self.is_sharded:
-            return ops.silu_mul(self._adapted(x, step))
+            return ops.gate_mul(self._adapted(x, step), activation)
         lies = step.pool, self.layer, self.share.adapted
-        return ops.lora_gated(x, self.weight, self.bias, *lies, plan)
+        return ops.lora_gated(x, self.weight, self.bias, *lies, plan, activation)
 
     def _summands(self, x: torch.Tensor, step: Step) -> Summands:
         """Where adapters need no exchange."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import cast
 
+from manylora.kernels.shapes import Activation
 from manylora.models.fields import Fields
-from manylora.models.spec import Activation, ModelConfig, TensorNames, dense_layer
+from manylora.models.spec import ModelConfig, TensorNames, dense_layer
 
 _NAMES = TensorNames(
     body="model.decoder.",

@@ -15,23 +15,24 @@ from manylora.models.spec import ModelConfig, RopeConfig
 
 
 def rope_tables(
-    config: ModelConfig, max_positions: int, device: torch.device
+    config: ModelConfig, max_positions: int, device: torch.device, rope: RopeConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin), float32 ``[max_positions, head_dim / 2]``, yarn's or longrope's attention factor multiplied in.
 
-    Of longrope ``config.long_from`` rows for short contexts come before those for long ones. The config must have
-    rope settings.
+    ``rope``: if it is not the config's own, which there must be then. Of longrope, rows for short contexts
+    (``original_max_positions`` of them) come before those for long ones.
     """
-    rope = config.rope
+    rope = rope or config.rope
     if rope is None:
         raise ValueError("the model has learned positions, not rotary ones")
     # On the CPU whatever the device: pow and cos differ in the last bit between devices.
     inverse, attention_factor = _frequencies(rope, config.head_dim, config.max_position_embeddings)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
-    if config.long_from is not None:
+    if rope.kind == "longrope":
         short = dataclasses.replace(rope, long_factors=rope.short_factors)
         inverse, _ = _frequencies(short, config.head_dim, config.max_position_embeddings)
-        angles = torch.cat((torch.arange(config.long_from, dtype=torch.float32)[:, None] * inverse, angles))
+        first = torch.arange(rope.original_max_positions, dtype=torch.float32)[:, None]
+        angles = torch.cat((first * inverse, angles))
     return (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
 
 

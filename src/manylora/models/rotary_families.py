@@ -67,7 +67,7 @@ def _read_rotary(
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
-    head_dim = _head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
+    head_dim = read_head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
     layer = dense_layer(
         _NAMES,
         hidden=hidden_size,
@@ -93,7 +93,7 @@ def _read_rotary(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope=_read_rope(fields, max_positions, head_dim),
+        rope=read_rope(fields, max_positions, head_dim),
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
@@ -102,9 +102,10 @@ def _read_rotary(
     )
 
 
-def _head_dim(
+def read_head_dim(
     fields: Fields, hidden_size: int, num_heads: int, num_kv_heads: int, default: int | None
 ) -> int:
+    """The size of a head. Raises ModelError where heads do not come out even."""
     if num_heads % num_kv_heads:
         fields.fail(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
@@ -122,12 +123,20 @@ def _head_dim(
     return head_dim
 
 
-def _read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+def read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     """Rope settings in either spelling, with transformers' precedence. Raises ModelError."""
     empty = Fields({}, fields.origin)
     rope = fields.object_or_none("rope_scaling") or fields.object_or_none("rope_parameters") or empty
     if nested := rope.objects():
         rope.fail(f"settings by layer type ({', '.join(nested)}) are not supported")
+    theta = fields.number("rope_theta", 10000.0) if "rope_theta" in fields else 10000.0
+    return rope_of(rope, fields, max_positions, head_dim, theta)
+
+
+def rope_of(
+    rope: Fields, fields: Fields, max_positions: int, head_dim: int, default_theta: float
+) -> RopeConfig:
+    """Rope settings of one object of the config.json that is ``fields``. Raises ModelError."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     supported = get_args(RopeKind)
     if kind not in supported:
@@ -135,10 +144,9 @@ def _read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
     for place in (rope, fields):
         if place.number_or_none("partial_rotary_factor") not in (None, 1):
             place.fail("partial_rotary_factor is only supported as 1")
-    theta_place = rope if "rope_theta" in rope else fields
-    theta = theta_place.number("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", default_theta) if "rope_theta" in rope else default_theta
     if theta <= 1:
-        theta_place.fail(f"rope_theta must be above 1, got {theta!r}")
+        (rope if "rope_theta" in rope else fields).fail(f"rope_theta must be above 1, got {theta!r}")
     config = RopeConfig(kind=cast(RopeKind, kind), theta=theta)
     if kind == "default":
         return config
@@ -194,6 +202,13 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if kinds is None:
         first = fields.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return windows_of(fields, kinds, num_layers, window)
+
+
+def windows_of(
+    fields: Fields, kinds: tuple[str, ...], num_layers: int, window: int | None
+) -> tuple[int | None, ...]:
+    """The layers' windows by layer_types: ``window`` where a layer's is sliding_attention. Raises ModelError."""
     if len(kinds) != num_layers:
         fields.fail(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
     for kind in sorted(set(kinds)):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
 
 from manylora.kernels.cuts import MOST_RANKS, RankPlace, possible_counts
 from manylora.kernels.shapes import (
@@ -31,9 +30,7 @@ from manylora.kernels.shapes import (
     adapter_geometry,
     distinct_groups,
 )
-from manylora.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelConfig, ModelError
-
-Kind = Literal["column", "row"]
+from manylora.models.spec import Cut, Heads, LinearSpec, ModelConfig, ModelError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +42,7 @@ class LinearShare:
     Of x and y as the linear has them here, adapters read the columns ``read`` and add to the columns ``added``.
     """
 
-    kind: Kind
+    kind: Cut
     group: ProjectionGroup
     outputs: tuple[range, ...]
     inputs: range
@@ -84,7 +81,11 @@ class ModelShare:
     @cached_property
     def config(self) -> ModelConfig:
         """The model as this rank sees it: its own heads and widths. Vocabulary and hidden size are the whole's."""
-        layers = tuple(self._layer(layer) for layer in self.whole.layers)
+
+        def mine(linear: LinearSpec) -> LinearSpec:
+            return dataclasses.replace(linear, group=self.linear(linear).group)
+
+        layers = tuple(layer.with_linears(mine) for layer in self.whole.layers)
         return dataclasses.replace(
             self.whole,
             layers=layers,
@@ -119,15 +120,18 @@ class ModelShare:
     @cached_property
     def adapted_layers(self) -> tuple[tuple[ProjectionGroup, ...], ...]:
         """Each layer's groups as adapters have them here."""
-        return tuple(tuple(share.adapted for share in self.linears(layer)) for layer in self.whole.layers)
+        return tuple(
+            tuple(self.linear(linear).adapted for linear in layer.linears) for layer in self.whole.layers
+        )
 
     @cached_property
     def cuts(self) -> tuple[AdapterCut, ...]:
         """For each projection of the adapters' table, what this rank has of it."""
         found = {
-            share.adapted: (group, share)
+            share.adapted: (linear.group, share)
             for layer in self.whole.layers
-            for group, share in zip(layer.groups, self.linears(layer), strict=True)
+            for linear in layer.linears
+            for share in (self.linear(linear),)
         }
         return tuple(
             AdapterCut(whole, share.a_columns, rows)
@@ -135,18 +139,20 @@ class ModelShare:
             for whole, rows in zip(group.projections, share.b_rows, strict=True)
         )
 
-    def linears(self, layer: LayerSpec) -> tuple[LinearShare, LinearShare, LinearShare, LinearShare]:
-        """Of a layer of the whole model: qkv, the attention's output, the MLP's first and second."""
-        attention, mlp = layer.attention, layer.mlp
-        size = self.whole.head_dim
-        heads, kv_heads = _times(self.heads, size), _times(self.kv_heads, size)
-        inner = [self.place.cut(p.out_features, self.unit) for p in mlp.first.group.projections]
-        return (
-            self._column(attention.qkv.group, (heads, kv_heads, kv_heads)),
-            self._row(attention.out.group, heads),
-            self._column(mlp.first.group, inner),
-            self._row(mlp.second.group, self.place.cut(mlp.second.group.in_features, self.unit)),
-        )
+    def linear(self, linear: LinearSpec) -> LinearShare:
+        """Of a linear of the whole model."""
+        group = linear.group
+        if linear.cut == "row":
+            return self._row(group, self._part(group.in_features, linear.heads[0] if linear.heads else None))
+        parts = zip(group.projections, linear.heads or [None] * len(group.projections), strict=True)
+        return self._column(group, [self._part(p.out_features, heads) for p, heads in parts])
+
+    def _part(self, features: int, heads: Heads | None) -> range:
+        """Of so many features: those of this rank's heads, or any."""
+        if heads is None:
+            return self.place.cut(features, self.unit)
+        mine, size = self.heads if heads == "query" else self.kv_heads, self.whole.head_dim
+        return range(mine.start * size, mine.stop * size)
 
     def _column(self, group: ProjectionGroup, outputs: Sequence[range]) -> LinearShare:
         whole = range(group.in_features)
@@ -178,22 +184,6 @@ class ModelShare:
             added=added,
         )
 
-    def _layer(self, layer: LayerSpec) -> LayerSpec:
-        qkv, out, first, second = self.linears(layer)
-        return LayerSpec(
-            dataclasses.replace(
-                layer.attention,
-                qkv=LinearSpec(qkv.group, layer.attention.qkv.has_bias),
-                out=LinearSpec(out.group, layer.attention.out.has_bias),
-            ),
-            MlpSpec(
-                LinearSpec(first.group, layer.mlp.first.has_bias),
-                LinearSpec(second.group, layer.mlp.second.has_bias),
-                layer.mlp.activation,
-                layer.mlp.is_gated,
-            ),
-        )
-
 
 def check_count(config: ModelConfig, count: int, most: int = MOST_RANKS) -> None:
     """Raises ModelError, in one line, where the model cannot be shared out among so many ranks."""
@@ -217,7 +207,3 @@ def _of_widths(group: ProjectionGroup, inputs: int, outputs: Sequence[range]) ->
         for p, columns in zip(group.projections, outputs, strict=True)
     )
     return ProjectionGroup(group.name, tuple(projections))
-
-
-def _times(units: range, size: int) -> range:
-    return range(units.start * size, units.stop * size)

@@ -8,9 +8,10 @@ Does not know how any family spells these things in its config.json: that is the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
-from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, distinct_groups
+from manylora.kernels.shapes import Activation, PageShape, Projection, ProjectionGroup, distinct_groups
 
 
 class ModelError(ValueError):
@@ -18,7 +19,10 @@ class ModelError(ValueError):
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-Activation = Literal["silu", "relu", "gelu"]
+
+
+Cut = Literal["column", "row"]
+Heads = Literal["query", "key"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,9 @@ class TensorNames:
     attention_out: str
     mlp_in: tuple[str, ...]
     mlp_out: str
+    attention_after: str | None = None
+    """A norm of what attention adds to the stream; ``mlp_after``: of what the MLP adds. None: there is none."""
+    mlp_after: str | None = None
     qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
@@ -76,21 +83,28 @@ class TensorNames:
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """Projections side by side, which one product computes; all of them have biases or none has."""
+    """Projections side by side, which one product computes; all of them have biases or none has.
+
+    ``cut``: what ranks have parts of: "column": of the outputs; "row": of the inputs. ``heads``: which heads those
+    features are of, by projection (of a row linear, once); none: they are cut anywhere.
+    """
 
     group: ProjectionGroup
     has_bias: bool = False
+    cut: Cut = "column"
+    heads: tuple[Heads, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """``qkv``: of q, k and v. ``window``: how many latest positions a query sees (None: all). ``has_head_norm``: q
-    and k are normalised head by head."""
+    and k are normalised head by head. ``rope``: where it is not the model's."""
 
     qkv: LinearSpec
     out: LinearSpec
     window: int | None = None
     has_head_norm: bool = False
+    rope: RopeConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +125,27 @@ class LayerSpec:
     mlp: MlpSpec
 
     @property
-    def groups(self) -> tuple[ProjectionGroup, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """What LoRA may adapt, in order of use."""
-        linears = (self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second)
-        return tuple(linear.group for linear in linears)
+        return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
 
-    def with_window(self, window: int | None) -> LayerSpec:
-        return dataclasses.replace(self, attention=dataclasses.replace(self.attention, window=window))
+    @property
+    def groups(self) -> tuple[ProjectionGroup, ...]:
+        """Of its linears."""
+        return tuple(linear.group for linear in self.linears)
+
+    def with_linears(self, change: Callable[[LinearSpec], LinearSpec]) -> LayerSpec:
+        """The layer with each linear changed so."""
+        attention, mlp = self.attention, self.mlp
+        return LayerSpec(
+            dataclasses.replace(attention, qkv=change(attention.qkv), out=change(attention.out)),
+            dataclasses.replace(mlp, first=change(mlp.first), second=change(mlp.second)),
+        )
+
+    def with_window(self, window: int | None, rope: RopeConfig | None = None) -> LayerSpec:
+        """The layer with this window and, if it is not the model's, this rope."""
+        attention = dataclasses.replace(self.attention, window=window, rope=rope)
+        return dataclasses.replace(self, attention=attention)
 
 
 def dense_layer(
@@ -143,13 +171,13 @@ def dense_layer(
     second = (Projection(names.mlp_out, inner, hidden),)
     return LayerSpec(
         AttentionSpec(
-            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias),
-            LinearSpec(ProjectionGroup("o", out), out_bias),
+            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias, heads=("query", "key", "key")),
+            LinearSpec(ProjectionGroup("o", out), out_bias, "row", ("query",)),
             has_head_norm=has_head_norm,
         ),
         MlpSpec(
             LinearSpec(ProjectionGroup("gate_up" if is_gated else "fc1", first), mlp_bias),
-            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias),
+            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias, "row"),
             activation,
             is_gated,
         ),
@@ -163,7 +191,10 @@ class ModelConfig:
     ``layers``: in order; they may differ, but all have the same heads. ``intermediate_size``: the widest MLP's.
     ``rope``: None where positions are learned; their table then starts with ``position_offset`` unused rows.
     ``embedding_size`` differs from ``hidden_size`` only where the embeddings are projected (opt-350m).
-    ``norm_before``: norms before attention and MLP, rather than after each residual sum.
+    ``norm_before``: norms before attention and MLP, rather than after each residual sum. ``norm_offset``: added to
+    the norms' stored weights, in float32.
+    ``own_attention_scale``: where it is not ``head_dim ** -0.5``. ``score_cap``, ``logit_cap``: soft caps c, which
+    turn s into ``c * tanh(s / c)``. ``embedding_scale``: times which a token's embedding enters the stream.
     ``dtype``: the checkpoint's own, a torch dtype's name.
     """
 
@@ -187,9 +218,20 @@ class ModelConfig:
     norm_affine: bool = True
     final_norm: bool = True
     position_offset: int = 0
+    norm_offset: float = 0.0
+    own_attention_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "float32"
+
+    @property
+    def attention_scale(self) -> float:
+        """Times which scores are taken."""
+        scale = self.own_attention_scale
+        return float(self.head_dim**-0.5) if scale is None else scale
 
     @property
     def context(self) -> int:

@@ -5,8 +5,8 @@ Owns the notes, and the hashes of blocks below which something was lost. Knows n
 
 from __future__ import annotations
 
-from manylora.policy.routing.hashing import BLOCK_BYTES, block_hash, prefix_root
 from manylora.policy.tree import Node, subtree
+from manylora.protocol.hashing import BLOCK_BYTES, block_hash, prefix_root
 from manylora.types import BASE, AdapterId
 
 

@@ -63,7 +63,7 @@ class StepDone:
     finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy was to
     bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s`` the step
     stood still for copies or for the CPU, as far as it is known. ``cpu_s``: how long the CPU computed for the
-    step's cold rows, its busiest worker; ``cpu_workers``: how many workers there are by now, -1 where no row was
+    step's cold rows, its busiest thread; ``cpu_workers``: how many threads there are by now, -1 where no row was
     the CPU's.
     """
 

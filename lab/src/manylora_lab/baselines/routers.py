@@ -8,12 +8,12 @@ from typing import Annotated
 
 from manylora.config.declaring import setting
 from manylora.config.routing import BatchParameters, DloraParameters, Number
-from manylora.policy.routing.dlora_proactive import DloraProactive
-from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.policy import RoutingPolicy
-from manylora.policy.routing.replicas import ReplicaState
-from manylora.policy.routing.requests import LiveRequest
 from manylora.protocol.routing import ON_DEVICE
+from manylora.router.fleet import Fleet
+from manylora.router.policies.dlora import DloraProactive
+from manylora.router.policies.policy import RoutingPolicy
+from manylora.router.replicas import ReplicaState
+from manylora.router.requests import LiveRequest
 from manylora.rules import FINITE, more_than
 from manylora.types import BASE
 

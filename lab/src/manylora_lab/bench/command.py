@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from manylora.flags import FLAGS
+from manylora.flags import ALL_FLAGS
 from manylora.options import add_flag, settings_of
 from manylora_lab.bench import clairvoyant_command, simulate_command
 from manylora_lab.bench.kernels.command import add_parser as add_kernels_parser
@@ -47,7 +47,7 @@ _REPORT: tuple[Option, ...] = (
     ("--plot", Path, "FILE", "draw times to the first token, between tokens, and requests over time"),
 )
 # --seed is the workload's here: requests are greedy.
-_ENGINE = [flag for flag in FLAGS if not flag.is_http and flag.name != "seed"]
+_ENGINE = [flag for flag in ALL_FLAGS if not flag.is_http and flag.name != "seed"]
 _CLIENT: tuple[Option, ...] = (
     ("--url", str, "URL", "a running OpenAI-compatible server"),
     ("--api-key", str, "KEY", "for the server"),

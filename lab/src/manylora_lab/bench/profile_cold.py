@@ -1,7 +1,7 @@
-"""What cold starts take on this machine, for a profile: products on CPU workers, how
+"""What cold starts take on this machine, for a profile: products on CPU threads, how
 a step's time is shared out among its layer groups, and what awaited copies cost their steps.
 
-Builds one engine with workers, and closes it. Does not know the profile's other measurements.
+Builds one engine, and closes it. Does not know the profile's other measurements.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manylora.assist.workers import Workers, WorkersFailed
 from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
 from manylora.devices.device import open_device
 from manylora.executor.build import build_worker
-from manylora.executor.cold_rows import READY_S, TimedProduct, start_workers
+from manylora.executor.cpu_lora import CpuLora, CpuLoraLate, TimedProduct
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
@@ -80,7 +79,7 @@ def measure_cold(
     page = config.page_shape(policy.page_tokens, dtype.itemsize)
     geometry = adapter_geometry(page, config.layer_groups)
     needed = TimedProduct(geometry, max(RANKS)).num_pages
-    host = HostPool(needed, page, dtype, open_device("cpu"), is_lent=True)
+    host = HostPool(needed, page, dtype, open_device("cpu"))
     try:
         cores = num_cores()
         points, handover_s = measure_products(
@@ -100,20 +99,20 @@ def measure_products(
     tokens: Sequence[int] = TOKENS,
     ranks: Sequence[int] = RANKS,
 ) -> tuple[tuple[CpuPoint, ...], float]:
-    """Products on so many workers each, and what handing one over takes beside: the least of some rounds, each of
-    a few runs. Raises ConfigError where the workers fail."""
+    """Products on so many threads each, and what handing one over takes beside: the least of some rounds, each of
+    a few runs. Raises ConfigError where the threads are late."""
     products = {rank: TimedProduct(geometry, rank) for rank in ranks}
     busy: dict[tuple[int, int, int], list[float]] = {}
     besides: list[float] = []
     for _ in range(_ROUNDS):
         for count in counts:
-            workers = start_workers(host, geometry, count)
+            cpu = CpuLora(geometry, host, count)
             try:
-                _time_all(workers, products, tokens, count, busy, besides)
-            except WorkersFailed as error:
+                _time_all(cpu, products, tokens, count, busy, besides)
+            except CpuLoraLate as error:
                 raise ConfigError(f"products on the CPU could not be measured: {error}") from error
             finally:
-                workers.close()
+                cpu.close()
     points = tuple(
         CpuPoint(
             number, products[rank].num_bytes, count, rounded(min(seconds)), place % _HELD_OUT == _HELD_OUT - 1
@@ -124,19 +123,17 @@ def measure_products(
 
 
 def _time_all(
-    workers: Workers,
+    cpu: CpuLora,
     products: Mapping[int, TimedProduct],
     tokens: Sequence[int],
     count: int,
     busy: dict[tuple[int, int, int], list[float]],
     besides: list[float],
 ) -> None:
-    if not workers.wait_ready(READY_S):
-        raise WorkersFailed("they do not begin")
     for rank, number in itertools.product(products, tokens):
         if number < count:
             continue
-        own_s, whole_s = products[rank].seconds(workers, number, count)
+        own_s, whole_s = products[rank].seconds(cpu, number, count)
         busy.setdefault((count, rank, number), []).append(own_s)
         besides.append(whole_s - own_s)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from manylora.options import SIZING, add_settings, settings_of
 
-_ENGINE = (*SIZING, "tensor_parallel_size", "lora_sharding", "cuda_graphs")
+_ENGINE = (*SIZING, "pipeline_depth", "tensor_parallel_size", "lora_sharding", "cuda_graphs")
 _EXAMPLES = """\
 examples:
   manylora profile --model ./llama --out llama-here.json

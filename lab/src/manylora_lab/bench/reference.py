@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from manylora.kernels.ops import (
+    ACTIVATIONS,
     AttentionRows,
     ComposedOps,
     LoraSegments,
@@ -23,7 +24,7 @@ from manylora.kernels.ops import (
     Summands,
     of_adapters,
 )
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.weight import Weight
 
 
@@ -101,6 +102,7 @@ class ReferenceOps(ComposedOps):
         plan: ReferenceAttentionPlan,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         heads, dim = q.shape[1:]
         page_tokens, kv_heads = pool.shape[3:5]
@@ -122,6 +124,8 @@ class ReferenceOps(ComposedOps):
             for head in range(heads):
                 group = head * kv_heads // heads
                 scores = wide(q[first:last, head]) @ wide(k[:, group]).T * scale
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
                 weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
                 out[first:last, head] = (weights @ wide(v[:, group])).to(q.dtype)
         return out.view(q.shape[0], heads * dim)
@@ -200,7 +204,7 @@ class ReferenceOps(ComposedOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         exact = wide(x)
         normal = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * normal.to(x.dtype)
+        return (weight * normal.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
         self,
@@ -224,6 +228,6 @@ class ReferenceOps(ComposedOps):
 
         return rotate(q), rotate(k)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         gate, up = wide(gate_up).chunk(2, dim=-1)
-        return (functional.silu(gate) * up).to(gate_up.dtype)
+        return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)

@@ -133,7 +133,7 @@ def lora(
 
 def silu_mul(gate_up: Bounded, dtype: torch.dtype) -> Bounded:
     """The product, not yet rounded; the activation may have been, before the product."""
-    exact = _REFERENCE.silu_mul(gate_up.exact)
+    exact = _REFERENCE.gate_mul(gate_up.exact)
     (gate, up), (gate_off, up_off) = gate_up.exact.chunk(2, -1), gate_up.error.chunk(2, -1)
     active, active_off = torch.nn.functional.silu(gate).abs(), _STEEPEST_SILU * gate_off
     # An exponential's argument is rounded, too.
@@ -207,19 +207,22 @@ def attention(
     page: PageShape,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
 ) -> Bounded:
     """The attention, not yet rounded; weights have been, before they meet the values."""
     dtype, roundoff = q.dtype, accumulator(q.dtype)
     own = pool[:, layer : layer + 1].to(torch.float64, copy=True)
     plan = _REFERENCE.plan_attention(rows, page, q.device)
-    exact = _REFERENCE.attention(q.double(), own, 0, plan, scale, window)
+    exact = _REFERENCE.attention(q.double(), own, 0, plan, scale, window, soft_cap)
     keys = own[:, 0, 0].nan_to_num().norm(dim=-1).amax((0, 1))  # of each key head, the longest
     own[:, 0, 1].abs_()
-    magnitude = _REFERENCE.attention(q.double(), own, 0, plan, scale, window)
+    magnitude = _REFERENCE.attention(q.double(), own, 0, plan, scale, window, soft_cap)
     # Of a logit: a product of D terms, no larger than the vectors' lengths allow, and an exponential's argument.
     heads = q.shape[1]
     logit = scale * q.double().norm(dim=-1) * keys.repeat_interleave(heads // len(keys))  # [T, heads]
     logit_off = (gamma(q.shape[-1] + 4, roundoff) + 4 * roundoff) * logit
+    # A cap's slope is 1 at most.
+    logit_off = logit_off + _FUNCTION * roundoff * (soft_cap or 0.0)
     context = int(rows.kv_len.max()) if len(rows.kv_len) else 0
     # Of the sum above and of the sum below; the largest logit, which is taken away, is off as well.
     sums = torch.expm1(2 * logit_off) + _FUNCTION * roundoff + gamma(2 * context + 2, roundoff)

@@ -19,12 +19,12 @@ from manylora.config import (
     MergeTimes,
     PolicyConfig,
     check_host_pool,
-    check_workers,
     is_import_name,
     lora_sharding_of,
 )
 from manylora.config.merging import says_something
-from manylora.flags import FLAGS, build_settings
+from manylora.config.policy import CACHE_NUMBERS, cache_numbers
+from manylora.flags import ALL_FLAGS, build_settings
 from manylora.policy.caches import find_cache
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
@@ -165,7 +165,6 @@ class SimulatedTarget:
             if config.mode == "cpu":
                 raise ConfigError(f"--cold-start cpu: {_NO_CPU}")
             return config
-        check_workers(config, self.cold.cores)
         return dataclasses.replace(config, num_workers=config.workers_of(self.cold.cores))
 
     def cold_costs(self, config: PolicyConfig) -> ColdCosts:
@@ -406,6 +405,7 @@ def config_of(
     }  # fmt: skip
     if given.get("fair_by") == "key":
         raise ConfigError("--fair-by key: a workload's requests have no API keys; simulate --fair-by adapter")
+    given["cache_set"] = _of_policy(given.get("cache_set", ()), given["cache_policy"])
     engine, _ = build_settings(given)
     page_bytes = target.shape.page_bytes(engine.cache.page_tokens)
     pool_bytes, merge = beside_pristine(
@@ -440,9 +440,15 @@ def config_of(
     )
 
 
+def _of_policy(texts: Sequence[str], policy: str) -> list[str]:
+    """Without the numbers that only other cache policies have."""
+    others = set(CACHE_NUMBERS) - set(cache_numbers(policy))
+    return [text for text in texts if text.partition("=")[0] not in others]
+
+
 def _says_something(name: str, mode: str) -> bool:
     """Whether a setting has to do with that mode of merging, or with none."""
-    fields = {flag.name: flag.field for flag in FLAGS if flag.section is MergeConfig}
+    fields = {flag.name: flag.field for flag in ALL_FLAGS if flag.section is MergeConfig}
     return name not in fields or says_something(fields[name], mode)
 
 

@@ -18,8 +18,8 @@ from manylora.config.routing import (
     split_setting,
 )
 from manylora.engine.journal import JournalWriter
-from manylora.policy.routing import find_router
 from manylora.protocol.routing import RankCosts
+from manylora.router.policies.policy import find_router
 from manylora.solving import solver_is_there, solving
 from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.bench.cluster_picture import draw_routers

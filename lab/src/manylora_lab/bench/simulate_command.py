@@ -39,7 +39,7 @@ cached, in the last line: the same requests with unlimited memory and all reside
 
 FLAG_NAMES = (
     "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens", "device_pool", "host_pool",
-    "cache_adapter_share", "cache_tau", "cache_window", "admission", "slo_ttft", "pipeline_depth",
+    "cache_set", "admission", "slo_ttft", "pipeline_depth",
     "scheduling_policy", "priority_floor", "priority_age", "fairness", "fair_by", "fair_weights", "fair_share",
     "adapter_batch_limit", "merge_copy", "merge_minority",
     "merge_starve", "merge_alpha", "merge_beta", "merge_dec", "merge_mul", "merge_window",
@@ -48,7 +48,7 @@ FLAG_NAMES = (
 )  # fmt: skip
 """Settings of the engine that a simulation knows."""
 
-_REMOVED = ("adapter_store", "adapter_store_size")
+_REMOVED = ("adapter_store", "adapter_store_size", "cache_adapter_share", "cache_tau", "cache_window")
 
 _CARDS = ("tensor_parallel_size", "lora_sharding")
 """Those of them that say what is simulated, not how it is served."""
@@ -136,7 +136,7 @@ def add_parser(kinds: Any) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from manylora.policy.routing import router_help
+    from manylora.router.policies.policy import router_help
     from manylora_lab.bench.simulate import SimulateSettings, run
     from manylora_lab.bench.simulate_cluster import ClusterSettings, run_cluster
     from manylora_lab.sim.cluster import REPORT_DELAY_S

@@ -179,7 +179,7 @@ def measure(repeats: int) -> dict[str, Any]:
     }
 
 
-PARTS = ("lora", "attention", "write_kv", "_rope", "rms_norm", "add_rms_norm", "silu_mul")
+PARTS = ("lora", "attention", "write_kv", "_rope", "rms_norm", "add_rms_norm", "gate_mul")
 
 
 def step_breakdown(

@@ -1,9 +1,9 @@
-"""Cold rows' products on the CPU: by the engine's workers, and by ways that no server offers (CaraServe §4.2).
+"""Cold rows' products on the CPU: by the engine's threads, and by ways that no server offers (CaraServe §4.2).
 
 Products are those of q, k and v of one adapter of random numbers, one for each layer, as in a prefill. Ways:
 
-- shared: the engine's worker processes over shared memory, each with a slice of the tokens;
-- socket: such processes that have rows and give results over domain sockets;
+- shared: the engine's threads over one memory, each with a slice of the tokens;
+- socket: processes with such a thread each, which have rows and give results over domain sockets;
 - threads: one process, torch's own threads.
 
 Invocations, with a thread that stands for the device, whose kernels take time and no core:
@@ -14,8 +14,10 @@ Invocations, with a thread that stands for the device, whose kernels take time a
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -26,21 +28,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from manylora.assist.orders import LentPool, Orders, Slice, cut, encoded, receive, send
-from manylora.assist.workers import Workers
-from manylora.config import MOST_CPU_TOKENS, num_cores
+from manylora.config import num_cores
 from manylora.devices.device import open_device
-from manylora.executor.cold_rows import READY_S, TimedProduct, as_numbers, start_workers
+from manylora.executor.cpu_lora import LATE_S, CpuLora, TimedProduct, cut
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.memory.host import HostPool
-from manylora_lab.reproduce.assist_socket import TOOK
 
 _HEAD_DIM, _PAGE_TOKENS = 128, 16
 _DTYPE = torch.bfloat16
 
 
 class AssistPool:
-    """The adapter in a lent host pool, and its numbers by layer: ``weights[layer]`` has A ``[rank, hidden]`` and B
+    """The adapter in a host pool, and its numbers by layer: ``weights[layer]`` has A ``[rank, hidden]`` and B
     ``[rank, hidden]`` of each of the three projections."""
 
     def __init__(self, hidden: int, layers: int, rank: int) -> None:
@@ -49,7 +48,7 @@ class AssistPool:
         self.geometry = adapter_geometry(page, ((group,),) * layers)
         self.hidden, self.layers, self.rank = hidden, layers, rank
         self.timed = TimedProduct(self.geometry, rank)
-        self.host = HostPool(self.timed.num_pages, page, _DTYPE, open_device("cpu"), is_lent=True)
+        self.host = HostPool(self.timed.num_pages, page, _DTYPE, open_device("cpu"))
         generator = torch.Generator().manual_seed(0)
         for number in range(self.timed.num_pages):
             own = self.host.page(number)
@@ -57,7 +56,7 @@ class AssistPool:
         self.weights = [
             [
                 (self._matrix(first_a, layer), self._matrix(first_b, layer))
-                for first_a, first_b, _ in (part.records[0] for part in self.timed.product.parts)
+                for first_a, first_b, _ in self.timed.records[0].tolist()
             ]
             for layer in range(layers)
         ]
@@ -74,14 +73,6 @@ class AssistPool:
         """float32 ``[T, 3 hidden]``."""
         wide = x.float()
         return torch.cat([wide @ a.float().T @ b.float() for a, b in self.weights[layer]], 1)
-
-    def place(self) -> LentPool:
-        assert self.host.descriptor is not None
-        geometry = self.geometry
-        size = self.host.num_pages * geometry.page.page_bytes
-        return LentPool(
-            self.host.descriptor, size, geometry.slab_elements, geometry.cell_elements, geometry.alignment
-        )
 
     def close(self) -> None:
         self.host.close()
@@ -113,41 +104,75 @@ class AssistWay(Protocol):
 
 
 class SharedWay:
-    """``count`` of the engine's workers, each of which takes as much as every other."""
+    """``count`` of the engine's threads, each of which takes as much as every other."""
 
     def __init__(self, pool: AssistPool, count: int) -> None:
         self._pool, self._count = pool, count
-        self._workers: Workers = start_workers(pool.host, pool.geometry, count)
-        if not self._workers.wait_ready(READY_S):
-            self._workers.close()
-            raise OSError("CPU workers do not begin")
+        self._cpu = CpuLora(pool.geometry, pool.host, count)
 
     def begin(self, num_tokens: int) -> None:
-        timed, jobs = self._pool.timed, [(layer, 0) for layer in range(self._pool.layers)]
         self._num_tokens = num_tokens
-        self._workers.slice_tokens = -(-num_tokens // self._count)
-        until = time.monotonic() + READY_S
-        # On a crowded machine a worker may still be about to end the prefill before.
-        while (step := self._workers.begin([num_tokens], jobs, [timed.product], [timed.offsets])) is None:
+        self._cpu.slice_tokens = -(-num_tokens // self._count)
+        until = time.monotonic() + LATE_S
+        # On a crowded machine a thread may still be about to end the prefill before.
+        while not self._cpu.begin(self._pool.timed.work(num_tokens, self._pool.layers)):
             if time.monotonic() > until:
-                raise OSError("no CPU worker is free")
-        self._step = step
+                raise OSError("CPU LoRA's threads do not end")
 
     def post(self, x: torch.Tensor) -> None:
-        self._step.rows(self._num_tokens, self._pool.hidden)[:] = as_numbers(x)
-        self._step.post()
+        self._cpu.rows(self._num_tokens, self._pool.hidden).copy_(x)
+        self._cpu.post()
 
     def take(self) -> np.ndarray:
-        return self._step.take(self._num_tokens, 3 * self._pool.hidden)
+        self._cpu.wait()
+        return np.asarray(self._cpu.results(self._num_tokens, 3 * self._pool.hidden).numpy())
 
     def busy_s(self) -> float:
-        return self._step.busy_s()
+        return self._cpu.busy_s()
 
     def end(self) -> None:
-        self._step.end()
+        self._cpu.end()
 
     def close(self) -> None:
-        self._workers.close()
+        self._cpu.close()
+
+
+_NUMBER = struct.Struct("<q")
+_TOOK = struct.Struct("<d")
+"""Before the results: for how many seconds they have been computed so far."""
+
+
+def _send(sock: socket.socket, message: bytes) -> None:
+    sock.sendall(_NUMBER.pack(len(message)) + message)
+
+
+def _receive(sock: socket.socket) -> bytes | None:
+    """The next message; None where the other side has ended."""
+    head = sock.recv(_NUMBER.size, socket.MSG_WAITALL)
+    return sock.recv(_NUMBER.unpack(head)[0], socket.MSG_WAITALL) if head else None
+
+
+def _serve_socket(arguments: list[str]) -> None:
+    """The life of a process behind a socket. ``arguments``: its core or -1, the descriptor of its socket, and what
+    the pool is made of."""
+    core, descriptor, *made_of = map(int, arguments)
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    pool = AssistPool(*made_of)
+    way = SharedWay(pool, 1)
+    with socket.socket(fileno=descriptor) as sock:
+        while (told := _receive(sock)) is not None:
+            (num_tokens,) = _NUMBER.unpack(told)
+            way.begin(num_tokens)
+            for _ in range(pool.layers):
+                sent = _receive(sock)
+                if sent is None:
+                    break
+                way.post(torch.frombuffer(bytearray(sent), dtype=_DTYPE).view(num_tokens, -1))
+                found = way.take()
+                _send(sock, _TOOK.pack(way.busy_s()) + found.tobytes())
+            way.end()
+    way.close()
 
 
 class SocketWay:
@@ -157,51 +182,43 @@ class SocketWay:
         self._pool = pool
         self._socks: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        place, cores = pool.place(), num_cores()
+        cores = num_cores()
         for number in range(count):
             ours, theirs = socket.socketpair()
-            numbers = (
-                number % cores if cores > count else -1, theirs.fileno(), MOST_CPU_TOKENS, pool.hidden,
-                3 * pool.hidden, "bfloat16",
-            )  # fmt: skip
-            command = [sys.executable, "-m", "manylora_lab.reproduce.assist_socket", *map(str, numbers)]
+            core = number % cores if cores > count else -1
+            numbers = core, theirs.fileno(), pool.hidden, pool.layers, pool.rank
+            command = [sys.executable, "-m", "manylora_lab.reproduce.assist_rig", *map(str, numbers)]
             self._processes.append(
-                subprocess.Popen(command, pass_fds=(theirs.fileno(), place.pool), stdin=subprocess.DEVNULL)
+                subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             )
             theirs.close()
-            send(ours, encoded(place))
             self._socks.append(ours)
 
     def begin(self, num_tokens: int) -> None:
-        timed, jobs = self._pool.timed, [(layer, 0) for layer in range(self._pool.layers)]
         shares = cut([num_tokens], -(-num_tokens // len(self._socks)), len(self._socks))
         self._results = np.empty((num_tokens, 3 * self._pool.hidden), np.float32)
-        self._given: list[tuple[socket.socket, Slice]] = []
-        for sock, slices in zip(self._socks, shares):
-            (own,) = slices
-            count = own.end - own.first
-            cells = [timed.offsets.astype("<i8").tobytes()]
-            send(sock, encoded(Orders(1, count, 0, jobs, [timed.product], cells, [Slice(0, 0, count)])))
-            self._given.append((sock, own))
-        self._busy_ns = [0] * len(self._given)
+        self._given: list[tuple[socket.socket, slice]] = []
+        for sock, ((_, first, end),) in zip(self._socks, (own.tolist() for own in shares)):
+            _send(sock, _NUMBER.pack(end - first))
+            self._given.append((sock, slice(first, end)))
+        self._busy_s = [0.0] * len(self._given)
 
     def post(self, x: torch.Tensor) -> None:
-        rows = as_numbers(x)
         for sock, own in self._given:
-            send(sock, rows[own.first : own.end].tobytes())
+            _send(sock, x[own].view(torch.int16).numpy().tobytes())
 
     def take(self) -> np.ndarray:
         for number, (sock, own) in enumerate(self._given):
-            told = receive(sock)
+            told = _receive(sock)
             if told is None:
                 raise OSError("a process behind a socket has ended")
-            self._busy_ns[number] += TOOK.unpack_from(told)[0]
-            found = np.frombuffer(told, np.float32, offset=TOOK.size)
-            self._results[own.first : own.end] = found.reshape(own.end - own.first, -1)
+            (self._busy_s[number],) = _TOOK.unpack_from(told)
+            found = np.frombuffer(told, np.float32, offset=_TOOK.size)
+            self._results[own] = found.reshape(own.stop - own.start, -1)
         return self._results
 
     def busy_s(self) -> float:
-        return max(self._busy_ns) / 1e9
+        return max(self._busy_s)
 
     def end(self) -> None:
         self._given = []
@@ -358,3 +375,7 @@ def beside_device(
     if way is not None:
         way.end()
     return seconds
+
+
+if __name__ == "__main__":
+    _serve_socket(sys.argv[1:])

@@ -26,10 +26,10 @@ _QKV_SHARE = 3 * HIDDEN**2 * SHAPE.layers / SHAPE.layer_parameters
 
 NOTES = (
     "Measured: products of q, k and v of Llama-2-7B's width, one for each layer (quick: 8 of 32), of an adapter "
-    "of rank 64 in 16 bits, by the engine's CPU workers on this machine's cores, which others use too: of each "
-    "product the least of some runs. More processes than cores take turns.",
-    "socket (rows and results over domain sockets) and threads (one process, torch's own threads, which compute "
-    "in 16 bits) are settings of the laboratory that no server offers. All give the same numbers but for "
+    "of rank 64 in 16 bits, by the engine's CPU threads (the paper has processes) on this machine's cores, which "
+    "others use too: of each product the least of some runs. More of them than cores take turns.",
+    "socket (processes that have rows and give results over domain sockets) and threads (torch's own, which "
+    "compute in 16 bits) are settings of the laboratory that no server offers. All give the same numbers but for "
     "rounding; error: the largest of the last layer, over its largest result.",
 )
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from manylora.config.routing import RouterConfig
-from manylora.policy.router import Router
 from manylora.protocol.routing import Asked, Assign, Held, Listed, ReplicaFacts, ReplicaUp, StepPlane
+from manylora.router.router import Router
 from manylora_lab.reproduce.caraserve_cells import DECODE_LINES
 from manylora_lab.reproduce.caraserve_fits import MEASURES, PAPERS_LINES, fit_of
 from manylora_lab.reproduce.drawing import BarPanels, LinePanels, Points

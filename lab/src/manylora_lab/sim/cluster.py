@@ -2,7 +2,7 @@
 
 One heap orders the events of all. The router knows of a replica what has reached it: a report is on its way
 for ``report_delay_s``, and what goes between a front end, the router and a replica for ``wire_s`` each way.
-Decides nothing itself: ``policy.router`` and ``policy.replica`` do.
+Decides nothing itself: ``router.router`` and ``policy.replica`` do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from manylora.config import ConfigError, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.policy.replica import Replica
-from manylora.policy.router import Router
 from manylora.protocol import Command, Finish, Machine, SetTimer, Timer
 from manylora.protocol.routing import (
     Asked,
@@ -41,6 +40,7 @@ from manylora.protocol.routing import (
     Withdrawn,
 )
 from manylora.reports import Counters
+from manylora.router.router import Router
 from manylora.types import Request, RequestId
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cluster_facts import facts_of

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from manylora.config import ConfigError, PolicyConfig, QueueConfig
-from manylora.policy.routing.hashing import prefix_hashes, reply_hashes
 from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
+from manylora.protocol.hashing import prefix_hashes, reply_hashes
 from manylora.protocol.routing import Asked, Assign, Ended, ReplicaId
 from manylora.types import BASE, Request, RequestId
 from manylora_lab.sim.prompts import StreamTurns, client_name, request_of

@@ -105,7 +105,7 @@ def check_adapters(stream: Stream, config: PolicyConfig, adapter_pages: Sequence
     if most > limit and limit < config.num_pages:
         raise ConfigError(
             f"an adapter takes {most} pages, and {config.cache.policy} has {limit} of {config.num_pages} for "
-            "adapters: raise --device-pool or --cache-adapter-share"
+            "adapters: raise --device-pool or --cache-set adapter_share"
         )
 
 

@@ -19,11 +19,11 @@ from typing import Literal
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
-from manylora.policy.routing.fleet import Fleet
-from manylora.policy.routing.policy import RoutingPolicy
-from manylora.policy.routing.replicas import ReplicaState
-from manylora.policy.routing.requests import LiveRequest
 from manylora.protocol import Abort, Arrive, Command, EndSequence, Event, Finish, LetGo, Released, RunStep
+from manylora.router.fleet import Fleet
+from manylora.router.policies.policy import RoutingPolicy
+from manylora.router.replicas import ReplicaState
+from manylora.router.requests import LiveRequest
 from manylora.types import AdapterId, RequestId, SequenceId
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cluster import Member

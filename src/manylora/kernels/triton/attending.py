@@ -83,6 +83,7 @@ class PagedAttention:
         plan: TritonAttentionPlan,
         scale: float,
         window: int | None,
+        soft_cap: float | None,
     ) -> torch.Tensor:
         """Computes ``Ops.attention``. The first call takes memory for counters: not under capture."""
         num_tokens, heads, dim = q.shape
@@ -91,12 +92,12 @@ class PagedAttention:
         fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
         out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
         records, tile = plan.records, plan.tile
-        if plan.prompts is not None and plan.prompts.serves(q, scale, window):
+        if plan.prompts is not None and plan.prompts.serves(q, scale, window, soft_cap):
             # First: some write what lies between them too.
             plan.prompts.run(q, pool, layer, out)
             records, tile = records[plan.of_prompts :], 1
         if len(records):
-            self._attend(q, pool, layer, plan, records, tile, scale, window, out)
+            self._attend(q, pool, layer, plan, records, tile, scale, window, soft_cap, out)
         return out
 
     def _attend(
@@ -109,6 +110,7 @@ class PagedAttention:
         tile: int,
         scale: float,
         window: int | None,
+        soft_cap: float | None,
         out: torch.Tensor,
     ) -> None:
         _, num_heads, dim = q.shape
@@ -135,7 +137,8 @@ class PagedAttention:
             pool.stride(2),
             pool.stride(0),
             pool.stride(3),
-            scale * math.log2(math.e),
+            (scale if soft_cap is None else soft_cap) * math.log2(math.e),
+            0.0 if soft_cap is None else scale / soft_cap,
             window or 0,
             HEADS=heads,
             HEADS_PADDED=power_of_two(heads),
@@ -144,6 +147,7 @@ class PagedAttention:
             PAGE_TOKENS=page_tokens,
             TILE=tile,
             WINDOWED=window is not None,
+            CAPPED=soft_cap is not None,
             PRECISION=precision(q.dtype),
             **sizes,
         )

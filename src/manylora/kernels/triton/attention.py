@@ -41,6 +41,7 @@ def attend_kernel(
     page_stride,
     token_stride,
     scale_log2,
+    before_cap,
     window,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -54,6 +55,7 @@ def attend_kernel(
     TILE_BLOCK_N: tl.constexpr,
     TILE_STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (pieces * TILE / BLOCK_Q, kv_heads), or the other way round where TILE > 1: then the first records'
@@ -61,7 +63,8 @@ def attend_kernel(
 
     float32 ``partial`` [places, heads, DIM] and ``statistics`` [places, heads, 2] (largest exponent, sum);
     ``arrivals`` int32 [counters, TILE / BLOCK_Q, kv_heads] is zero before and after. BLOCK_N and STAGES are for
-    tiles of one query, TILE_BLOCK_N and TILE_STAGES for others; ``scale_log2`` is positive."""
+    tiles of one query, TILE_BLOCK_N and TILE_STAGES for others; ``scale_log2`` is positive. CAPPED: it is the soft
+    cap's, and scores times ``before_cap`` are what the cap's tanh is taken of."""
     PARTS: tl.constexpr = TILE // BLOCK_Q
     if TILE == 1:
         program, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -89,6 +92,7 @@ def attend_kernel(
             page_stride,
             token_stride,
             scale_log2,
+            before_cap,
             window,
             tokens,
             part,
@@ -104,6 +108,7 @@ def attend_kernel(
             TILE_BLOCK_N,
             TILE_STAGES,
             WINDOWED,
+            CAPPED,
             PRECISION,
         )
     else:
@@ -122,6 +127,7 @@ def attend_kernel(
             page_stride,
             token_stride,
             scale_log2,
+            before_cap,
             window,
             tokens,
             part,
@@ -137,6 +143,7 @@ def attend_kernel(
             BLOCK_N,
             STAGES,
             WINDOWED,
+            CAPPED,
             PRECISION,
         )
 
@@ -157,6 +164,7 @@ def _attend(
     page_stride,
     token_stride,
     scale_log2,
+    before_cap,
     window,
     tokens,
     part,
@@ -172,6 +180,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program's work: queries ``part * BLOCK_Q`` to at most BLOCK_Q more of the record's tile."""
@@ -212,6 +221,8 @@ def _attend(
         loaded = n_ok[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + places, mask=loaded, other=0.0)
         scores = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
+        if CAPPED:
+            scores = 1.0 - 2.0 / (tl.exp(2.0 * before_cap * scores) + 1.0)  # tanh
         # Only blocks at the end of a context hold what a query does not see. What rows that pad a tile see, if
         # anything, is not stored.
         visible = n_ok[None, :] if BLOCK_Q == 1 else n[None, :] <= (position + query)[:, None]

@@ -16,6 +16,30 @@ def added(one, other):
 
 
 @triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """An ``Activation`` of float32 values."""
+    if ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    else:
+        y = x / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
+def rounded_for(normal, x, weight):
+    """float32 ``normal`` as a norm's weight is applied to it: rounded to x's type first, as transformers does,
+    unless the weight is kept in float32 (Gemma)."""
+    if weight.dtype.element_ty != tl.float32:
+        normal = normal.to(x.dtype).to(tl.float32)
+    return normal
+
+
+@triton.jit
 def rms_norm_kernel(
     x,
     residual,
@@ -48,20 +72,19 @@ def rms_norm_kernel(
     exact = value.to(tl.float32)
     normal = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
     factor = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    # Rounded before the weight is applied, as transformers does.
-    scaled = normal.to(value.dtype).to(tl.float32) * factor
+    scaled = rounded_for(normal, value, weight) * factor
     tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
+def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr = "silu"):
     """Grid (T, blocks of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size
     gate = tl.load(gate_up + token * stride + column, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up + token * stride + size + column, mask=ok, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activated(gate, ACTIVATION) * up
     tl.store(out + token * size + column, value.to(out.dtype.element_ty), mask=ok)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels that wait on the device: until what another stream copies has landed, until CPU workers are done.
+"""Triton kernels that wait on the device: until what another stream copies has landed, until CPU threads are done.
 
 Owns the bound of these waits in time. Does not know what is awaited; later work of their stream reads it.
 """

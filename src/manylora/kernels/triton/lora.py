@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands
-from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.lora_launch import (
     DEFAULT,
     MIXED,
@@ -29,6 +29,7 @@ from manylora.kernels.triton.lora_launch import (
     LoraConfig,
     LoraKernels,
     LoraPlan,
+    gate_mul,
 )
 from manylora.kernels.weight import Weight
 
@@ -262,8 +263,10 @@ class AdaptedLinears:
         layer: int,
         group: ProjectionGroup,
         plan: LoraPlan,
-        silu_mul: Callable[[torch.Tensor], torch.Tensor],
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         """Computes ``Ops.lora_gated``."""
         y, adapted = self.summands(x, weight, bias, pool, layer, group, plan)
-        return silu_mul(y) if adapted is None else self.kernels.gated_sum(y, adapted)
+        if adapted is None:
+            return gate_mul(y, activation)
+        return self.kernels.gated_sum(y, adapted, activation)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from manylora.kernels.ops import LoraSegments, of_adapters
-from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, ProjectionGroup
+from manylora.kernels.triton.elementwise import gate_mul_kernel
 from manylora.kernels.triton.lora_rows import (
     expand_kernel,
     gated_sum_kernel,
@@ -35,6 +36,18 @@ from manylora.kernels.triton.plans import power_of_two
 
 MOST_SPLITS = 16
 """Every program of expand adds the splits up again."""
+
+
+def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Computes ``Ops.gate_mul``."""
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, power_of_two(size))
+    if gate_up.shape[0]:
+        gate_mul_kernel[(gate_up.shape[0], ceil_div(size, block))](
+            gate_up, out, gate_up.stride(0), size, BLOCK=block, ACTIVATION=activation
+        )
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,13 +277,13 @@ class LoraKernels:
             self._expand(y, planes, pool, layer, group, plan, part, add)
 
     @staticmethod
-    def gated_sum(y: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of y + delta, both ``[T, 2 * I]``: ``[T, I]``."""
+    def gated_sum(y: torch.Tensor, delta: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up of y + delta, both ``[T, 2 * I]``: ``[T, I]``."""
         tokens, size = y.shape[0], y.shape[1] // 2
         out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
         block = min(1024, power_of_two(size))
         gated_sum_kernel[(tokens, ceil_div(size, block))](
-            y, delta, out, y.stride(0), delta.stride(0), size, BLOCK=block
+            y, delta, out, y.stride(0), delta.stride(0), size, BLOCK=block, ACTIVATION=activation
         )
         return out
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from manylora.kernels.triton.elementwise import activated
+
 WORDS = tl.constexpr(16)
 ROWS = tl.constexpr(16)
 
@@ -415,8 +417,11 @@ def expand_kernel(
 
 
 @triton.jit
-def gated_sum_kernel(y, delta, out, y_stride, delta_stride, size, BLOCK: tl.constexpr):
-    """out = silu(gate) * up of y + delta, each rounded to y's type first; grid (T, blocks of out's columns)."""
+def gated_sum_kernel(
+    y, delta, out, y_stride, delta_stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """out = activation(gate) * up of y + delta, each rounded to y's type first; grid (T, blocks of out's
+    columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size
@@ -426,5 +431,5 @@ def gated_sum_kernel(y, delta, out, y_stride, delta_stride, size, BLOCK: tl.cons
     u = tl.load(y + size, mask=ok, other=0.0).to(tl.float32)
     u += tl.load(delta + size, mask=ok, other=0.0).to(tl.float32)
     g, u = g.to(y.dtype.element_ty).to(tl.float32), u.to(y.dtype.element_ty).to(tl.float32)
-    value = g / (1.0 + tl.exp(-g)) * u
+    value = activated(g, ACTIVATION) * u
     tl.store(out + token * size + column, value.to(out.dtype.element_ty), mask=ok)

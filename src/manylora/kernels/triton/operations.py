@@ -19,16 +19,16 @@ from manylora.kernels.ops import (
     Side,
     Summands,
 )
-from manylora.kernels.shapes import AdapterGeometry, PageShape, ProjectionGroup
+from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attending import PagedAttention, flat_heads
 from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
 from manylora.kernels.triton.bringing import bring_groups
 from manylora.kernels.triton.compiling import report_compilation
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.elementwise import rms_norm_kernel, silu_mul_kernel, write_kv_kernel
+from manylora.kernels.triton.elementwise import rms_norm_kernel, write_kv_kernel
 from manylora.kernels.triton.gate import await_words, pass_gate
 from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
-from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan
+from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan, gate_mul
 from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.placing import rotate_and_store_kernel
 from manylora.kernels.triton.plans import power_of_two
@@ -116,8 +116,9 @@ class TritonOps:
         plan: TritonAttentionPlan,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
-        return self._attention(q, pool, layer, plan, scale, window)
+        return self._attention(q, pool, layer, plan, scale, window, soft_cap)
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
@@ -201,11 +202,11 @@ class TritonOps:
         layer: int,
         group: ProjectionGroup,
         plan: LoraPlan | None,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         if plan is None:
-            return self.silu_mul(self.linear(x, weight, bias))
-        linears = self._adapted(x.device)
-        return linears.gated(x, weight, bias, pool, layer, group, plan, self.silu_mul)
+            return gate_mul(self.linear(x, weight, bias), activation)
+        return self._adapted(x.device).gated(x, weight, bias, pool, layer, group, plan, activation)
 
     merge_linears = staticmethod(merge_linears)
 
@@ -312,12 +313,5 @@ class TritonOps:
             )
         return q
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        size = gate_up.shape[-1] // 2
-        out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
-        block = min(1024, power_of_two(size))
-        if gate_up.shape[0]:
-            silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, block))](
-                gate_up, out, gate_up.stride(0), size, BLOCK=block
-            )
-        return out
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        return gate_mul(gate_up, activation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.elementwise import added
+from manylora.kernels.triton.elementwise import added, rounded_for
 
 
 @triton.jit
@@ -19,8 +19,8 @@ def _normed(left, right, weight, half, half_ok, eps, HALF: tl.constexpr):
     factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
     by_left = tl.load(weight + half, mask=half_ok, other=0.0).to(tl.float32)[None, :]
     by_right = tl.load(weight + HALF + half, mask=half_ok, other=0.0).to(tl.float32)[None, :]
-    wide_left = (wide_left * factor).to(left.dtype).to(tl.float32) * by_left
-    wide_right = (wide_right * factor).to(left.dtype).to(tl.float32) * by_right
+    wide_left = rounded_for(wide_left * factor, left, weight) * by_left
+    wide_right = rounded_for(wide_right * factor, left, weight) * by_right
     return wide_left.to(left.dtype), wide_right.to(left.dtype)
 
 

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from manylora.config import CACHE_POLICIES, PolicyConfig, place_of
+from manylora.config.named import imported_class
 from manylora.policy.caches.policy import CachePolicy
-from manylora.policy.imported import imported_class
 
 
 def find_cache(name: str) -> CachePolicy:

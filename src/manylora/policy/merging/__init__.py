@@ -7,7 +7,7 @@ steps by it. Where nothing is ever merged none of this is used.
 from __future__ import annotations
 
 from manylora.config import MERGE_POLICIES, PolicyConfig, place_of
-from manylora.policy.imported import imported_class
+from manylora.config.named import imported_class
 from manylora.policy.merging.choice import MergePolicy
 from manylora.policy.merging.times import StepSeconds
 

@@ -70,9 +70,9 @@ def silu_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]
 
         def check() -> Errors:
             truth = rounding.silu_mul(Bounded.given(inputs[0]), rig.dtype).rounded(rig.dtype)
-            return errors([(rig.ops.silu_mul(inputs[0].clone()), truth)])
+            return errors([(rig.ops.gate_mul(inputs[0].clone()), truth)])
 
-        calls = [partial(rig.ops.silu_mul, x) for x in inputs]
+        calls = [partial(rig.ops.gate_mul, x) for x in inputs]
         return _case(rig, "silu_mul", {"tokens": tokens}, inputs[0].nbytes * 3 // 2, 0, check, calls)
 
     yield [case(tokens) for tokens in sizes.tokens]

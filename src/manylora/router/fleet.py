@@ -1,0 +1,384 @@
+"""The cluster as the router knows it, and as routing policies see it: replicas, and indexes over them.
+
+Owns which replicas are up and which may get work, the index by load, and the index of adapters' homes. Policies
+read all of this and change none of it.
+"""
+
+from __future__ import annotations
+
+import collections
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+
+from manylora.config.routing import RouterConfig
+from manylora.protocol.routing import (
+    BLOCK_TOKENS,
+    NOWHERE,
+    ON_DEVICE,
+    ReplicaFacts,
+    ReplicaId,
+    ReplicaReport,
+)
+from manylora.router.prefixes import Prefixes
+from manylora.router.replicas import KindKey, ReplicaKind, ReplicaLoad, ReplicaState, kind_key
+from manylora.router.requests import LiveRequest, Shape, shape_of
+from manylora.types import BASE, AdapterId, RequestId
+
+
+class LoadIndex:
+    """Ids by an integer load. Adding, removing and finding are O(log n) but for moving entries of small lists."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, list[int]] = {}  # by load, ascending
+        self._loads: list[int] = []  # that some have, ascending
+
+    def add(self, load: int, replica: int) -> None:
+        ids = self._ids.get(load)
+        if ids is None:
+            self._ids[load] = [replica]
+            insort(self._loads, load)
+        else:
+            insort(ids, replica)
+
+    def remove(self, load: int, replica: int) -> None:
+        ids = self._ids[load]
+        if len(ids) == 1:
+            del self._ids[load]
+            del self._loads[bisect_left(self._loads, load)]
+        else:
+            del ids[bisect_left(ids, replica)]
+
+    @property
+    def least_load(self) -> int:
+        """Of those that there are; there must be one."""
+        return self._loads[0]
+
+    @property
+    def largest_load(self) -> int:
+        return self._loads[-1]
+
+    def ascending(self) -> Iterator[int]:
+        """Least load first, of equal ones the lowest id. Not to be changed meanwhile."""
+        for load in self._loads:
+            yield from self._ids[load]
+
+    def descending(self, below: int) -> Iterator[int]:
+        """Those of a load below the bound, largest first, of equal ones the highest id."""
+        for place in range(bisect_left(self._loads, below) - 1, -1, -1):
+            yield from reversed(self._ids[self._loads[place]])
+
+    def least(self, count: int) -> list[int]:
+        """The first of ``ascending``."""
+        found: list[int] = []
+        for load in self._loads:
+            ids = self._ids[load]
+            missing = count - len(found)
+            if len(ids) >= missing:
+                return found + ids[:missing]
+            found += ids
+        return found
+
+
+_FIRST = 128.0
+_KEEP = 0.9
+"""How much of an adapter's estimate survives one request."""
+
+
+class OutputLengths:
+    """The mean of all, and for each adapter one in which late requests count most."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._count = 0
+        self._adapters: dict[AdapterId, float] = {}
+
+    @property
+    def mean(self) -> float:
+        """Of all that have ended; 128 before the first."""
+        return self._sum / self._count if self._count else _FIRST
+
+    def saw(self, adapter: AdapterId, num_tokens: int) -> None:
+        """A request has ended after so many tokens of output."""
+        self._sum += num_tokens
+        self._count += 1
+        old = self._adapters.get(adapter)
+        self._adapters[adapter] = num_tokens if old is None else _KEEP * old + (1 - _KEEP) * num_tokens
+
+    def forget(self, adapter: AdapterId) -> None:
+        self._adapters.pop(adapter, None)
+
+    def expected(self, adapter: AdapterId) -> float:
+        """Tokens of one more request."""
+        found = self._adapters.get(adapter)
+        return self.mean if found is None else found
+
+    def remaining(self, adapter: AdapterId, num_generated: float, max_tokens: int) -> float:
+        """Tokens that a request has before it, at least 1."""
+        expected = min(self.expected(adapter), max_tokens) - num_generated
+        return expected if expected > 1 else 1.0
+
+
+class Fleet:
+    """``up``: all replicas that are up, by id; ``open_ids``: those that may get work, ascending; ``by_load``:
+    these by their sequences. ``load``: of all that are up together. ``now``: the moment of the event that is
+    handled."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.up: dict[ReplicaId, ReplicaState] = {}
+        self.open_ids: list[ReplicaId] = []
+        self.by_load = LoadIndex()
+        self.prefixes = Prefixes(config.prefix_blocks)
+        self.lengths = OutputLengths()
+        self.adapters: dict[AdapterId, tuple[int, int]] = {BASE: (0, 0)}
+        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}  # one tuple for equal adapters
+        self._homes: dict[AdapterId, tuple[ReplicaId, ...]] = {}
+        self._shapes: collections.Counter[Shape] = collections.Counter()  # of those that do not drain
+        self._lacking: collections.Counter[AdapterId] = collections.Counter()  # replicas that are up
+        self.load = ReplicaLoad()
+        self.version = 0  # one more whenever a replica comes or goes
+        self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
+        self._kinds: dict[KindKey, ReplicaKind] = {}  # likewise
+
+    # ------------------------------------------------------------ what policies ask
+
+    def homes(self, adapter: AdapterId) -> tuple[ReplicaId, ...]:
+        """Replicas that are up and have the adapter in some tier, or get it with a request."""
+        return self._homes.get(adapter, ())
+
+    def next_open(self, after: ReplicaId) -> ReplicaState:
+        """The next open replica in the order of ids, round and round; there must be one."""
+        place = bisect_right(self.open_ids, after)
+        return self.up[self.open_ids[place % len(self.open_ids)]]
+
+    def can_take(self, replica: ReplicaState | None, request: LiveRequest) -> bool:
+        """Whether the replica is open and can serve the request to its end, were it alone there."""
+        return replica is not None and replica.is_open and self.fits_ever(replica, request)
+
+    def fits_ever(self, replica: ReplicaState, request: LiveRequest) -> bool:
+        """Whether the replica has the request's adapter, and can hold it to its end, were it alone there."""
+        return request.adapter not in replica.lacks and request.can_ever_fit(replica.shape)
+
+    def num_cached(self, replica: ReplicaState, request: LiveRequest) -> int:
+        """Tokens of the request's prompt that the replica's prefix cache is believed to have."""
+        if not request.prefix:
+            return 0
+        return BLOCK_TOKENS * self.prefixes.cached_blocks(request.prefix, replica)
+
+    def is_any_shape_right(self, request: LiveRequest) -> bool:
+        """Whether some replica that ever was up could hold the request."""
+        return any(map(request.can_ever_fit, self._known_shapes))
+
+    def is_any_right(self, request: LiveRequest) -> bool:
+        """Whether some replica that is up and does not drain could serve the request."""
+        if request.adapter not in self._lacking:
+            return any(map(request.can_ever_fit, self._shapes))
+        staying = (replica for replica in self.up.values() if replica.drains_from_s is None)
+        return any(self.fits_ever(replica, request) for replica in staying)
+
+    def why_none(self, request: LiveRequest) -> str:
+        """Why there is none, for people."""
+        if request.adapter in self._lacking:
+            return "no replica that is up can hold the request and has its adapter"
+        return "no replica that can hold the request is up"
+
+    def lacking(self, adapter: AdapterId) -> frozenset[ReplicaId]:
+        """Replicas that are up and cannot serve the adapter."""
+        if adapter not in self._lacking:
+            return frozenset()
+        return frozenset(replica.id for replica in self.up.values() if adapter in replica.lacks)
+
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether any replica ever was up."""
+        return bool(self._known_shapes)
+
+    @property
+    def mean_load(self) -> ReplicaLoad:
+        """Of a replica, in the mean of all that are up."""
+        count = len(self.up) or 1
+        rows, kv_tokens, adapters, adapter_pages, rank_sum = self.load
+        return ReplicaLoad(
+            rows / count, kv_tokens / count, adapters / count, adapter_pages / count, rank_sum / count
+        )
+
+    def remaining_tokens(self, request: LiveRequest) -> float:
+        """Tokens that each of the request's samples is expected to give yet."""
+        return self.lengths.remaining(
+            request.adapter, request.num_generated / request.samples, request.max_tokens
+        )
+
+    # ------------------------------------------------------------ adapters
+
+    def list_adapter(self, adapter: AdapterId, rank: int, num_pages: int) -> None:
+        size = rank, num_pages
+        self.adapters[adapter] = self._sizes.setdefault(size, size)
+
+    def unlist_adapter(self, adapter: AdapterId) -> None:
+        if adapter != BASE:
+            self.adapters.pop(adapter, None)
+            self.lengths.forget(adapter)
+
+    def _note_home(self, adapter: AdapterId, replica: ReplicaId, is_home: bool) -> None:
+        homes = self._homes.get(adapter, ())
+        place = bisect_left(homes, replica)
+        was_home = place < len(homes) and homes[place] == replica
+        if is_home and not was_home:
+            self._homes[adapter] = (*homes[:place], replica, *homes[place:])
+        elif was_home and not is_home:
+            left = homes[:place] + homes[place + 1 :]
+            if left:
+                self._homes[adapter] = left
+            else:
+                del self._homes[adapter]
+
+    # ------------------------------------------------------------ requests
+
+    def take(self, replica: ReplicaState, request: LiveRequest) -> int:
+        """The request is assigned to the replica; returns the assignment's number."""
+        before = replica.load
+        cached = BLOCK_TOKENS * self.prefixes.add(request.prefix, replica)
+        number = replica.take(request, cached)
+        self._recount(replica, before)
+        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
+            self._note_home(request.adapter, replica.id, True)
+        return number
+
+    def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
+        """The replica has the request already, by another router's assignment."""
+        before = replica.load
+        replica.hold(request)
+        self._recount(replica, before)
+        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
+            self._note_home(request.adapter, replica.id, True)
+        self.prefixes.add(request.prefix, replica)
+
+    def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
+        """The request is not on the replica any more."""
+        before = replica.load
+        replica.drop(request)
+        self._recount(replica, before)
+        adapter = request.adapter
+        if adapter != BASE and adapter not in replica.adapters and adapter not in replica.residency:
+            self._note_home(adapter, replica.id, False)
+
+    def _recount(self, replica: ReplicaState, before: ReplicaLoad) -> None:
+        """The replica had this load until now."""
+        self._reload(before, replica.load)
+        if replica.is_open:
+            self.by_load.remove(int(before.rows), replica.id)
+            self.by_load.add(replica.rows, replica.id)
+
+    def _reload(self, before: ReplicaLoad, now: ReplicaLoad) -> None:
+        if now == before:
+            return
+        total = self.load
+        self.load = ReplicaLoad(
+            total.rows + now.rows - before.rows,
+            total.kv_tokens + now.kv_tokens - before.kv_tokens,
+            total.adapters + now.adapters - before.adapters,
+            total.adapter_pages + now.adapter_pages - before.adapter_pages,
+            total.rank_sum + now.rank_sum - before.rank_sum,
+        )
+
+    # ------------------------------------------------------------ replicas
+
+    def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
+        """A replica is up."""
+        # One tuple for equal shapes: requests remember the last that they were asked about.
+        shape = shape_of(facts)
+        shape = self._known_shapes.setdefault(shape, shape)
+        kind = self._kinds.setdefault(kind_key(facts), ReplicaKind(facts))
+        state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, kind, self.now)
+        self._shapes[shape] += 1
+        self.version += 1
+        self._open(state)
+        return state
+
+    def remove(self, replica: ReplicaState) -> None:
+        """A replica is down; its requests must have been dropped."""
+        self._close(replica)
+        if replica.drains_from_s is None:
+            self._forget_shape(replica.shape)
+        for adapter in replica.residency:
+            self._note_home(adapter, replica.id, False)
+        self.note_lacks(replica, ())
+        self._reload(replica.load, ReplicaLoad())
+        replica.end()
+        self.version += 1
+        del self.up[replica.id]
+
+    def note_lacks(self, replica: ReplicaState, lacks: Iterable[AdapterId]) -> None:
+        """The replica serves all adapters but these."""
+        before = replica.lacks
+        replica.lacks = frozenset(lacks)
+        self._lacking.update(replica.lacks - before)
+        self._lacking.subtract(before - replica.lacks)
+        self._lacking = +self._lacking  # of counts above 0
+
+    def drain(self, replica: ReplicaState, since_s: float) -> None:
+        """The replica gets no more work; it counts as draining since that moment."""
+        if replica.drains_from_s is None:
+            self._close(replica)
+            self._forget_shape(replica.shape)
+        replica.drain(since_s)
+
+    def suspect(self, replica: ReplicaState) -> None:
+        """The replica gets no work until it reports again."""
+        self._close(replica)
+        replica.suspect()
+
+    def reserve(self, replica: ReplicaState) -> None:
+        """The replica gets no work but one request's."""
+        self._close(replica)
+        replica.reserve()
+
+    def release(self, replica: ReplicaState) -> None:
+        """The replica may get any work again."""
+        replica.release()
+        if replica.is_open:
+            self._open(replica)
+
+    def _forget_shape(self, shape: Shape) -> None:
+        self._shapes[shape] -= 1
+        if not self._shapes[shape]:
+            del self._shapes[shape]
+
+    def _open(self, replica: ReplicaState) -> None:
+        insort(self.open_ids, replica.id)
+        self.by_load.add(replica.rows, replica.id)
+
+    def _close(self, replica: ReplicaState) -> None:
+        if replica.is_open:
+            del self.open_ids[bisect_left(self.open_ids, replica.id)]
+            self.by_load.remove(replica.rows, replica.id)
+
+    # ------------------------------------------------------------ reports
+
+    def hear(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
+        """Take a newer report; returns the requests whose assignments it has seen."""
+        was_open, before = replica.is_open, replica.load
+        seen = replica.hear(report, self.now)
+        self._reload(before, replica.load)
+        replica.trust()
+        if replica.is_open and not was_open:
+            self._open(replica)
+        status = report.status
+        if status.is_full:
+            named = {adapter for adapter, tier in status.residency if tier != NOWHERE}
+            for adapter in [each for each in replica.residency if each not in named]:
+                self._hear_tier(replica, adapter, NOWHERE)
+        for adapter, tier in status.residency:
+            self._hear_tier(replica, adapter, tier)
+        if status.evicted:
+            self.prefixes.evict(status.evicted, replica)
+        return seen
+
+    def _hear_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:
+        if adapter == BASE or not NOWHERE <= tier <= ON_DEVICE:
+            return
+        before = replica.residency.get(adapter, NOWHERE)
+        replica.set_tier(adapter, tier)
+        if (before == NOWHERE) != (tier == NOWHERE):
+            self._note_home(adapter, replica.id, tier != NOWHERE or adapter in replica.adapters)

@@ -1,0 +1,417 @@
+"""dLoRA's plans (dLoRA §5): which adapters a replica keeps, from rates of arrivals, and which requests move, as an
+integer programme.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from manylora.config.routing import DloraParameters
+from manylora.protocol.routing import (
+    ON_DEVICE,
+    Place,
+    ProgrammeReplica,
+    ProgrammeRequest,
+    ReplicaId,
+    Solve,
+    Unplace,
+)
+from manylora.router.fleet import Fleet
+from manylora.router.replicas import ReplicaState
+from manylora.router.requests import LiveRequest
+from manylora.types import BASE, AdapterId
+
+Plan = list[int]
+"""For each request of a programme the place of its replica."""
+
+
+def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, eta_steps: float) -> Solve:
+    """The programme of these replicas and all their requests."""
+    places, requests = [], []
+    adapters: dict[AdapterId, int] = {}
+    for place, replica in enumerate(replicas):
+        live = list(replica.requests.values())
+        page_tokens = replica.facts.page_tokens
+        taken = sum(request.pages_now(page_tokens) for request in live) + replica.adapter_pages
+        places.append(
+            ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.kind.page_in_s)
+        )
+        step_s = replica.step_s
+        for request in live:
+            adapters[request.adapter] = request.adapter_pages
+            requests.append(
+                ProgrammeRequest(
+                    request.id,
+                    request.attempt,
+                    place,
+                    request.adapter,
+                    request.pages_now(page_tokens),
+                    view.remaining_tokens(request) * step_s,
+                    request.num_tokens * replica.kind.token_s,
+                )
+            )
+    eta_s = eta_steps * max(replica.step_s for replica in replicas)
+    return Solve(number, tuple(places), tuple(requests), tuple(sorted(adapters.items())), eta_s)
+
+
+class PlanState:
+    """A plan and its value, kept while requests move."""
+
+    def __init__(self, problem: Solve, plan: Sequence[int]) -> None:
+        self._problem = problem
+        self._sizes = dict(problem.adapters)
+        count = len(problem.replicas)
+        self.plan: Plan = list(plan)
+        self._run_s = [0.0] * count
+        self._pages = [0] * count
+        self._adapters: list[dict[AdapterId, int]] = [{} for _ in range(count)]
+        for request, place in enumerate(self.plan):
+            self._add(request, place, 1)
+
+    def _add(self, request: int, place: int, sign: int) -> None:
+        each = self._problem.requests[request]
+        self._run_s[place] += sign * self._cost_s(each, place)
+        self._pages[place] += sign * each.pages
+        adapters = self._adapters[place]
+        count = adapters.get(each.adapter, 0) + sign
+        adapters[each.adapter] = count
+        if count == max(sign, 0):  # it has come, or gone
+            self._pages[place] += sign * self._sizes[each.adapter]
+        if not count:
+            del adapters[each.adapter]
+
+    def _cost_s(self, request: ProgrammeRequest, place: int) -> float:
+        return request.run_s + (request.move_s if place != request.source else 0.0)
+
+    def finish_s(self, place: int) -> float:
+        """When the replica is done."""
+        return self._finish_s(place, self._run_s[place], self._pages[place], len(self._adapters[place]))
+
+    def _finish_s(self, place: int, run_s: float, pages: int, num_adapters: int) -> float:
+        replica = self._problem.replicas[place]
+        return run_s + max(pages - replica.pages, 0) * replica.page_s + self._problem.eta_s * num_adapters
+
+    def finish_without_s(self, request: int) -> float:
+        """When the request's replica would be done without it."""
+        place, each = self.plan[request], self._problem.requests[request]
+        is_last = self._adapters[place][each.adapter] == 1
+        pages = self._pages[place] - each.pages - (self._sizes[each.adapter] if is_last else 0)
+        num_adapters = len(self._adapters[place]) - is_last
+        return self._finish_s(place, self._run_s[place] - self._cost_s(each, place), pages, num_adapters)
+
+    def finish_with_s(self, request: int, place: int) -> float:
+        """When another replica would be done with the request besides."""
+        each = self._problem.requests[request]
+        is_first = each.adapter not in self._adapters[place]
+        pages = self._pages[place] + each.pages + (self._sizes[each.adapter] if is_first else 0)
+        num_adapters = len(self._adapters[place]) + is_first
+        return self._finish_s(place, self._run_s[place] + self._cost_s(each, place), pages, num_adapters)
+
+    def value_s(self) -> float:
+        """When the last replica is done."""
+        return max(self.finish_s(place) for place in range(len(self._problem.replicas)))
+
+    def move(self, request: int, place: int) -> None:
+        """The request goes to another replica."""
+        self._add(request, self.plan[request], -1)
+        self._add(request, place, 1)
+        self.plan[request] = place
+
+
+_LEAST_GAIN = 1e-9
+"""Seconds; less is rounding."""
+
+
+def greedy_plan(problem: Solve) -> Plan:
+    """From where the requests are now."""
+    return improve(problem, [request.source for request in problem.requests])
+
+
+def improve(problem: Solve, plan: Sequence[int]) -> Plan:
+    """One request after another leaves the replica that is done last, each time the move after which the later of
+    the two replicas is done soonest, as long as the plan's value falls."""
+    state = PlanState(problem, plan)
+    places = range(len(problem.replicas))
+    for _ in range(len(problem.requests) * len(places)):
+        worst = max(places, key=lambda place: (state.finish_s(place), -place))
+        now_s = state.finish_s(worst)
+        best, best_s = None, now_s - _LEAST_GAIN
+        for request, place in enumerate(state.plan):
+            if place != worst:
+                continue
+            without_s = state.finish_without_s(request)
+            for other in places:
+                if other == worst or without_s >= best_s:
+                    continue
+                then_s = max(without_s, state.finish_with_s(request, other))
+                if then_s < best_s:
+                    best, best_s = (request, other), then_s
+        if best is None:
+            break
+        state.move(*best)
+    return state.plan
+
+
+def is_solution(problem: Solve, shares: Sequence[Sequence[float]]) -> bool:
+    """Whether there is a share of each request for each replica."""
+    count = len(problem.replicas)
+    return len(shares) == len(problem.requests) and all(len(each) == count for each in shares)
+
+
+def round_shares(problem: Solve, shares: Sequence[Sequence[float]]) -> Plan:
+    """The longest requests first."""
+    count = len(problem.replicas)
+    due_s = [0.0] * count  # what the solution gives each replica, of the requests so far
+    given_s = [0.0] * count
+    plan = [0] * len(problem.requests)
+    longest_first = sorted(range(len(plan)), key=lambda each: (-problem.requests[each].run_s, each))
+    for request in longest_first:
+        run_s = problem.requests[request].run_s or 1.0
+        for place in range(count):
+            due_s[place] += shares[request][place] * run_s
+        missing = [(due_s[place] - given_s[place]) / run_s for place in range(count)]
+        # A replica with no share of the request gets it only where moves make the plan better.
+        place = max(
+            (place for place in range(count) if shares[request][place] > 0),
+            key=lambda each: (missing[each], shares[request][each], -each),
+            default=problem.requests[request].source,
+        )
+        given_s[place] += run_s
+        plan[request] = place
+    return improve(problem, plan)
+
+
+_FORGOTTEN = 2.0**-8
+"""An adapter whose requests together count less than this share of one has no rate."""
+
+
+class AdapterRates:
+    """Requests a second of each adapter, as a mean whose weights halve every ``half_life_s``."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._counts: dict[AdapterId, tuple[float, float]] = {}  # decayed, and at which moment
+
+    def saw(self, adapter: AdapterId, now: float) -> None:
+        """A request has come."""
+        if adapter != BASE:
+            self._counts[adapter] = self._count(adapter, now) + 1.0, now
+
+    def rates(self, now: float) -> dict[AdapterId, float]:
+        """Of the adapters that have one; others are forgotten."""
+        counts = {adapter: (self._count(adapter, now), now) for adapter in self._counts}
+        self._counts = {adapter: count for adapter, count in counts.items() if count[0] >= _FORGOTTEN}
+        return {
+            adapter: count * math.log(2) / self._half_life_s for adapter, (count, _) in self._counts.items()
+        }
+
+    def _count(self, adapter: AdapterId, now: float) -> float:
+        count, at_s = self._counts.get(adapter, (0.0, now))
+        return float(count * 2.0 ** ((at_s - now) / self._half_life_s))
+
+
+Copy = tuple[AdapterId, int]
+"""An adapter, and the place of a replica in the sequences below."""
+NOTHING: Mapping[AdapterId, Collection[int]] = {}
+
+
+class _Bursts:
+    """Burst tolerances while copies are added. ``free``: unallocated pages of each replica."""
+
+    def __init__(
+        self,
+        free: Sequence[int],
+        holders: Mapping[AdapterId, Iterable[int]],
+        sizes: Mapping[AdapterId, int],
+        loads: Mapping[AdapterId, float],
+        request_pages: float,
+    ) -> None:
+        self.free = list(free)
+        self.holders = {adapter: set(holders.get(adapter, ())) for adapter in sorted(loads)}
+        self._on: list[set[AdapterId]] = [set() for _ in free]
+        for adapter, places in self.holders.items():
+            for place in places:
+                self._on[place].add(adapter)
+        self._sizes = sizes
+        self._loads = loads
+        self._request_pages = request_pages
+        self._heap = [self._entry(adapter) for adapter in self.holders]
+        heapq.heapify(self._heap)
+
+    def tolerance(self, adapter: AdapterId) -> float:
+        peak = sum(max(self.free[place], 0) for place in self.holders[adapter]) / self._request_pages
+        return peak / self._loads[adapter]
+
+    def _entry(self, adapter: AdapterId) -> tuple[float, float, AdapterId]:
+        """Ordered by tolerance, of equal ones by the larger load, then by the lower id."""
+        return self.tolerance(adapter), -self._loads[adapter], adapter
+
+    def least(self) -> tuple[float, AdapterId]:
+        """The least tolerance, and the adapter that has it."""
+        while True:
+            entry = self._heap[0]
+            now = self._entry(entry[2])
+            if entry == now:
+                return now[0], now[2]
+            heapq.heapreplace(self._heap, now)
+
+    def change(self, adapter: AdapterId, place: int, is_added: bool) -> None:
+        """Add a copy, or undo that."""
+        if is_added:
+            self.holders[adapter].add(place)
+            self._on[place].add(adapter)
+            self.free[place] -= self._sizes[adapter]
+        else:
+            self.free[place] += self._sizes[adapter]
+        for each in sorted(self._on[place]):
+            heapq.heappush(self._heap, self._entry(each))
+        if not is_added:
+            self.holders[adapter].remove(place)
+            self._on[place].remove(adapter)
+            heapq.heappush(self._heap, self._entry(adapter))
+
+
+def plan_copies(
+    free: Sequence[int],
+    reserve: Sequence[int],
+    holders: Mapping[AdapterId, Iterable[int]],
+    sizes: Mapping[AdapterId, int],
+    loads: Mapping[AdapterId, float],
+    request_pages: float,
+    barred: Mapping[AdapterId, Collection[int]] = NOTHING,
+) -> list[Copy]:
+    """Copies to preload, in order: each of the adapter that tolerates least, on the replica without it that has
+    most unallocated memory (of equal ones the first), until that would make the least tolerance smaller; this
+    last copy is not made.
+
+    ``free``: unallocated pages of each replica; ``reserve``: how many of them copies may take; ``holders``: the
+    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean request;
+    ``barred``: replicas that cannot have an adapter.
+    """
+    if not loads:
+        return []
+    bursts, left = _Bursts(free, holders, sizes, loads, request_pages), list(reserve)
+    copies: list[Copy] = []
+    while True:
+        before, adapter = bursts.least()
+        size = sizes[adapter]
+        places = [
+            place
+            for place in range(len(left))
+            if place not in bursts.holders[adapter]
+            and size <= left[place]
+            and place not in barred.get(adapter, ())
+        ]
+        if not places:
+            return copies
+        place = max(places, key=lambda each: (bursts.free[each], -each))
+        bursts.change(adapter, place, is_added=True)
+        if bursts.least()[0] < before:
+            bursts.change(adapter, place, is_added=False)
+            return copies
+        left[place] -= size
+        copies.append((adapter, place))
+
+
+_PROMPT_TOKENS = 256.0
+"""Of a mean request, before the first."""
+_KEEP = 0.99
+"""How much of the mean prompt survives one request."""
+
+Placed = Place | Unplace
+
+
+class Placement:
+    """Copies are added only; a copy goes when its adapter has no rate any more, is unlisted, or its replica is
+    gone. What is evicted is each replica's own business."""
+
+    def __init__(self, parameters: DloraParameters) -> None:
+        self._given = parameters
+        self._rates = AdapterRates(parameters.half_life_s)
+        self._prompt_tokens = _PROMPT_TOKENS
+        self._last_order = 0
+        self._due_s: float | None = None
+        self._copies: dict[AdapterId, dict[ReplicaId, int]] = {}  # with the epoch of each replica
+
+    def saw(self, request: LiveRequest, now: float) -> None:
+        """A request is to be routed; it counts the first time."""
+        order = request.key[1]
+        if order > self._last_order:
+            self._last_order = order
+            self._rates.saw(request.adapter, now)
+            self._prompt_tokens = _KEEP * self._prompt_tokens + (1 - _KEEP) * request.prompt_tokens
+
+    def homes(self, view: Fleet, adapter: AdapterId) -> list[ReplicaId]:
+        """Open replicas that have the adapter, get it with a request, or are to keep it, by id."""
+        found = {*view.homes(adapter), *self._copies.get(adapter, ())}
+        return sorted(replica for replica in found if replica in view.up and view.up[replica].is_open)
+
+    def on_timer(self, view: Fleet) -> Sequence[Placed]:
+        """What is to be kept, and what need not be any more, where a new plan is due."""
+        if self._due_s is not None and view.now < self._due_s:
+            return ()
+        loads = self._rates.rates(view.now)
+        loads = {adapter: rate for adapter, rate in loads.items() if adapter in view.adapters}
+        if not view.open_ids or not (loads or self._copies):
+            return ()
+        self._due_s = view.now + self._given.replan_s
+        return [*self._drop(view, loads), *self._plan(view, loads)]
+
+    def _drop(self, view: Fleet, loads: Mapping[AdapterId, float]) -> list[Placed]:
+        """Copies that are not wanted any more, or have gone with their replica."""
+        dropped: list[Placed] = []
+        for adapter, copies in list(self._copies.items()):
+            for name, epoch in list(copies.items()):
+                replica = view.up.get(name)
+                is_there = replica is not None and replica.epoch == epoch
+                if is_there and adapter in loads:
+                    continue
+                del copies[name]
+                if is_there:
+                    dropped.append(Unplace(adapter, name))
+            if not copies:
+                del self._copies[adapter]
+        return dropped
+
+    def _plan(self, view: Fleet, loads: dict[AdapterId, float]) -> list[Placed]:
+        places = {name: place for place, name in enumerate(view.open_ids)}
+        sizes = {adapter: view.adapters[adapter][1] for adapter in loads}
+        holders: dict[AdapterId, list[int]] = {
+            adapter: [
+                places[home]
+                for home in view.homes(adapter)
+                if home in places and view.up[home].tier_of(adapter) == ON_DEVICE
+            ]
+            for adapter in loads
+        }
+        free, reserve = [], []
+        for name in view.open_ids:
+            facts, residency = view.up[name].facts, view.up[name].residency
+            allocated = sum(
+                view.adapters[each][1]
+                for each, tier in residency.items()
+                if tier == ON_DEVICE and each in view.adapters
+            )
+            free.append(facts.num_pages - allocated)
+            reserve.append(int(self._given.reserve * facts.num_pages))
+        for adapter, copies in self._copies.items():
+            for place in (places[name] for name in copies if name in places):
+                reserve[place] -= sizes[adapter]
+                if place not in holders[adapter]:
+                    holders[adapter].append(place)
+                    free[place] -= sizes[adapter]
+        barred = {
+            adapter: {places[name] for name in lacking if name in places}
+            for adapter in loads
+            if (lacking := view.lacking(adapter))
+        }
+        page_tokens = view.up[view.open_ids[0]].facts.page_tokens
+        request_pages = max((self._prompt_tokens + view.lengths.mean) / page_tokens, 1.0)
+        wishes: list[Placed] = []
+        for adapter, place in plan_copies(free, reserve, holders, sizes, loads, request_pages, barred):
+            replica = view.open_ids[place]
+            self._copies.setdefault(adapter, {})[replica] = view.up[replica].epoch
+            wishes.append(Place(adapter, replica))
+        return wishes

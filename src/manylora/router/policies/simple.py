@@ -1,0 +1,59 @@
+"""Two simple routing policies: replicas in turn, and the replica that holds most of the prompt's prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manylora.config.routing import CacheAwareParameters
+from manylora.protocol.routing import BLOCK_TOKENS
+from manylora.router.fleet import Fleet
+from manylora.router.policies.policy import RoutingPolicy
+from manylora.router.replicas import ReplicaState
+from manylora.router.requests import LiveRequest
+
+
+class RoundRobin(RoutingPolicy):
+    """In the order of ids; one that can never hold the request is passed over."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._last = -1
+
+    def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
+        """See RoutingPolicy."""
+        last = self._last
+        for _ in view.open_ids:
+            replica = view.next_open(last)
+            if view.fits_ever(replica, request):
+                self._last = replica.id
+                return replica
+            last = replica.id
+        return None
+
+
+class CacheAware(RoutingPolicy):
+    """Where the fullest replica has ``most_difference`` more sequences than the emptiest and ``most_ratio`` times
+    as many, the emptiest; else the one that has most of the prompt, if it has more than ``least_share``; else the
+    emptiest. The lowest id of equal ones."""
+
+    parameters = CacheAwareParameters
+
+    def __init__(self, parameters: CacheAwareParameters) -> None:
+        self._given = parameters
+
+    def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
+        """See RoutingPolicy."""
+        if not view.open_ids:
+            return None
+        given = self._given
+        least, largest = view.by_load.least_load, view.by_load.largest_load
+        is_unequal = largest - least > given.most_difference and largest > given.most_ratio * least
+        if request.prefix and not is_unequal:
+            for replica, blocks in view.prefixes.match(request.prefix, 1):
+                has_most = blocks * BLOCK_TOKENS > given.least_share * request.prompt_tokens
+                if has_most and view.fits_ever(replica, request):
+                    return replica
+        for name in view.by_load.ascending():
+            replica = view.up[name]
+            if view.fits_ever(replica, request):
+                return replica
+        return None
