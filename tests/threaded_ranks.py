@@ -1,6 +1,6 @@
 """Engines of several ranks whose ranks are threads of this process: what they hold can be looked at, and code that
-is changed here is changed on all of them. All else is as with processes: the same ring, the same answers,
-exchanges through the same memory."""
+is changed here is changed on all of them. Commands and answers go over the same sockets; exchanges are made in
+this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -17,11 +16,10 @@ import msgspec
 import pytest
 import torch
 
-from manylora.devices.cpu_peers import SharedPeers
+from manylora.devices.peers import Peers, Purpose
 from manylora.executor.ranks import process, start
 from manylora.executor.ranks.process import _Rank
-from manylora.executor.ranks.ring import RingReader
-from manylora.executor.ranks.wire import Channel, RankFailed
+from manylora.executor.ranks.wire import Begin, Channel, RankFailed
 
 
 class _Killed(BaseException):
@@ -43,6 +41,7 @@ class RankThread(threading.Thread):
 
     def kill(self) -> None:
         self.is_killed = True
+        self._channel.close()
 
     def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
@@ -54,11 +53,8 @@ class RankThread(threading.Thread):
         begin = self._channel.receive()
         with contextlib.suppress(_Killed):
             try:
-                files = {
-                    name: self._files[getattr(begin, name)]
-                    for name in ("ring_file", "peers_file", "status_file", "wake")
-                }
-                self.rank = rank = _Rank(msgspec.structs.replace(begin, **files), self._channel)
+                begin = msgspec.structs.replace(begin, peers_file=self._files[begin.peers_file])
+                self.rank = rank = _Rank(begin, self._channel)
                 rank.obey_all()
             except Exception as error:
                 with contextlib.suppress(OSError):
@@ -75,23 +71,56 @@ def weights_of(rank: _Rank) -> list[bytes]:
     return [linear.weight.data.view(torch.uint8).numpy().tobytes() for linear in linears]
 
 
-def _wait_for_peers(peers: Any, rank: int, number: int) -> None:
-    """``SharedPeers._wait`` of threads, which may be killed."""
-    while peers._numbers[rank * 8] < number:
-        _look(peers.owner)
+class Meeting:
+    """Where the threads of one engine's ranks leave their tensors for each other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._posted: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        self._changed = threading.Condition()
+
+    def exchanged(
+        self, rank: int, tensor: torch.Tensor, owner: RankThread | None = None
+    ) -> list[torch.Tensor]:
+        """Every rank's tensor of this exchange, in their order, once all are there."""
+        with self._changed:
+            self._posted[rank].append(tensor.clone())
+            number = len(self._posted[rank]) - 1
+            self._changed.notify_all()
+            while any(len(posted) <= number for posted in self._posted):
+                if owner is not None and owner.is_killed:
+                    raise _Killed
+                self._changed.wait(0.01)
+            found = [posted[number] for posted in self._posted]
+            if number:
+                self._posted[rank][number - 1] = tensor.new_empty(0)  # all have read it
+            return found
 
 
-def _wait_for_commands(reader: Any) -> int:
-    """``RingReader._wait``, likewise."""
-    while not (count := reader._ring.counter(0) - reader._read):
-        _look(reader.owner)
-    return int(count)
+class ThreadPeers(Peers):
+    """Peers of threads of one process. Made by its rank's thread."""
 
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(rank, meeting.count)
+        self._meeting = meeting
+        thread = threading.current_thread()
+        self._owner = thread if isinstance(thread, RankThread) else None
 
-def _look(owner: RankThread) -> None:
-    if owner.is_killed:
-        raise _Killed
-    time.sleep(1e-4)
+    def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        if not self.leaves_out:
+            self.note(tensor, purpose)
+            tensor.copy_(torch.stack(self._meeting.exchanged(self.rank, tensor, self._owner)).sum(0))
+
+    def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
+        if self.leaves_out:
+            return [tensor] * self.count
+        self.note(tensor, purpose)
+        return self._meeting.exchanged(self.rank, tensor, self._owner)
+
+    def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
+        if not self.leaves_out:
+            self.note(tensor, purpose)
+            tensor.copy_(self._meeting.exchanged(self.rank, tensor, self._owner)[0])
 
 
 def _leave() -> NoReturn:
@@ -107,23 +136,19 @@ def threaded_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]
         threads.append(RankThread(file, passed))
         return threads[-1]
 
-    for kind, name, wait in (
-        (SharedPeers, "_wait", _wait_for_peers),
-        (RingReader, "_wait", _wait_for_commands),
-    ):
-        monkeypatch.setattr(kind, name, wait)
-        # Made by its rank's thread.
-        init: Any = kind.__init__
+    meetings: dict[int, Meeting] = {}
+    lock = threading.Lock()
 
-        def noting(self: Any, *args: Any, init: Any = init) -> None:
-            self.owner = threading.current_thread()
-            init(self, *args)
+    def peers(begin: Begin, device: object) -> ThreadPeers:
+        # The ranks of an engine have descriptors of one file.
+        with lock:
+            meeting = meetings.setdefault(os.fstat(begin.peers_file).st_ino, Meeting(begin.count))
+        return ThreadPeers(meeting, begin.rank)
 
-        monkeypatch.setattr(kind, "__init__", noting)
+    monkeypatch.setattr(process, "_peers", peers)
     monkeypatch.setattr(start, "_process", started)
     monkeypatch.setattr(process, "_leave", _leave)
     monkeypatch.setattr(_Rank, "_beat", lambda self, parent: None)
-    monkeypatch.setattr(_Rank, "_end_with_driver", lambda self: None)
     num_threads = torch.get_num_threads()
     yield threads
     for thread in threads:

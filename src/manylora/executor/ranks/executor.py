@@ -21,8 +21,6 @@ from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranked_merging import ELSEWHERE
-from manylora.executor.ranks.ring import RingWriter
-from manylora.executor.ranks.status import StatusReader
 from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import (
     Channel,
@@ -32,9 +30,10 @@ from manylora.executor.ranks.wire import (
     Learn,
     Pretend,
     RankFailed,
+    RankStatus,
     StepAnswer,
     TimeExchange,
-    packed,
+    framed,
 )
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import (
@@ -109,8 +108,6 @@ class RankedExecutor:
     def __init__(
         self,
         ranks: Sequence[RankProcess],
-        ring: RingWriter,
-        status: StatusReader,
         registry: Registry,
         inspections: Inspections,
         step_timeout_s: float,
@@ -120,8 +117,7 @@ class RankedExecutor:
         self._geometry = geometry
         self._num_pages = num_pages
         self._ranks = ranks
-        self._ring = ring
-        self._status = status
+        self._status = [RankStatus() for _ in ranks]
         self._registry = registry
         self._inspections = inspections
         self._step_timeout_s = step_timeout_s
@@ -130,6 +126,8 @@ class RankedExecutor:
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
         self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
+        # Adapters that some ranks have brought and others have not: evicted before the next command.
+        self._evictions: collections.deque[AdapterId] = collections.deque()
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
         self._exchange_s: dict[int, float] = {}  # by rank, of the exchange that is being timed
@@ -229,8 +227,8 @@ class RankedExecutor:
             self._changed.notify_all()
         self._stop_watching.set()
         if not is_lost:
-            with contextlib.suppress(RanksLost), self._writing:
-                self._ring.write(packed(End()), self._check)
+            with contextlib.suppress(RanksLost):
+                self._write(End())
             ends_s = time.monotonic() + END_S
             for rank in self._ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,8 +242,6 @@ class RankedExecutor:
                 thread.join()
         for rank in self._ranks:
             rank.channel.close()
-        with self._writing:
-            self._ring.close()
         for ask in list(self._answers):
             self._answers.pop(ask)
         self._registry.close()
@@ -253,9 +249,22 @@ class RankedExecutor:
     # ------------------------------------------------------------ commands
 
     def _write(self, command: object) -> None:
+        """Send a command to every rank, after the evictions that the listening thread asks for. That thread sends
+        nothing itself, so it never keeps a rank from being heard."""
         with self._writing:
-            self._check()
-            self._ring.write(packed(command), self._check)
+            while self._evictions:
+                self._send(EvictAdapter(self._evictions.popleft()))
+            self._send(command)
+
+    def _send(self, command: object) -> None:
+        self._check()
+        frame = framed(command)
+        for rank in self._ranks:
+            try:
+                rank.channel.send_framed(frame)
+            except OSError:
+                self._lose(f"rank {rank.rank} has died")
+                self._check()
 
     def _check(self) -> None:
         """Raises RanksLost where the ranks are."""
@@ -263,13 +272,11 @@ class RankedExecutor:
             raise RanksLost(self._lost)
 
     def _report_state(self) -> None:
-        found = self._status.read()
-        states = [one.state for one in found]
         self._tell(
             ExecutorState(
-                host_pages_pinned=min(one.host_pages_pinned for one in states),
-                preparation_s=max(one.preparation_s for one in states),
-                traffic=tuple(one.traffic for one in found),
+                host_pages_pinned=min(one.pages_pinned for one in self._status),
+                preparation_s=max(one.preparation_s for one in self._status),
+                traffic=tuple(one.traffic for one in self._status),
             )
         )
 
@@ -293,7 +300,10 @@ class RankedExecutor:
 
     def _hear(self, rank: int, message: object) -> None:
         match message:
+            case RankStatus():
+                self._status[rank] = message
             case StepAnswer():
+                self._status[rank] = message.status
                 self._hear_step(rank, message)
             case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
@@ -359,8 +369,7 @@ class RankedExecutor:
         every = [answers[rank] for rank in range(len(self._ranks))]
         worst = next((one for one in every if not one.ok), every[0])
         if not worst.ok and brought is not None and any(one.ok for one in every):
-            with contextlib.suppress(RanksLost):
-                self._write(EvictAdapter(brought))
+            self._evictions.append(brought)
         if isinstance(worst, AdapterRead):
             reads = [one for one in every if isinstance(one, AdapterRead)]
             self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
@@ -408,7 +417,7 @@ class RankedExecutor:
             stopped = watch.look()
             if stopped is not None:
                 self._lose(f"rank {self._ranks[stopped].rank} has been stopped")
-            now, spent_s = time.monotonic(), max(one.state.preparation_s for one in self._status.read())
+            now, spent_s = time.monotonic(), max(one.preparation_s for one in self._status)
             # Time in which this process itself did not run says nothing of the ranks.
             passed_s = min(now - looked_s, 2 * LOOK_S) - (spent_s - prepared_s)
             looked_s, prepared_s = now, spent_s

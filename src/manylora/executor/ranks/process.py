@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -25,18 +26,15 @@ import torch
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, PolicyConfig
-from manylora.devices.cpu_peers import SharedPeers
 from manylora.devices.device import Device, open_device
 from manylora.devices.group_peers import GroupPeers
-from manylora.devices.peers import PURPOSES
+from manylora.devices.peers import Peers, Purpose
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.build import CopyOfWeights, copy_of_weights
 from manylora.executor.graphs import Bucket, GraphLimits
 from manylora.executor.ranked_merging import RankedMerging
 from manylora.executor.ranked_sampling import RankedSampling
 from manylora.executor.ranks.rehearsing import in_turn
-from manylora.executor.ranks.ring import RingReader
-from manylora.executor.ranks.status import StatusWriter
 from manylora.executor.ranks.timing import exchange_seconds
 from manylora.executor.ranks.wire import (
     Begin,
@@ -51,9 +49,9 @@ from manylora.executor.ranks.wire import (
     RankFailed,
     RankLoading,
     RankReady,
+    RankStatus,
     StepAnswer,
     TimeExchange,
-    unpacked,
 )
 from manylora.executor.sizes import attention_shape
 from manylora.executor.warm_up import warm_up
@@ -69,7 +67,8 @@ from manylora.models.load import load_model, resolve_dtype, share_bytes
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
-from manylora.protocol import DeviceEvent, ExecutorState, RunStep, StepResult
+from manylora.protocol import DeviceEvent, RunStep, StepResult
+from manylora.types import RankTraffic
 
 _log = logging.getLogger(__name__)
 
@@ -119,9 +118,7 @@ class _Begun(NamedTuple):
     issued: object
 
 
-def _peers(begin: Begin, device: Device) -> SharedPeers | GroupPeers:
-    if begin.device == "cpu":
-        return SharedPeers(begin.peers_file, begin.rank, begin.count)
+def _peers(begin: Begin, device: Device) -> Peers:
     return GroupPeers(begin.peers_file, begin.rank, begin.count, device.torch_device)
 
 
@@ -145,10 +142,7 @@ class _Rank:
         self._peers = _peers(begin, device)
         self._worker: Worker | None = None
         self._begun: collections.deque[_Begun] = collections.deque()  # oldest first
-        self._status = StatusWriter(begin.status_file, begin.rank, begin.count)
-        self._ring = RingReader(begin.ring_file, begin.rank, begin.count, begin.wake)
-        for file in (begin.peers_file, begin.status_file, begin.ring_file):
-            os.close(file)
+        os.close(begin.peers_file)
         threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
 
         self._is_captured = begin.pads_steps
@@ -158,7 +152,6 @@ class _Rank:
         pools = channel.receive()
         if not isinstance(pools, Pools):
             _leave()
-        threading.Thread(target=self._end_with_driver, daemon=True).start()
         self._worker = worker = self._made(begin, loaded, pools)
         self._prepare(begin, worker, pools.limits)
         worker.connect(self._tell)
@@ -257,8 +250,10 @@ class _Rank:
         assert worker is not None
         while True:
             self._end_steps(worker)
-            command = unpacked(self._ring.read())
+            command = self._channel.receive()
             match command:
+                case None:
+                    _leave()
                 case RunStep():
                     self._run(worker, command)
                 case Learn():
@@ -297,7 +292,7 @@ class _Rank:
 
     def _end_steps(self, worker: Worker) -> None:
         """Answer the steps in flight as they end, until there is a command or there are none."""
-        while self._begun and not self._ring.has_some():
+        while self._begun and not self._channel.has_some():
             if self._device.has_passed(self._begun[0].issued):
                 worker.wait_step()
             else:
@@ -312,7 +307,6 @@ class _Rank:
             self._failed = event  # as it was to be issued
 
     def _answer(self, result: StepResult, begun: _Begun) -> None:
-        self._say_status()
         done = result.done
         drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
         size = f"{begun.num_rows} {begun.bucket}"
@@ -324,6 +318,7 @@ class _Rank:
                 done.ok,
                 zlib.crc32(said.encode()),
                 begun.num_exchanges,
+                self._status(),
                 result if tells else None,
                 done.spoilt,
                 done.stall_s,
@@ -334,21 +329,19 @@ class _Rank:
 
     def _beat(self, parent: int) -> None:
         """Say how things stand, and end with the driver's process: a fork of it may hold the socket open."""
-        while os.getppid() == parent:
-            self._say_status()
-            time.sleep(_STATUS_S)
+        with contextlib.suppress(OSError):
+            while os.getppid() == parent:
+                self._channel.send(self._status())
+                time.sleep(_STATUS_S)
         _leave()
 
-    def _say_status(self) -> None:
+    def _status(self) -> RankStatus:
         traffic = self._peers.traffic
-        numbers = [(traffic[purpose].count, traffic[purpose].num_bytes) for purpose in PURPOSES]
+        purposes: tuple[Purpose, ...] = ("base", "lora", "sampling", "merging")
+        numbers = [(traffic[purpose].count, traffic[purpose].num_bytes) for purpose in purposes]
         worker = self._worker
-        state = ExecutorState(0, PREPARATION.seconds()) if worker is None else worker.state()
-        self._status.write(state, numbers)
-
-    def _end_with_driver(self) -> None:
-        self._channel.receive()
-        _leave()
+        pinned = 0 if worker is None else worker.state().host_pages_pinned
+        return RankStatus(pinned, PREPARATION.seconds(), RankTraffic(*itertools.chain(*numbers)))
 
 
 def _leave() -> NoReturn:

@@ -27,17 +27,24 @@ from manylora import processes
 from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
 from manylora.config import ConfigError, EngineSettings, PolicyConfig, lora_sharding_of
-from manylora.devices import cpu_peers
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.device import open_device
 from manylora.executor.build import CopyOfWeights, with_gates
 from manylora.executor.graphs import graph_bytes
 from manylora.executor.inspections import Inspections
 from manylora.executor.merge_times import measure_merging
-from manylora.executor.ranks import ring, status
 from manylora.executor.ranks.executor import RankedExecutor, RankProcess
 from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
-from manylora.executor.ranks.wire import Begin, Channel, Loaded, Pools, RankFailed, RankLoading, RankReady
+from manylora.executor.ranks.wire import (
+    Begin,
+    Channel,
+    Loaded,
+    Pools,
+    RankFailed,
+    RankLoading,
+    RankReady,
+    RankStatus,
+)
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.shapes import AdapterGeometry, PageShape
@@ -53,10 +60,10 @@ _log = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
-    "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0",
+    "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
 """What every rank runs with: no multicast between GPUs; and captured exchanges without memory and ordering of
-their own, which they do not need, since a rank issues all its exchanges on one stream."""
+their own, which they do not need, since a rank issues all its exchanges on one stream. Ranks are of one host."""
 
 
 _LARGEST_GPU_BYTES = 2**40
@@ -79,7 +86,7 @@ def build_ranks(
     plan = _planned(settings)
     settings, count, merge = plan.settings, plan.num_ranks, plan.settings.scheduler.merge
     with contextlib.ExitStack() as undo:
-        ranks, writer, reader = _start(_begin(plan, registry_path), undo)
+        ranks = _start(_begin(plan, registry_path), undo)
         loaded: list[Loaded] = _hear_all(ranks, Loaded, progress)
         limits, copy = _sized(plan, loaded)
         for rank in ranks:
@@ -91,9 +98,7 @@ def build_ranks(
         max_rank = settings.adapters.max_adapter_rank
         inspections = Inspections(registry, plan.geometry, plan.dtype, max_rank)
         step_timeout_s, num_pages = settings.step_timeout_s, limits.num_pages
-        executor = RankedExecutor(
-            ranks, writer, reader, registry, inspections, step_timeout_s, plan.geometry, num_pages
-        )
+        executor = RankedExecutor(ranks, registry, inspections, step_timeout_s, plan.geometry, num_pages)
         undo.pop_all()
         undo.callback(executor.close)
         if merge.is_on:
@@ -171,10 +176,7 @@ def _begin(plan: _Plan, registry_path: Path | None) -> Begin:
         graph_bytes=captured,
         num_threads=max(1, torch.get_num_threads() // plan.num_ranks),
         log_level=logging.getLogger("manylora").getEffectiveLevel(),
-        ring_file=-1,
         peers_file=-1,
-        status_file=-1,
-        wake=-1,
         parent=os.getpid(),
         registry_path=None if registry_path is None else str(registry_path),
     )
@@ -221,54 +223,24 @@ def kind_of(wanted: str, count: int) -> Kind:
     return "cuda"
 
 
-def _start(
-    begin: Begin, undo: contextlib.ExitStack
-) -> tuple[list[RankProcess], ring.RingWriter, status.StatusReader]:
+def _start(begin: Begin, undo: contextlib.ExitStack) -> list[RankProcess]:
     """Start all; ``undo`` ends them again."""
-    count = begin.count
+    ranks: list[RankProcess] = []
+    undo.callback(_end, ranks)
     # Descriptors are this process's only until the ranks have theirs; nothing here has a name to be left behind.
     with contextlib.ExitStack() as files:
-        ring_file, peers_file, status_file = (
-            _shared(size, files)
-            for size in (
-                ring.memory_bytes(count),
-                cpu_peers.memory_bytes(count) if begin.device == "cpu" else 0,  # where they meet
-                status.memory_bytes(count),
-            )
-        )
-        wakes = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        writer = ring.RingWriter(ring_file, wakes)
-        undo.callback(writer.close)
-        reader = status.StatusReader(status_file, count)
-        ranks: list[RankProcess] = []
-        undo.callback(_end, ranks)
-        for number, wake in enumerate(wakes):
+        peers_file = os.memfd_create("manylora", os.MFD_CLOEXEC)  # where they meet
+        files.callback(os.close, peers_file)
+        for number in range(begin.count):
             ours, theirs = socket.socketpair()
             files.callback(theirs.close)
-            passed = (theirs.fileno(), ring_file, peers_file, status_file, wake)
+            passed = theirs.fileno(), peers_file
             gpu = visible_gpus()[number] if begin.device == "cuda" else None
             process = _process(theirs.fileno(), passed, begin.num_threads, gpu)
             ranks.append(RankProcess(number, process, Channel(ours)))
-        for rank, wake in zip(ranks, wakes):
-            rank.channel.send(
-                msgspec.structs.replace(
-                    begin,
-                    rank=rank.rank,
-                    ring_file=ring_file,
-                    peers_file=peers_file,
-                    status_file=status_file,
-                    wake=wake,
-                )
-            )
-    return ranks, writer, reader
-
-
-def _shared(size: int, files: contextlib.ExitStack) -> int:
-    """A descriptor of so many zeros, without a name."""
-    file = os.memfd_create("manylora", os.MFD_CLOEXEC)
-    files.callback(os.close, file)
-    os.ftruncate(file, size)
-    return file
+        for rank in ranks:
+            rank.channel.send(msgspec.structs.replace(begin, rank=rank.rank, peers_file=peers_file))
+    return ranks
 
 
 def _process(
@@ -333,6 +305,8 @@ def _hear_all(
                         case RankLoading(done_bytes, total_bytes):
                             if progress is not None:
                                 progress(done_bytes, total_bytes)
+                        case RankStatus():
+                            pass
                         case _:
                             assert isinstance(message, kind), message
                             heard[rank.rank] = message

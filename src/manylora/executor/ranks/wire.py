@@ -1,13 +1,15 @@
 """What the driver's process and a rank's say to each other, and how it is framed.
 
-Commands go through the ring (``ring``). On a socket pair go, before that, how the rank is to be built and how
-far it has come; afterwards the rank's answers. The end of the stream tells of the other's death.
+Each rank has a socket pair with the driver's process. On it go first how the rank is to be built and how far it
+has come; then the driver's commands one way, the rank's answers the other. The end of the stream tells of the
+other's death.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import select
 import socket
 import struct
 import threading
@@ -17,7 +19,7 @@ import msgspec
 
 from manylora.config import EngineSettings, PolicyConfig
 from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
-from manylora.types import AdapterId, CopyId, SequenceId
+from manylora.types import AdapterId, CopyId, RankTraffic, SequenceId
 
 _LENGTH = struct.Struct("<I")
 
@@ -37,10 +39,7 @@ class Begin(msgspec.Struct, tag=True):
     graph_bytes: int
     num_threads: int
     log_level: int
-    ring_file: int
     peers_file: int
-    status_file: int
-    wake: int
     parent: int
     registry_path: str | None
 
@@ -82,6 +81,15 @@ class RankFailed(msgspec.Struct, tag=True):
     is_user_error: bool = False
 
 
+class RankStatus(msgspec.Struct, tag=True):
+    """What a rank says of itself: every quarter of a second, and with the end of each step. ``pages_pinned``: of
+    its host pool; ``preparation_s``: seconds spent on compiling and the like since the start."""
+
+    pages_pinned: int = 0
+    preparation_s: float = 0.0
+    traffic: RankTraffic = RankTraffic()
+
+
 class StepAnswer(msgspec.Struct, tag=True):
     """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
     of the step's number, its rows, its bucket, its exchanges in order, the tokens that it drew. ``num_exchanges``:
@@ -92,6 +100,7 @@ class StepAnswer(msgspec.Struct, tag=True):
     ok: bool
     done: int
     num_exchanges: int
+    status: RankStatus
     result: StepResult | None = None
     spoilt: tuple[SequenceId, ...] = ()
     stall_s: float = 0.0
@@ -137,8 +146,8 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, TimeExchange, End,
-        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, StepAnswer, ExchangeTimed, AdapterRead, CopyDone,
-        SwitchDone,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer, ExchangeTimed,
+        AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()
@@ -152,6 +161,12 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
 def packed(message: object) -> bytes:
     """A message: its kind's name, a byte of 0, its fields."""
     return type(message).__name__.encode() + b"\0" + _encoder.encode(message)
+
+
+def framed(message: object) -> bytes:
+    """A message as it goes over a socket."""
+    data = packed(message)
+    return _LENGTH.pack(len(data)) + data
 
 
 def unpacked(data: bytes) -> Any:
@@ -170,9 +185,16 @@ class Channel:
 
     def send(self, message: object) -> None:
         """Raises OSError where the other is gone."""
-        data = packed(message)
+        self.send_framed(framed(message))
+
+    def send_framed(self, frame: bytes) -> None:
+        """Send what ``framed`` gave. Raises OSError where the other is gone."""
         with self._sending:
-            self.sock.sendall(_LENGTH.pack(len(data)) + data)
+            self.sock.sendall(frame)
+
+    def has_some(self) -> bool:
+        """Whether a message, or the beginning of one, has arrived."""
+        return bool(self._received) or bool(select.select([self.sock], [], [], 0)[0])
 
     def receive(self) -> Any:
         """The next message; waits for it. None where the other is gone."""
