@@ -45,7 +45,7 @@ from manylora.missing import naming_what_is_missing
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
-from manylora.policy.caches import find_cache
+from manylora.policy.cache_policies import find_cache
 from manylora.progress import LOG_FORMAT, Bar
 from manylora.protocol import AdapterError, Executor
 from manylora.signals import stop_signals

@@ -6,7 +6,7 @@ import array
 import collections
 from collections.abc import Iterator, Mapping
 
-from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.candidates import CandidateList
 from manylora.policy.cold_start import ColdStarts
 from manylora.policy.merging.dlora import DloraMerging

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.policy.kv_turns import KvTurns
 from manylora.policy.tree import Node, Residence
+from manylora.policy.value import KvTurns
 from manylora.protocol import SwapPages
 from manylora.types import BASE
 from tests.policy.invariants import all_nodes

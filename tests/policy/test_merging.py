@@ -19,10 +19,8 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 from manylora.config import MergeConfig, MergeTimes, PolicyConfig, QueueConfig, StepTimes
 from manylora.policy.merging import regret as regret_module
 from manylora.policy.merging.choice import Choice, MergeView, StepShape
-from manylora.policy.merging.credits import MICROSECONDS, Credits
-from manylora.policy.merging.dlora import DloraMerging
+from manylora.policy.merging.dlora import MICROSECONDS, MOST_ALPHA, Credits, DloraMerging, Thresholds
 from manylora.policy.merging.regret import ALLOWANCE, SHARE, RegretMerging
-from manylora.policy.merging.thresholds import MOST_ALPHA, Thresholds
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence

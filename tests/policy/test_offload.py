@@ -1,8 +1,8 @@
 """Whether copies to the host pay: by what earlier ones brought back."""
 
-from manylora.policy.cost import Rates
-from manylora.policy.offload import OffloadWhereItPays
+from manylora.policy.marks import OffloadWhereItPays
 from manylora.policy.tree import Node
+from manylora.policy.value import Rates
 from manylora.types import BASE
 from tests.policy.rig import PAGE
 

@@ -14,8 +14,7 @@ import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
 from manylora.config import CacheConfig, ConfigError
-from manylora.policy.caches import find_cache
-from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cache_policies import CachePolicy, find_cache
 from tests.policy.rig import Rig, prompt
 
 REPOSITORY = Path(__file__).parents[2]

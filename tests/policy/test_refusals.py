@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from manylora.config import ConfigError
-from manylora.policy.caches import find_cache
-from manylora.policy.cost import Rates
+from manylora.policy.cache_policies import find_cache
+from manylora.policy.value import Rates
 from manylora.protocol import Arrive, Reject
 from manylora.router.policies.policy import find_router
 from manylora.types import BASE, Request, SamplingParams

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
 from manylora.config import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
-from manylora.policy.caches import adapter_pages_limit
+from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.tree import DependencyTree
 from manylora.protocol import (

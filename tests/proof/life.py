@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
-from manylora.policy.caches import adapter_pages_limit
+from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     Abort,

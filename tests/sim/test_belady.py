@@ -23,7 +23,7 @@ from manylora_lab.workloads.newcomers import renewed
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ConfigError
-from manylora.policy.caches import find_cache
+from manylora.policy.cache_policies import find_cache
 from manylora.policy.tree import Node
 from tests.policy.invariants import all_nodes, check
 

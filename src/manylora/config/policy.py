@@ -11,16 +11,16 @@ from manylora.config.named import named_policy
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, less_than, more_than, one_of
 
-_HERE = "manylora.policy.caches"
+_HERE = "manylora.policy.cache_policies"
 
 CACHE_POLICIES = {
-    "manylora": f"{_HERE}.manylora:Manylora",
-    "fastlibra": f"{_HERE}.fastlibra:FastLibra",
-    "static-lru": f"{_HERE}.static_lru:StaticLru",
-    "s-lora": f"{_HERE}.s_lora:SLora",
-    "lru": f"{_HERE}.lru:Lru",
-    "lru-ahead": f"{_HERE}.lru_ahead:LruAhead",
-    "lru-drop": f"{_HERE}.lru_drop:LruDrop",
+    "manylora": f"{_HERE}:Manylora",
+    "fastlibra": f"{_HERE}:FastLibra",
+    "static-lru": f"{_HERE}:StaticLru",
+    "s-lora": f"{_HERE}:SLora",
+    "lru": f"{_HERE}:Lru",
+    "lru-ahead": f"{_HERE}:LruAhead",
+    "lru-drop": f"{_HERE}:LruDrop",
 }
 """By name, each with its ``module:Class``."""
 

@@ -22,7 +22,7 @@ from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationReq
 from manylora.engine.lines import TraceWriter
 from manylora.engine.loop import Routes
 from manylora.engine.outbox import Outbox
-from manylora.policy.caches import adapter_pages_limit
+from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.protocol import (
     CLIENT_COMMANDS,
     DEVICE_COMMANDS,

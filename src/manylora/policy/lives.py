@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 from manylora.config import PolicyConfig
 from manylora.policy.admission import Admission
-from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.request_limits import RequestLimits
 from manylora.policy.reservations import Reservations

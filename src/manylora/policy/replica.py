@@ -12,13 +12,13 @@ import dataclasses
 
 from manylora.config import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
-from manylora.policy.caches.policy import CachePolicy
-from manylora.policy.cluster_report import ClusterReport
+from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.cold_start import cold_starts
-from manylora.policy.kept import KeptAdapters
 from manylora.policy.lives import RequestLives
 from manylora.policy.merging.batching import MergedBatching
 from manylora.policy.merging.state import MergeState
+from manylora.policy.pinned import KeptAdapters
+from manylora.policy.report import ClusterReport, Gauges
 from manylora.policy.sequences import (
     ENDED,
     LEAVING,
@@ -29,7 +29,6 @@ from manylora.policy.sequences import (
     rows_ended,
     run_step,
 )
-from manylora.policy.snapshot import Gauges
 from manylora.policy.swap import Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (

@@ -11,13 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from manylora.config import PolicyConfig
-from manylora.policy.caches import find_cache
-from manylora.policy.caches.policy import CachePolicy, Signals
+from manylora.policy.cache_policies import CachePolicy, Signals, find_cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.changes import Changes
-from manylora.policy.cost import Rates
-from manylora.policy.kv_turns import KvTurns
-from manylora.policy.lent import LentPages
 from manylora.policy.pages import PageLedger
 from manylora.policy.transfers import Move, Transfers
 from manylora.policy.tree import (
@@ -35,10 +31,35 @@ from manylora.policy.tree import (
     Residence,
     subtree,
 )
-from manylora.policy.visits import Visits
+from manylora.policy.value import KvTurns, Rates, Visits
 from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
 from manylora.reports import Counters
 from manylora.types import AdapterId, PageId
+
+
+class LentPages:
+    """Of the host's ledger ``pages``, which hears of the ends of such steps through this alone."""
+
+    def __init__(self, pages: PageLedger) -> None:
+        self._pages = pages
+        self._steps: dict[Node, int] = {}  # the last step that reads a node's
+
+    def lend(self, node: Node, step: int) -> None:
+        """A step that begins reads the node's pages."""
+        self._steps[node] = step
+
+    def step_ended(self, step: int) -> None:
+        """Such a step has ended; steps end in their order."""
+        self._steps = {node: last for node, last in self._steps.items() if last > step}
+        self._pages.step_ended(step)
+
+    def release(self, node: Node, pages: tuple[PageId, ...]) -> None:
+        """The node gives up these; others get them when no step reads them any more."""
+        step = self._steps.get(node)
+        if step is None:
+            self._pages.release(pages)
+        else:
+            self._pages.release_after(step, pages)
 
 
 class Residency:

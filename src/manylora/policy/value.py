@@ -6,15 +6,279 @@ thresholds. Values are logarithms of seconds, so that products of very small fac
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from manylora.policy.cost import Rates
-from manylora.policy.kv_turns import KvTurns
-from manylora.policy.tree import HELD, RESIDENT, Node
-from manylora.policy.visits import Visits
+from manylora.policy.tree import HELD, RESIDENT, Node, use
 from manylora.reports import Counters
+from manylora.types import BASE
+
+BATCH_WINDOW_S = 5.0
+"""FastLibra §5.1: the batch size is that of the last 5 seconds."""
+
+
+class Visits:
+    """Counts requests by the nodes they used. A request visits the nodes it matched when it is admitted, and
+    those it computed when it lets go of them (the paper updates a node's frequency when it is generated too).
+
+    ``counts_window``: counts are kept of the visits within the window; without it no value model reads any.
+    ``only_leaves_matter``: a node with children on the device is no candidate to leave it.
+    """
+
+    def __init__(
+        self,
+        window_s: float,
+        aging_s: float,
+        *,
+        counts_window: bool,
+        only_leaves_matter: bool,
+    ) -> None:
+        self._window_s = window_s
+        self._counts_window = counts_window
+        self._aging_s = aging_s
+        self._log: collections.deque[tuple[float, Node | None, Node]] = collections.deque()
+        self._batches: collections.deque[tuple[float, int]] = collections.deque()
+        self._batch_rows = 0
+        self._adapters: dict[Node, None] = {}  # those with visits
+        self.num_requests = 0
+        self._only_leaves_matter = only_leaves_matter
+
+    def matched(self, deepest: Node, now: float) -> None:
+        """A request was admitted that uses the path down to ``deepest``."""
+        self.num_requests += self._counts_window
+        self._visit(None, deepest, now)
+
+    def computed(self, above: Node, deepest: Node, now: float) -> None:
+        """A request that computed the nodes below ``above``, down to ``deepest``, lets go of them."""
+        if deepest is not above:
+            self._visit(above, deepest, now)
+
+    def _visit(self, above: Node | None, deepest: Node, now: float) -> None:
+        if self._counts_window:
+            self._count(above, deepest, now)
+        root = use(deepest, above, now)
+        if root is not None:
+            root.weight = 1.0 + root.weight * math.exp((root.weighed_at - now) / self._aging_s)
+            root.weighed_at = now
+
+    def _count(self, above: Node | None, deepest: Node, now: float) -> None:
+        self._log.append((now, above, deepest))
+        step: Node | None = deepest
+        while step is not None and step is not above:
+            step.visits += 1
+            if step.parent is None and step.adapter != BASE:
+                self._adapters[step] = None
+            step = step.parent
+
+    def expire(self, now: float) -> list[Node]:
+        """Forget visits that have left the window; returns the idle nodes, candidates perhaps, whose count
+        fell."""
+        log, first = self._log, now - self._window_s
+        fallen: list[Node] = []
+        while log and log[0][0] < first:
+            _, above, deepest = log.popleft()
+            self.num_requests -= above is None
+            step: Node | None = deepest
+            while step is not None and step is not above:
+                step.visits -= 1
+                if step.visits == 0 and step.parent is None:
+                    self._adapters.pop(step, None)
+                if step.busy == 0:
+                    may_be_leaf = not self._only_leaves_matter or step.num_on_device == 0
+                    if may_be_leaf or step.host is HELD:
+                        fallen.append(step)
+                step = step.parent
+        return fallen
+
+    def batch(self, num_rows: int, now: float) -> None:
+        """A step of so many rows was started."""
+        if not self._counts_window:
+            return
+        self._batches.append((now, num_rows))
+        self._batch_rows += num_rows
+        while self._batches[0][0] < now - BATCH_WINDOW_S:
+            self._batch_rows -= self._batches.popleft()[1]
+
+    def expected_adapters(self, now: float) -> float:
+        """How many adapters a batch needs: equation 3 of FastLibra (§5.1)."""
+        while self._batches and self._batches[0][0] < now - BATCH_WINDOW_S:
+            self._batch_rows -= self._batches.popleft()[1]
+        if not self._batches or not self.num_requests:
+            return 0.0
+        batch_size = self._batch_rows / len(self._batches)
+        total = self.num_requests
+        # A visit may outlive its request's count for a moment, hence the bound.
+        return sum(1.0 - math.pow(1.0 - min(1.0, n.visits / total), batch_size) for n in self._adapters)
+
+
+class KvTurns:
+    """The turn of each KV node. Without ``kept``, and for adapters, a node is one by itself."""
+
+    def __init__(self, kept: bool) -> None:
+        self.kept = kept
+        self._of: dict[Node, list[Node]] = {}
+
+    def of(self, node: Node) -> Sequence[Node]:
+        """The node's turn, parents first."""
+        return self._of.get(node) or (node,)
+
+    def num_pages(self, node: Node) -> int:
+        """What moves with the node, itself included."""
+        turn = self._of.get(node)
+        return node.num_pages if turn is None else len(turn)
+
+    def add(self, node: Node, begins: bool) -> Sequence[Node]:
+        """A KV node has come under its parent: it goes on with that one's turn, or begins another.
+
+        It begins one by itself where another page follows its parent already. Returns the pages below the parent
+        that have become a turn of their own by that.
+        """
+        above = node.parent
+        if not self.kept or above is None:
+            return ()
+        turn = self._of.get(above)
+        if turn is None or begins or len(above.children) > 1:
+            self._of[node] = [node]
+            return self.part(above)
+        turn.append(node)
+        self._of[node] = turn
+        return ()
+
+    def part(self, node: Node) -> Sequence[Node]:
+        """Whatever of the node's turn comes below it is a turn of its own from now on; returns those pages."""
+        turn = self._of.get(node)
+        if turn is None or turn[-1] is node:
+            return ()
+        first = node.depth - turn[0].depth + 1
+        below = turn[first:]
+        del turn[first:]
+        for each in below:
+            self._of[each] = below
+        return below
+
+    def forget(self, node: Node) -> None:
+        """A KV node without children is in the tree no more, where turns are ``kept``."""
+        self._of.pop(node).pop()
+
+
+_KEEP = 0.9
+"""How much of an estimate survives one observation."""
+
+_FIRST_COPY_BYTES_S = 20e9
+_FIRST_READ_BYTES_S = 1e9
+_FIRST_PREFILL_S = 50e-6  # a token
+_FIRST_STEP_S = 0.01
+_LEAST_PREFILL_TOKENS = 64
+_HOPE = 1 / 2000
+"""How much less a transfer is believed to take for each page that was computed instead."""
+_MOST_HELD_UP = 2.0
+"""A page that is computed holds up all sequences of its step, one that is copied only its own. Others count as one
+at most: the copies' lane has a queue too."""
+
+
+class Rates:
+    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes; ``step_s``: a step, of ``step_rows`` rows."""
+
+    def __init__(self, page_bytes: int, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self.page_in_s = page_bytes / _FIRST_COPY_BYTES_S
+        self.page_out_s = page_bytes / _FIRST_COPY_BYTES_S
+        self.page_read_s = page_bytes / _FIRST_READ_BYTES_S
+        self.step_s = _FIRST_STEP_S
+        self.step_rows = 1.0
+        self._token_s = _FIRST_PREFILL_S
+        self._decode_s = 0.0
+        self._num_copies = {True: 0, False: 0}
+        self._num_reads = 0
+
+    @property
+    def held_up(self) -> float:
+        """How many sequences a step's time is lost to, as far as it counts (``_MOST_HELD_UP``)."""
+        rows = self.step_rows
+        return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
+
+    @property
+    def has_copied(self) -> bool:
+        """Whether a copy to the device has been seen."""
+        return self._num_copies[True] > 0
+
+    def learnt(self) -> tuple[float, float, float]:
+        """Seconds of a prompt's token, of a page from the host, and of an adapter's page that is read; 0 where
+        none was seen."""
+        has_prefilled = self._token_s != _FIRST_PREFILL_S
+        return (
+            self._token_s if has_prefilled else 0.0,
+            self.page_in_s if self._num_copies[True] else 0.0,
+            self.page_read_s if self._num_reads else 0.0,
+        )
+
+    def page_prefill_s(self, prefix_class: int) -> float:
+        """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
+
+        Attention over the prefix adds to what a token takes; a quarter more per doubling beyond 64 pages is
+        about what a 7B model shows.
+        """
+        page_s = self._page_tokens * self._token_s
+        return page_s * (1.0 + 0.25 * (prefix_class - 7)) if prefix_class > 7 else page_s
+
+    def saw_copy(self, num_pages: int, seconds: float, to_device: bool) -> None:
+        """A copy between the tiers has landed."""
+        if seconds <= 0 or not num_pages:
+            return
+        old = self.page_in_s if to_device else self.page_out_s
+        new = _blend(old, seconds / num_pages, self._num_copies[to_device])
+        self._num_copies[to_device] += 1
+        if to_device:
+            self.page_in_s = new
+        else:
+            self.page_out_s = new
+
+    def expected_step_s(self, num_prefill_tokens: int) -> float:
+        """A step that decodes, and computes so many tokens of prompts beside."""
+        return (self._decode_s or self.step_s) + num_prefill_tokens * self._token_s
+
+    def weigh_copying(self, prefix_classes: Sequence[int]) -> float:
+        """How much less bringing one page for each of these from the host holds up than computing them, for a
+        decision: copies are made where it is 0 or more. Before the first copy has come they are believed to take
+        nothing, or none might ever be tried.
+
+        An estimate that keeps copies from being made would never be corrected, so a loss makes it more hopeful.
+        """
+        prefill_s = 0.0
+        for prefix_class in prefix_classes:
+            prefill_s += self.page_prefill_s(prefix_class)
+        saved_s = self.held_up * prefill_s
+        if self._num_copies[True]:
+            saved_s -= len(prefix_classes) * self.page_in_s
+        if saved_s < 0:
+            self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
+        return saved_s
+
+    def saw_read(self, num_pages: int, seconds: float) -> None:
+        """An adapter was read from its source."""
+        if seconds > 0 and num_pages:
+            self.page_read_s = _blend(self.page_read_s, seconds / num_pages, self._num_reads)
+            self._num_reads += 1
+
+    def saw_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step ended; with many more tokens than rows it was mostly prefill."""
+        if seconds <= 0:
+            return
+        self.step_s = _KEEP * self.step_s + (1 - _KEEP) * seconds
+        self.step_rows = _KEEP * self.step_rows + (1 - _KEEP) * num_rows
+        if num_tokens == num_rows:
+            self._decode_s = seconds if not self._decode_s else _KEEP * self._decode_s + (1 - _KEEP) * seconds
+        elif num_tokens - num_rows >= _LEAST_PREFILL_TOKENS:
+            marginal = max(0.1 * seconds, seconds - self._decode_s) / (num_tokens - num_rows)
+            self._token_s = _KEEP * self._token_s + (1 - _KEEP) * marginal
+
+
+def _blend(old: float, seen: float, num_before: int) -> float:
+    """The first observation replaces the assumption."""
+    return seen if num_before == 0 else _KEEP * old + (1 - _KEEP) * seen
+
 
 Value = tuple[float, float]
 """What is compared first, and what decides between equals."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from manylora.policy.caches.fastlibra import FastLibra
-from manylora.policy.caches.policy import Signals
+from manylora.policy.cache_policies import FastLibra, Signals
 from manylora.policy.value import FastLibraValue, LeastRecentlyUsed, ValueModel
 
 

@@ -25,7 +25,7 @@ from manylora.config import (
 from manylora.config.merging import says_something
 from manylora.config.policy import CACHE_NUMBERS, cache_numbers
 from manylora.flags import ALL_FLAGS, build_settings
-from manylora.policy.caches import find_cache
+from manylora.policy.cache_policies import find_cache
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.policy.caches.lru import Lru
-from manylora.policy.caches.manylora import Manylora
-from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cache_policies import CachePolicy, Lru, Manylora
 
 FEATURES: dict[str, dict[str, Any]] = {
     "value": {"device_value": Manylora.device_value, "prices_pages": Manylora.prices_pages},

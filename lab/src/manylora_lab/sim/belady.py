@@ -17,12 +17,10 @@ import math
 from collections.abc import Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.policy.caches.manylora import Manylora
-from manylora.policy.caches.policy import Signals
-from manylora.policy.cost import Rates
-from manylora.policy.offload import OffloadWhereItPays
+from manylora.policy.cache_policies import Manylora, Signals
+from manylora.policy.marks import OffloadWhereItPays
 from manylora.policy.tree import Node
-from manylora.policy.value import RealCost, RealHostCost, Value
+from manylora.policy.value import Rates, RealCost, RealHostCost, Value
 from manylora.protocol import Admitted, ClientCommand
 from manylora.types import BASE, AdapterId
 from manylora_lab.pricing.costs import StepCosts

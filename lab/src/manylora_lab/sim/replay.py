@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig, QueueConfig
-from manylora.policy.caches import adapter_pages_limit
-from manylora.policy.caches.policy import CachePolicy
+from manylora.policy.cache_policies import CachePolicy, adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.protocol import (
     AdapterAdded,

@@ -7,14 +7,142 @@ admitted or waiting; a batch is at most ``max_num_seqs`` of them.
 from __future__ import annotations
 
 import collections
+import dataclasses
+from collections.abc import Collection, Iterable
 
-from manylora.config import PolicyConfig
+from manylora.config import MergeConfig, PolicyConfig
 from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape
-from manylora.policy.merging.credits import MICROSECONDS, Credits
-from manylora.policy.merging.thresholds import Thresholds
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId, SequenceId
+
+MICROSECONDS = 1_000_000
+
+
+class Credits:
+    """By adapter; the base has credits like one.
+
+    ``starve_s``: an adapter of which a whole batch, ``batch`` requests, is held back for so long has gained
+    ``margin`` and starves, until it has paid half of that back. All start with twice the margin, which is what an
+    adapter can pay.
+    """
+
+    def __init__(self, starve_s: float, batch: int) -> None:
+        self.margin = int(starve_s * MICROSECONDS) * batch
+        self.start = 2 * self.margin
+        self.left_over = 0
+        """What adapters that are gone had beyond ``start``: with it all sums to ``start`` for each adapter."""
+        self._credits: dict[AdapterId, int] = {}
+        self._starving: set[AdapterId] = set()
+
+    def of(self, adapter: AdapterId) -> int:
+        return self._credits.get(adapter, self.start)
+
+    def all(self) -> dict[AdapterId, int]:
+        """Of every adapter that ever paid or got any."""
+        return self._credits
+
+    def forget(self, adapter: AdapterId) -> None:
+        """The adapter is gone."""
+        self.left_over += self.of(adapter) - self.start
+        self._credits.pop(adapter, None)
+        self._starving.discard(adapter)
+
+    def transfer(self, payers: Iterable[AdapterId], held_back: Collection[AdapterId], amount: int) -> None:
+        """Each of ``held_back`` gets the amount: the first from the first payer, the second from the second.
+        Where there are fewer payers, the first pays for the rest; without any, none is paid."""
+        paying = list(payers)
+        if not paying:
+            return
+        for place, adapter in enumerate(held_back):
+            payer = paying[place] if place < len(paying) else paying[0]
+            if payer != adapter:
+                self._credits[payer] = self.of(payer) - amount
+                self._credits[adapter] = self.of(adapter) + amount
+
+    def starving(self) -> set[AdapterId]:
+        """Adapters whose requests go first."""
+        for adapter, credit in self._credits.items():
+            if adapter in self._starving:
+                if credit < self.start + self.margin // 2:
+                    self._starving.remove(adapter)
+            elif credit > self.start + self.margin:
+                self._starving.add(adapter)
+        return self._starving
+
+
+LEAST_BETA, MOST_ALPHA = 0.05, 4.0
+"""Between which both stay, but for what was set beyond; alpha stays above beta by a step at least. Our own: the
+paper bounds neither."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Period:
+    """Steps of one mode while one adapter had the most requests: requests and seconds of the batch that merging
+    gives, and of the one in arrival order."""
+
+    is_merged: bool
+    adapter: AdapterId
+    num_steps: int = 0
+    merge_requests: int = 0
+    merge_s: float = 0.0
+    fcfs_requests: int = 0
+    fcfs_s: float = 0.0
+    switch_s: float = 0.0
+
+
+class Thresholds:
+    """Merge where an adapter's requests are more than ``alpha`` of a batch; unmerge where fewer than ``beta``.
+
+    An unmerged period tunes alpha, a merged one beta, as the paper says (the authors' code does the opposite):
+    where the other mode would have served more requests a second, the switch to it included, the threshold on the
+    way there comes nearer by ``dec``; else it goes away by the factor ``mul``.
+    """
+
+    def __init__(self, config: MergeConfig) -> None:
+        self.alpha, self.beta = config.alpha, config.beta
+        self._least_beta, self._most_alpha = min(LEAST_BETA, config.beta), max(MOST_ALPHA, config.alpha)
+        self._dec, self._mul, self._window = config.dec, config.mul, config.window
+        self._period: _Period | None = None
+
+    def step(
+        self,
+        is_merged: bool,
+        adapter: AdapterId,
+        merge: tuple[int, float],
+        fcfs: tuple[int, float],
+        switch_s: float,
+    ) -> None:
+        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of that
+        in arrival order; ``switch_s``: what a switch to the other mode takes."""
+        period = self._period
+        if period is None or period.is_merged != is_merged or period.adapter != adapter:
+            self._end()
+            period = self._period = _Period(is_merged, adapter)
+        period.num_steps += 1
+        period.merge_requests += merge[0]
+        period.merge_s += merge[1]
+        period.fcfs_requests += fcfs[0]
+        period.fcfs_s += fcfs[1]
+        period.switch_s = switch_s
+        if period.num_steps >= self._window:
+            self._end()
+
+    def _end(self) -> None:
+        """A break point: judge the period, if there is one."""
+        period, self._period = self._period, None
+        if period is None or period.merge_s <= 0 or period.fcfs_s <= 0:
+            return
+        if period.is_merged:
+            other = period.fcfs_requests / (period.fcfs_s + period.switch_s)
+            pays = other > period.merge_requests / period.merge_s
+            beta = self.beta + self._dec if pays else self.beta / self._mul
+            self.beta = max(min(beta, self.alpha - self._dec), self._least_beta)
+        else:
+            other = period.merge_requests / (period.merge_s + period.switch_s)
+            pays = other > period.fcfs_requests / period.fcfs_s
+            alpha = self.alpha - self._dec if pays else self.alpha * self._mul
+            self.alpha = min(max(alpha, self.beta + self._dec), self._most_alpha)
 
 
 class DloraMerging(MergePolicy):

@@ -10,9 +10,9 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-from manylora.config import PolicyConfig
-from manylora.policy.merging import merge_policy
-from manylora.policy.merging.choice import Choice, MergeGauges, MergeView, StepShape, shape_of
+from manylora.config import MERGE_POLICIES, PolicyConfig, place_of
+from manylora.config.named import imported_class
+from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape, shape_of
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
@@ -20,6 +20,13 @@ from manylora.policy.residency import Residency
 from manylora.policy.sequences import Scheduled
 from manylora.protocol import SetMerged, SwitchDone
 from manylora.types import BASE, AdapterId, SwitchId
+
+
+def merge_policy(config: PolicyConfig, times: StepSeconds) -> MergePolicy:
+    """The policy that ``--merge`` names; not for ``unmerged``, which needs none."""
+    found = imported_class("merge mode", place_of("merge", MERGE_POLICIES, config.merge.mode), MergePolicy)
+    return found(config, times)
+
 
 BARRED_S = 60.0
 """After a switch has failed nothing is merged for so long."""
