@@ -26,7 +26,7 @@ from manylora.kernels.ops import LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.memory.gates import Awaited, CopyGate
 from manylora.protocol import StepDone
-from manylora.types import AdapterId, SequenceId
+from manylora.types import AdapterId, SequenceId, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | 
         found.try_out()
         return found
     except (RuntimeError, ValueError) as error:
-        _log.warning("the host hands rows to the CPU's threads: %s", str(error).partition("\n")[0])
+        _log.warning("the host hands rows to the CPU's threads: %s", first_line(error))
         if found is not None:
             found.close()
         return None

@@ -19,7 +19,7 @@ from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
 from manylora.memory.host import HostPool
 from manylora.protocol import CopyDone, SwapPages
-from manylora.types import PageId
+from manylora.types import PageId, first_line
 
 TRANSFER_BYTES = 16 * 2**20
 """The largest transfer, about a third of a millisecond: closing waits for one, and so do a step's own small ones
@@ -250,5 +250,5 @@ def _begin() -> None:
 
 def one_line(error: Exception) -> str:
     """The error's type and the first line of its text."""
-    text = str(error).strip().partition("\n")[0]
+    text = first_line(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

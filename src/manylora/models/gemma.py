@@ -5,23 +5,19 @@ Gemma 2 caps scores and logits softly. Gemma 3 normalises heads, and its layers 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 from manylora.kernels.shapes import Activation
 from manylora.models.fields import Fields
-from manylora.models.rotary_families import read_head_dim, read_rope, rope_of, windows_of
-from manylora.models.spec import ModelConfig, RopeConfig, TensorNames, dense_layer
+from manylora.models.rotary_families import NAMES, read_head_dim, read_rope, rope_of, windows_of
+from manylora.models.spec import ModelConfig, RopeConfig, dense_layer
 
-_NAMES = TensorNames(
-    body="model.",
-    final_norm="norm",
-    attention_norm="input_layernorm",
+_NAMES = dataclasses.replace(
+    NAMES,
     attention_after="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_after="post_feedforward_layernorm",
-    attention_out="self_attn.o_proj",
-    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
-    mlp_out="mlp.down_proj",
 )
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -12,7 +12,7 @@ from typing import cast, get_args
 from manylora.models.fields import Fields
 from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
 
-_NAMES = TensorNames(
+NAMES = TensorNames(
     body="model.",
     final_norm="norm",
     attention_norm="input_layernorm",
@@ -69,7 +69,7 @@ def _read_rotary(
         fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
     head_dim = read_head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
     layer = dense_layer(
-        _NAMES,
+        NAMES,
         hidden=hidden_size,
         queries=num_heads * head_dim,
         keys=num_kv_heads * head_dim,
@@ -83,7 +83,7 @@ def _read_rotary(
     return ModelConfig(
         family=family,
         architecture=architecture,
-        names=_NAMES,
+        names=NAMES,
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
         embedding_size=hidden_size,
