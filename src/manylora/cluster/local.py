@@ -24,7 +24,7 @@ from manylora.cluster.children import Launch
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
-from manylora.engine.frames import frame, read_message
+from manylora.engine.frames import frame, open_stream, read_message
 from manylora.engine.wire import Failed
 from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
 from manylora.processes import LEAST_EFFORT, command, effort, group_of
@@ -213,7 +213,7 @@ async def start_child(
         raise
     finally:
         theirs.close()
-    reader, writer = await asyncio.open_connection(sock=ours)
+    reader, writer = await open_stream(ours)
     writer.write(frame(launch))
     return LocalProcess(process, reader, writer, launch.role)
 

@@ -39,6 +39,27 @@ def body_of(framed: bytes) -> bytes:
     return framed[_LENGTH.size :]
 
 
+async def open_stream(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open asyncio's streams over a connected socket. Messages that arrived before the stream broke are still read."""
+    loop = asyncio.get_running_loop()
+    reader = _EndingReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class _EndingReader(asyncio.StreamReader):
+    """A reader for which a broken stream ends like a closed one.
+
+    asyncio's own raises the error first, and then a process's last words are lost: a process that dies with
+    unread questions breaks its stream.
+    """
+
+    def set_exception(self, exc: Exception) -> None:
+        """End the stream."""
+        self.feed_eof()
+
+
 async def read_body(reader: asyncio.StreamReader, most: int = sys.maxsize) -> bytes:
     """Read the body of the next frame. Raises FrameTooLong; IncompleteReadError or OSError where the stream has
     ended."""

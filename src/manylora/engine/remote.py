@@ -18,6 +18,7 @@ from manylora.engine.client import (
     EngineStats,
     GenerationRequest,
 )
+from manylora.engine.frames import open_stream
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.processes import LEAST_EFFORT, effort
@@ -69,7 +70,7 @@ class RemoteEngine:
 
         Raises ConfigError where the user's settings are at fault, EngineDead where the engine just ended.
         """
-        reader, writer = await asyncio.open_connection(sock=sock)
+        reader, writer = await open_stream(sock)
         writer.write(wire.frame(wire.Start(settings)))
         match await wire.read_from_engine(reader):
             case wire.EngineReady(info, pid):
