@@ -6,6 +6,7 @@ All that processes of a server or a cluster say to each other is framed and read
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import sys
@@ -40,23 +41,30 @@ def body_of(framed: bytes) -> bytes:
 
 
 async def open_stream(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open asyncio's streams over a connected socket. Messages that arrived before the stream broke are still read."""
+    """Open asyncio's streams over a connected socket. What arrived before the stream broke is still read."""
     loop = asyncio.get_running_loop()
-    reader = _EndingReader(loop=loop)
+    reader = _EndingReader(sock)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 class _EndingReader(asyncio.StreamReader):
-    """A reader for which a broken stream ends like a closed one.
+    """A reader for which a broken stream ends like a closed one, after all that had arrived.
 
-    asyncio's own raises the error first, and then a process's last words are lost: a process that dies with
-    unread questions breaks its stream.
+    asyncio's own drops what a process said just before it died, where a question to it could not be sent or was
+    not read.
     """
 
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self._sock = sock
+
     def set_exception(self, exc: Exception) -> None:
-        """End the stream."""
+        """Read the rest and end."""
+        with contextlib.suppress(OSError):
+            while data := self._sock.recv(_MOST_AT_ONCE):
+                self.feed_data(data)
         self.feed_eof()
 
 
