@@ -53,26 +53,28 @@ class KeptAdapters:
             self._num_pages -= node.num_pages
             self._unpin(adapter, node)
 
-    def bring(self, now: float, num_waiting: int) -> None:
-        """Pin what has come, and have the first come that is not there."""
+    def pin(self, num_waiting: int) -> None:
+        """Pin the copies that have landed, before room is made for anything else: a copy that is evicted as it
+        lands would be brought again at once, and so on."""
         if self._gives_way and (num_waiting or self._held.admitted):
             return
         self._gives_way = False
-        if len(self._pinned) == len(self._kept):
+        if len(self._pinned) < len(self._kept):
+            for adapter, node in self._kept.items():
+                if adapter not in self._pinned and node.residence is RESIDENT:
+                    self._residency.tree.pin(node)
+                    self._pinned.add(adapter)
+
+    def bring(self, now: float) -> None:
+        """Start the copy of the first adapter that is absent, one after the other."""
+        residency = self._residency
+        if self._gives_way or len(self._pinned) == len(self._kept) or residency.transfers.is_lane_busy:
             return
-        residency, absent = self._residency, None
-        may_load = not residency.transfers.is_lane_busy
-        for adapter, node in self._kept.items():
-            if adapter in self._pinned:
-                continue
-            if node.residence is RESIDENT:
-                residency.tree.pin(node)
-                self._pinned.add(adapter)
-            elif node.residence is ABSENT:
-                absent = absent or node
-            else:
-                may_load = False  # one after the other
-        if absent is not None and may_load and residency.provide(now, 0, absent.num_pages):
+        unpinned = [node for adapter, node in self._kept.items() if adapter not in self._pinned]
+        if any(node.residence not in (ABSENT, RESIDENT) for node in unpinned):
+            return
+        absent = next((node for node in unpinned if node.residence is ABSENT), None)
+        if absent is not None and residency.provide(now, 0, absent.num_pages):
             residency.load(now, [absent], "kept")
 
     def give_way(self, num_waiting: int) -> bool:

@@ -246,11 +246,13 @@ class Replica(RequestLives):
     def _start_next(self, now: float) -> bool:
         """Start what can start now; whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
+        if len(self._kept):
+            self._kept.pin(len(self._waiting))
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
         # Whatever runs beside compute starts before a step does.
         if len(self._kept):
-            self._kept.bring(now, len(self._waiting))
+            self._kept.bring(now)
         self._swapper.use_idle_lane(now)
         copies = self._residency.start_transfers()
         if self._cold is not None:
