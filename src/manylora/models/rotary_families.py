@@ -7,8 +7,10 @@ rope_parameters), and Qwen's choice of sliding-window layers. Computes no table.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import cast, get_args
 
+from manylora.kernels.shapes import Activation
 from manylora.models.fields import Fields
 from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
 
@@ -24,79 +26,93 @@ NAMES = TensorNames(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Defaults:
-    """What transformers' config class of a family fills in for missing fields.
+class Defaults:
+    """Values that transformers' config class of a family fills in for missing fields.
 
-    ``num_kv_heads=None``: as many as heads; ``head_dim=None``: hidden_size / heads.
+    ``num_kv_heads=None``: as many as heads; ``head_dim=None``: hidden_size / heads. ``activations``: the supported
+    names of activations in config.json, the default first.
     """
 
     vocab_size: int
     intermediate_size: int
     max_position_embeddings: int
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    tie_embeddings: bool = False
+    activations: Mapping[str, Activation] = dataclasses.field(
+        default_factory=lambda: {"silu": "silu", "swish": "silu"}
+    )
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
 
-def _num_layers(fields: Fields) -> int:
-    """Decoder layers of these families. Raises ModelError."""
-    return fields.integer("num_hidden_layers", 32)
-
-
-def _read_rotary(
+def read_rotary(
     fields: Fields,
     family: str,
     architecture: str,
-    defaults: _Defaults,
+    defaults: Defaults,
     *,
+    names: TensorNames = NAMES,
+    activation_field: str = "hidden_act",
     windows: tuple[int | None, ...] | None = None,
+    ropes: tuple[RopeConfig, RopeConfig | None] | None = None,
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
     has_head_norm: bool = False,
 ) -> ModelConfig:
-    """The settings common to these families, whose layers differ by their ``windows`` alone (None: no layer has
-    one). Raises ModelError."""
-    hidden_size = fields.integer("hidden_size", 4096)
-    num_heads = fields.integer("num_attention_heads", 32)
-    num_layers = _num_layers(fields)
+    """Read the settings that these families share. Raises ModelError.
+
+    ``windows``: by layer (None: no layer has one). ``ropes``: the model's, and another for layers with a window;
+    None: read here.
+    """
+    hidden_size = fields.integer("hidden_size", defaults.hidden_size)
+    num_heads = fields.integer("num_attention_heads", defaults.num_heads)
+    num_layers = fields.integer("num_hidden_layers", defaults.num_layers)
     inner = fields.integer("intermediate_size", defaults.intermediate_size)
     num_kv_heads = fields.integer_or_none("num_key_value_heads", defaults.num_kv_heads) or num_heads
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        fields.fail(f"hidden_act {activation!r} is not supported (supported: silu)")
+    activation = fields.text(activation_field, next(iter(defaults.activations)))
+    if activation not in defaults.activations:
+        supported = ", ".join(defaults.activations)
+        fields.fail(f"{activation_field} {activation!r} is not supported (supported: {supported})")
     head_dim = read_head_dim(fields, hidden_size, num_heads, num_kv_heads, defaults.head_dim)
     layer = dense_layer(
-        NAMES,
+        names,
         hidden=hidden_size,
         queries=num_heads * head_dim,
         keys=num_kv_heads * head_dim,
         inner=inner,
-        activation="silu",
+        activation=defaults.activations[activation],
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         mlp_bias=mlp_bias,
         has_head_norm=has_head_norm,
     )
+    rope, of_windows = ropes or (read_rope(fields, max_positions, head_dim), None)
     return ModelConfig(
         family=family,
         architecture=architecture,
-        names=NAMES,
+        names=names,
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
         embedding_size=hidden_size,
         intermediate_size=inner,
-        layers=tuple(map(layer.with_window, windows or (None,) * num_layers)),
+        layers=tuple(
+            layer.with_window(window, None if window is None else of_windows)
+            for window in windows or (None,) * num_layers
+        ),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope=read_rope(fields, max_positions, head_dim),
+        rope=rope,
         norm="rms",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         eos_ids=fields.token_ids("eos_token_id", defaults.eos_ids),
         bos_id=fields.integer_or_none("bos_token_id", defaults.bos_id, minimum=0),
     )
@@ -195,7 +211,7 @@ def _read_longrope(rope: Fields, config: RopeConfig, count: int) -> RopeConfig:
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Sliding windows of Qwen 2 and 3: off unless use_sliding_window, then by layer_types or from
     max_window_layers on. Raises ModelError."""
-    window, num_layers = None, _num_layers(fields)
+    window, num_layers = None, fields.integer("num_hidden_layers", 32)
     if fields.flag("use_sliding_window", False):
         window = fields.integer_or_none("sliding_window", 4096)
     kinds = fields.texts_or_none("layer_types")
@@ -224,11 +240,11 @@ def windows_of(
 def read_llama(fields: Fields) -> ModelConfig:
     """Read Llama 2 and 3.x, and the many models published under its architecture name. Raises ModelError."""
     bias = fields.flag("attention_bias", False)
-    return _read_rotary(
+    return read_rotary(
         fields,
         "llama",
         "LlamaForCausalLM",
-        _Defaults(
+        Defaults(
             vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048, eos_ids=(2,), bos_id=1
         ),
         qkv_bias=bias,
@@ -239,11 +255,11 @@ def read_llama(fields: Fields) -> ModelConfig:
 
 def read_mistral(fields: Fields) -> ModelConfig:
     """Read Mistral: one sliding window for all layers if the config sets it. Raises ModelError."""
-    return _read_rotary(
+    return read_rotary(
         fields,
         "mistral",
         "MistralForCausalLM",
-        _Defaults(
+        Defaults(
             vocab_size=32000,
             intermediate_size=14336,
             max_position_embeddings=4096 * 32,
@@ -251,23 +267,23 @@ def read_mistral(fields: Fields) -> ModelConfig:
             eos_ids=(2,),
             bos_id=1,
         ),
-        windows=(fields.integer_or_none("sliding_window", 4096),) * _num_layers(fields),
+        windows=(fields.integer_or_none("sliding_window", 4096),) * fields.integer("num_hidden_layers", 32),
     )
 
 
-_QWEN = _Defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32)
+_QWEN = Defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32)
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
     """Read Qwen2 and Qwen2.5: q, k, v have biases, and later layers may slide. Raises ModelError."""
     windows = _qwen_windows(fields)
-    return _read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _QWEN, windows=windows, qkv_bias=True)
+    return read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _QWEN, windows=windows, qkv_bias=True)
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
     """Read Qwen3 (dense): q and k are normalised head by head before rope. Raises ModelError."""
     bias = fields.flag("attention_bias", False)
-    return _read_rotary(
+    return read_rotary(
         fields,
         "qwen3",
         "Qwen3ForCausalLM",
