@@ -21,7 +21,6 @@ from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.executor.inspections import Inspections
 from manylora.executor.ranked_merging import ELSEWHERE
-from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
 from manylora.executor.ranks.wire import (
     Channel,
     End,
@@ -36,6 +35,7 @@ from manylora.executor.ranks.wire import (
     framed,
 )
 from manylora.kernels.shapes import AdapterGeometry
+from manylora.processes import is_stopped
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -68,6 +68,12 @@ FAILED_STEP_S = 10.0
 """A step that failed on one rank has failed on all by then, or others wait for that one's exchanges."""
 
 
+LOOK_S = 0.5
+STOPPED_LOOKS = 10
+"""A process that was stopped at so many looks in a row is lost. Looks, not seconds: where all processes are
+stopped together, the one that looks is, too."""
+
+
 class RanksLost(RuntimeError):
     """A rank is gone, or not like the others."""
 
@@ -83,6 +89,21 @@ class RankProcess:
     def kill(self) -> None:
         """End it, whatever it does."""
         self.process.kill()
+
+
+class StoppedProcesses:
+    """Looks at processes, every ``LOOK_S``, for one that is stopped and stays so. So it is told from one that is
+    busy: no compilation, no long prompt and no loaded machine looks like it."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._stopped = [0] * len(pids)
+
+    def look(self) -> int | None:
+        """Which of them is lost, by its place."""
+        for place, pid in enumerate(self._pids):
+            self._stopped[place] = self._stopped[place] + 1 if is_stopped(pid) else 0
+        return next((place for place, looks in enumerate(self._stopped) if looks >= STOPPED_LOOKS), None)
 
 
 @dataclasses.dataclass(slots=True)
