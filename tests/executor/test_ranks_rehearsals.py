@@ -15,7 +15,7 @@ import torch
 from manylora.devices.peers import Peers
 from manylora.executor import build, graphs, plan
 from manylora.executor.build import RankBuild, in_turn
-from manylora.executor.warm_up import warm_up
+from manylora.executor.probing import warm_up
 from manylora.kernels.select import compiling_ahead
 from tests.executor.conftest import Files
 from tests.executor.test_graphs import check, open_all

@@ -22,7 +22,7 @@ from manylora.devices.peers import Peers
 from manylora.executor.cold_rows import device_handover
 from manylora.executor.cpu_lora import CpuLora, tune
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse
-from manylora.executor.merge_times import Pretends, measure_merging
+from manylora.executor.merging import DevicePristine, HostPristine, RankedMerging, pristine_bytes
 from manylora.executor.plan import (
     CopyOfWeights,
     Loaded,
@@ -32,17 +32,14 @@ from manylora.executor.plan import (
     planned,
     sized,
 )
-from manylora.executor.ranked_merging import RankedMerging
-from manylora.executor.ranked_sampling import RankedSampling
-from manylora.executor.warm_up import warm_up
+from manylora.executor.probing import Pretends, measure_merging, warm_up
+from manylora.executor.sampling import RankedSampling
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import compiling_ahead, ops_for
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.memory.arena import Arena
 from manylora.memory.budget import in_mib, pool_bytes, pristine_place
-from manylora.memory.host import HostPool
-from manylora.memory.pristine import DevicePristine, HostPristine, pristine_bytes
+from manylora.memory.pool import Arena, HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import RankedModel
 from manylora.models.load import load_model, resolve_dtype, share_bytes

@@ -26,7 +26,7 @@ from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
 from manylora.executor.ranks.executor import RankedExecutor, RanksLost
 from manylora.executor.ranks.start import build_ranks
-from manylora.executor.reader import READERS
+from manylora.executor.reading import READERS
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 
 from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
-from manylora.executor.inspections import Inspections
-from manylora.executor.ranked_merging import ELSEWHERE
+from manylora.executor.merging import ELSEWHERE
 from manylora.executor.ranks.wire import (
     Channel,
     End,
@@ -34,6 +33,7 @@ from manylora.executor.ranks.wire import (
     TimeExchange,
     framed,
 )
+from manylora.executor.reading import Inspections
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.processes import is_stopped
 from manylora.protocol import (

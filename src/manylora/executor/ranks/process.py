@@ -26,8 +26,7 @@ import torch
 from manylora.adapters.peft import AdapterSpec
 from manylora.config import ConfigError
 from manylora.devices.device import Device, open_device
-from manylora.devices.group_peers import GroupPeers
-from manylora.devices.peers import Peers, Purpose
+from manylora.devices.peers import GroupPeers, Peers, Purpose
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.build import RankBuild
 from manylora.executor.graphs import Bucket

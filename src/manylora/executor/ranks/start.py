@@ -24,7 +24,6 @@ from manylora import processes
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.devices.cuda import visible_gpus
 from manylora.executor.build import registry_of, with_merge_times
-from manylora.executor.inspections import Inspections
 from manylora.executor.plan import Loaded, RankTask, engine_info, planned, sized
 from manylora.executor.ranks.executor import LOOK_S, RankedExecutor, RankProcess, StoppedProcesses
 from manylora.executor.ranks.wire import (
@@ -36,6 +35,7 @@ from manylora.executor.ranks.wire import (
     RankReady,
     RankStatus,
 )
+from manylora.executor.reading import Inspections
 from manylora.types import EngineInfo
 
 _log = logging.getLogger(__name__)
