@@ -117,8 +117,8 @@ class RankBuild:
         self._config = read_model_config(folder)
         self._share = ModelShare(self._config, place, task.is_sharded)
         self._ranked = None if peers is None else RankedModel(self._share, peers)
-        self.dtype = resolve_dtype(settings.model.dtype, task.device, self._config.dtype)
-        shape = attention_shape(self._share.config, self.dtype, task.max_positions)
+        self._dtype = resolve_dtype(settings.model.dtype, task.device, self._config.dtype)
+        shape = attention_shape(self._share.config, self._dtype, task.max_positions)
         ops = ops_for(device.torch_device, attention=shape)
         if peers is None:
             _log.info("running on %s with %s kernels", device.name, ops.name)
@@ -126,14 +126,14 @@ class RankBuild:
             folder,
             ops=ops,
             device=device.torch_device,
-            dtype=self.dtype,
+            dtype=self._dtype,
             load_format=settings.model.load_format,
             max_positions=task.max_positions,
             progress=progress,
             ranked=self._ranked,
         )
         device.release_memory()
-        self._lies = settings.cache.page_tokens, self.dtype.itemsize
+        self._lies = settings.cache.page_tokens, self._dtype.itemsize
         self._geometry = self._share.geometry(*self._lies)
 
     @property
@@ -150,7 +150,7 @@ class RankBuild:
             of_copy, share = copy.on_device("cuda"), cache.gpu_memory_utilization
             held = pool_bytes(device, own, task.activation_bytes, of_copy, share)
         ranked = self._ranked
-        size = 0 if ranked is None else share_bytes(decoder.config, decoder.ops, ranked, self.dtype)
+        size = 0 if ranked is None else share_bytes(decoder.config, decoder.ops, ranked, self._dtype)
         return Loaded(size, held, device.name, copy.place, copy.num_bytes)
 
     def _copy_of_weights(self, own_pool: int | None) -> CopyOfWeights:
@@ -166,7 +166,7 @@ class RankBuild:
     def worker(self, limits: PolicyConfig, copy: CopyOfWeights) -> Worker:
         """Take the pools' memory. Raises ConfigError where the system does not give it."""
         task, device, share, dtype, decoder = (
-            self._task, self._device, self._share, self.dtype, self._decoder,
+            self._task, self._device, self._share, self._dtype, self._decoder,
         )  # fmt: skip
         page, ranked = share.page_shape(*self._lies), None
         # One page more where steps are padded: what padding tokens write goes there.

@@ -23,14 +23,12 @@ from manylora.executor.merging import ELSEWHERE
 from manylora.executor.ranks.wire import (
     Channel,
     End,
-    ExchangeTimed,
     ForgetCopies,
     Learn,
     Pretend,
     RankFailed,
     RankStatus,
     StepAnswer,
-    TimeExchange,
     framed,
 )
 from manylora.executor.reading import Inspections
@@ -151,7 +149,6 @@ class RankedExecutor:
         self._evictions: collections.deque[AdapterId] = collections.deque()
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
-        self._exchange_s: dict[int, float] = {}  # by rank, of the exchange that is being timed
         # Of those since the last step's end, and since the one before: which went well.
         self._answered: list[tuple[CopyId, bool]] = []
         self._answered_before: list[tuple[CopyId, bool]] = []
@@ -207,17 +204,6 @@ class RankedExecutor:
             return False
         self._write(Pretend(adapter, rank))
         return True
-
-    def exchange_s(self, num_bytes: int) -> float:
-        """Seconds of a sum of tensors of so many bytes, of the slowest rank, in captures where steps are captured.
-        Connected, and between steps. Raises RanksLost."""
-        with self._changed:
-            self._exchange_s.clear()
-        self._write(TimeExchange(num_bytes))
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost or len(self._exchange_s) == len(self._ranks))
-            self._check()
-            return max(self._exchange_s.values())
 
     def flush(self) -> None:
         """See Executor. Ranks put nothing off."""
@@ -328,10 +314,6 @@ class RankedExecutor:
                 self._hear_step(rank, message)
             case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
-            case ExchangeTimed():
-                with self._changed:
-                    self._exchange_s[rank] = message.seconds
-                    self._changed.notify_all()
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:

@@ -31,12 +31,10 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.build import RankBuild
 from manylora.executor.graphs import Bucket
 from manylora.executor.plan import CopyOfWeights
-from manylora.executor.ranks.timing import exchange_seconds
 from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
-    ExchangeTimed,
     ForgetCopies,
     Learn,
     Pools,
@@ -46,7 +44,6 @@ from manylora.executor.ranks.wire import (
     RankReady,
     RankStatus,
     StepAnswer,
-    TimeExchange,
 )
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
@@ -120,10 +117,8 @@ class _Rank:
         os.close(begin.peers_file)
         threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
 
-        self._is_captured = begin.task.pads_steps
         place = RankPlace(begin.rank, begin.task.count)
         rank = RankBuild(begin.task, place, device, self._peers, self._progress())
-        self._dtype = rank.dtype
         channel.send(rank.loaded())
         pools = channel.receive()
         if not isinstance(pools, Pools):
@@ -167,9 +162,6 @@ class _Rank:
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
                     worker.forget_copies(command.answered)
-                case TimeExchange():
-                    exchange = self._peers, self._device, self._dtype, command.num_bytes, self._is_captured
-                    self._channel.send(ExchangeTimed(exchange_seconds(*exchange)))
                 case End():
                     worker.close(frees=False)
                     return

@@ -107,18 +107,6 @@ class ForgetCopies(msgspec.Struct, tag=True):
     answered: tuple[tuple[CopyId, bool], ...]
 
 
-class TimeExchange(msgspec.Struct, tag=True):
-    """A command, between steps: add up tensors of so many bytes, for the time that it takes."""
-
-    num_bytes: int
-
-
-class ExchangeTimed(msgspec.Struct, tag=True):
-    """Its answer: seconds of one exchange on this rank."""
-
-    seconds: float
-
-
 class End(msgspec.Struct, tag=True):
     """A command: close and end."""
 
@@ -126,8 +114,8 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, TimeExchange, End,
-        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer, ExchangeTimed,
+        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer,
         AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip
