@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}
-    | {"memory.shares", "metrics", "missing", "models.spec", "models.source", "policy", "processes"}
+    | {"memory.budget", "metrics", "missing", "models.spec", "models.source", "policy", "processes"}
     | {"router", "server", "signals", "solving", "text"},
     "warmup": BOTTOM | {"engine", "flags", "kernels", "main", "models", "progress"},
     "aliases": {"config"},

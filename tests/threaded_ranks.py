@@ -142,7 +142,7 @@ def threaded_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]
     def peers(begin: Begin, device: object) -> ThreadPeers:
         # The ranks of an engine have descriptors of one file.
         with lock:
-            meeting = meetings.setdefault(os.fstat(begin.peers_file).st_ino, Meeting(begin.count))
+            meeting = meetings.setdefault(os.fstat(begin.peers_file).st_ino, Meeting(begin.task.count))
         return ThreadPeers(meeting, begin.rank)
 
     monkeypatch.setattr(process, "_peers", peers)

@@ -107,8 +107,7 @@ def _geometries(settings: EngineSettings) -> _Geometries:
         check_count(config, count)
         is_sharded = lora_sharding_of(settings.lora_sharding, count) == "sharded"
         share = ModelShare(config, RankPlace(0, count), is_sharded)
-        whole = share.whole_geometry(*lies)
-        first = whole if count == 1 else share.geometry(*lies)
+        whole, first = share.whole_geometry(*lies), share.geometry(*lies)
         texts = TextCheck(folder, resolve_model(settings.model.tokenizer or settings.model.model))
         return _Geometries(config, whole, first, is_sharded, texts)
     except (ModelError, ValueError) as error:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
-from manylora.adapters.pack import layout_of, load_adapter, load_into
+from manylora.adapters.pack import NO_HELPERS, Helpers, layout_of, load_adapter, load_into, run_all
 from manylora.kernels.shapes import AdapterGeometry
 from tests.adapters.tiny import edit_tensors, geometry, inspect, make
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from manylora.adapters import pack as pack_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
-from manylora.adapters.jobs import NO_HELPERS, Helpers
-from manylora.adapters.pack import cell_offsets, layout_of, load_adapter, load_into
+from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol import AdapterError

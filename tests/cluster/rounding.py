@@ -17,7 +17,7 @@ import pytest
 from manylora_lab.bench.race import behind
 
 from manylora import LLM, SamplingParams
-from manylora.executor.sampler import SampledRow, _edited, _weights
+from manylora.executor.sampling import SampledRow, _edited, _weights
 from manylora.text.tokenizer import Tokenizer
 from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, TooLate
 from tests.e2e.process import BASE, MODEL

@@ -14,7 +14,7 @@ from manylora_lab.bench.race import behind
 
 from manylora import AsyncLLM, SamplingParams
 from manylora.engine.client import EngineClient, GenerationRequest
-from manylora.executor.sampler import SampledRow, _edited, _weights
+from manylora.executor.sampling import SampledRow, _edited, _weights
 from manylora.text.generate import TextOutput, collect, generate_text
 from manylora.text.tokenizer import Tokenizer
 from tests.e2e.process import MODEL

@@ -12,13 +12,11 @@ import pytest
 
 from manylora import LLM, SamplingParams
 from manylora.engine.journal import read_answered
-from manylora.executor import build
 from manylora.executor.ranks.executor import RankedExecutor
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
-from manylora.kernels.shapes import AdapterGeometry, PageShape
+from manylora.kernels.shapes import AdapterGeometry
 from manylora.models.share import ModelShare
-from manylora.models.spec import ModelConfig
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -113,16 +111,15 @@ def test_replicated_adapters_differ_by_their_pages_alone(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank whose adapters are told to take as many."""
-    geometry = build._geometry
+    geometry = ModelShare.geometry
 
-    def with_counts(page: PageShape, config: ModelConfig) -> AdapterGeometry:
-        share = ModelShare(config, RankPlace(0, 2), is_sharded=False)
-        wide = share.geometry(page.page_tokens, page.itemsize)
-        return dataclasses.replace(geometry(page, config), widest=wide)
+    def with_counts(share: ModelShare, *lies: int) -> AdapterGeometry:
+        wide = geometry(ModelShare(share.whole, RankPlace(0, 2), is_sharded=False), *lies)
+        return dataclasses.replace(geometry(share, *lies), widest=wide)
 
     plain, _ = commanded(policy, monkeypatch)
     two, tokens = commanded(policy, monkeypatch, tensor_parallel_size=2, lora_sharding="replicated")
-    monkeypatch.setattr(build, "_geometry", with_counts)
+    monkeypatch.setattr(ModelShare, "geometry", with_counts)
     one, expected = commanded(policy, monkeypatch)
     assert tokens == expected
     assert two == one

@@ -10,7 +10,7 @@ from typing import Any
 
 from manylora.config import EngineSettings, PolicyConfig
 from manylora.executor.build import build_worker
-from manylora.executor.direct import DirectExecutor
+from manylora.executor.probing import DirectExecutor
 from manylora.executor.worker import Worker
 from manylora.protocol import (
     AdapterRead,

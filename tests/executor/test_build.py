@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manylora.config import ConfigError, EngineSettings
-from manylora.executor import sizes
+from manylora.executor import plan
 from manylora.executor.build import build_worker
 from manylora.models.config import read_model_config
 from tests.executor.conftest import Files
@@ -104,6 +104,6 @@ def test_activations_of_an_8b_model_stay_in_proportion(files: Files) -> None:
         intermediate_size=14336,
         vocab_size=128256,
     )
-    estimate = sizes.activation_bytes(large, torch.bfloat16, num_seqs=256, batch_tokens=8192)
+    estimate = plan.activation_bytes(large, torch.bfloat16, num_seqs=256, batch_tokens=8192)
     # At least the gate and up outputs, their product, and the sampled rows' logits in two precisions.
     assert 8192 * 3 * 14336 * 2 + 256 * 128256 * 12 < estimate < 8 * 2**30

@@ -90,7 +90,7 @@ def made(
     """One size of decoding steps and one of steps with prompts, with an adapter and without."""
     use_triton(monkeypatch)
     monkeypatch.setattr("manylora.executor.build.ops_for", lambda *_, **__: ops)
-    monkeypatch.setattr("manylora.executor.build.with_gates", lambda settings, *_: settings)  # as on a GPU
+    monkeypatch.setattr("manylora.executor.plan.with_gates", lambda settings, *_: settings)  # as on a GPU
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (24,))
     monkeypatch.setattr(graphs, "bucket_sizes", lambda most: [most])

@@ -18,7 +18,7 @@ from manylora.executor import cpu_lora
 from manylora.executor.cpu_lora import ColdWork, CpuLora, CpuLoraLate, cut
 from manylora.kernels import loops
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora.memory.host import HostPool
+from manylora.memory.pool import HostPool
 
 IN, OUTS, RANKS, LAYERS, PAGES = 24, (16, 40), (3, 9), 3, 6
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

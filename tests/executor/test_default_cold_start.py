@@ -12,8 +12,8 @@ from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 
 from manylora.config import ColdStartConfig, ConfigError
-from manylora.executor.build import build_worker, with_gates
-from manylora.executor.sizes import Kind
+from manylora.executor.build import build_worker
+from manylora.executor.plan import Kind, with_gates
 from manylora.flags import build_settings
 
 

@@ -53,7 +53,7 @@ def padded(files: Files, tmp_path: Path) -> Iterator[Rig]:
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take the Triton kernels, in the interpreter, and a device that captures."""
     monkeypatch.setattr("manylora.executor.build.ops_for", lambda *_, **__: TritonOps())
-    monkeypatch.setattr("manylora.executor.build.open_device", lambda _: CapturingDevice())
+    monkeypatch.setattr("manylora.executor.plan.open_device", lambda _: CapturingDevice())
 
 
 def graphs_of(rig: Rig) -> StepGraphs:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from manylora.adapters.pack import AdapterLayout
 from manylora.devices.device import Device
-from manylora.executor.inputs import InputBuilder, StepInputs
-from manylora.executor.sequences import Expected, Rows, SequenceTable
+from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable, StepInputs
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol import SequenceStart, StepRow

@@ -10,9 +10,8 @@ import pytest
 
 from manylora.config import ConfigError, MergeConfig, MergeTimes
 from manylora.devices.device import Device
-from manylora.executor import build, merge_times
+from manylora.executor import build, merging, probing
 from manylora.executor.worker import Worker
-from manylora.memory import pristine
 from manylora.protocol import SetMerged, SwitchDone
 from manylora.types import BASE
 from tests.executor.conftest import Files
@@ -31,7 +30,7 @@ def rig_of(files: Files, folder: Path, **settings: Any) -> Rig:
 def test_switches_and_steps_are_measured_and_leave_no_trace(
     files: Files, tmp_path: Path, copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_times, "_MOST_S", float("inf"))
+    monkeypatch.setattr(probing, "_MOST_S", float("inf"))
     rig = rig_of(files, tmp_path, merge=MergeConfig(mode="manylora", copy=copy))
     times = rig.policy.merge.times
     assert times.steps_wait == (copy == "host")
@@ -87,7 +86,7 @@ def test_what_fails_before_serving_is_a_warning(
 def test_steps_that_take_long_end_the_measurement(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_times, "_MOST_S", 0.0)
+    monkeypatch.setattr(probing, "_MOST_S", 0.0)
     rig = rig_of(files, tmp_path, merge=MergeConfig(mode="dlora"))
     assert rig.policy.merge.times.merge_s > 0
     assert len(rig.policy.merge.times.steps) == 1
@@ -124,6 +123,6 @@ def test_a_copy_that_does_not_fit_beside_the_pool(
 
 def test_a_base_that_cannot_be_merged(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight of today is plain: the test takes what counts as plain away."""
-    monkeypatch.setattr(pristine, "WeightKind", type("Others", (), {"PLAIN": None}))
+    monkeypatch.setattr(merging, "WeightKind", type("Others", (), {"PLAIN": None}))
     with pytest.raises(ConfigError, match="adapters cannot be merged into weights stored as plain"):
         rig_of(files, tmp_path, merge=MergeConfig(mode="merged"))

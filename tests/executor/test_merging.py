@@ -19,11 +19,11 @@ from manylora_lab.bench.reference import ReferenceOps
 from manylora.config import MergeConfig, MergeTimes
 from manylora.devices.device import CopyLane, Device
 from manylora.executor import build
+from manylora.executor.merging import HostPristine
 from manylora.executor.worker import Worker
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import MergedLayer, MergePlan
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.memory.pristine import HostPristine
 from manylora.protocol import SetMerged, SwitchDone
 from manylora.types import BASE, SamplingParams
 from tests.executor.conftest import Files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from manylora.devices.group_peers import GATHERED_BYTES
+from manylora.devices.peers import GATHERED_BYTES
 
 COUNT = 3
 SIZES = [(1,), (3, 5), (GATHERED_BYTES // 4 + 7,), (2 * GATHERED_BYTES + 9,)]
@@ -20,7 +20,7 @@ RANK = f"""
 import os, socket, sys, torch
 from tests.executor.test_peers import SIZES, DTYPES, own
 group, rank, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-from manylora.devices.group_peers import GroupPeers
+from manylora.devices.peers import GroupPeers
 found = {{}}
 peers = GroupPeers(group, rank, {COUNT}, torch.device("cpu"))
 others = socket.socketpair()

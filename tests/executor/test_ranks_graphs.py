@@ -16,12 +16,10 @@ import torch
 
 from manylora.devices.device import Device
 from manylora.devices.peers import Exchange, Peers
-from manylora.executor import graphs
+from manylora.executor import graphs, plan
 from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranked_graphs import RankedGraphs
-from manylora.executor.ranks import start
 from manylora.executor.ranks.process import _Rank
-from manylora.executor.ranks.wire import Begin
 from manylora.flags import build_settings
 from tests.executor.conftest import Files
 from tests.executor.test_graphs import PROMPTS, check, open_all
@@ -39,7 +37,7 @@ def made(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threaded_ranks: list[RankThread]
 ) -> Callable[[str], RankedRig]:
     """Two ranks whose steps are padded, with all adapters."""
-    monkeypatch.setattr(start, "pads_steps", lambda *_: True)
+    monkeypatch.setattr(plan, "pads_steps", lambda *_: True)
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
 
@@ -211,12 +209,12 @@ def test_captures_hold_up_to_the_limit_of_several_ranks(
 
 
 def test_pools_leave_room_for_captures(files: Files) -> None:
-    def begin(cuda_graphs: str) -> Begin:
+    def task(cuda_graphs: str) -> plan.RankTask:
         values = {"model": str(files.model), "device": "cpu", "tensor_parallel_size": 2}
         settings, _ = build_settings({**values, "cuda_graphs": cuda_graphs})
-        return start._begin(start._planned(settings)._replace(kind="cuda"), None)
+        return plan.planned(settings)._replace(kind="cuda", device=None).task()
 
-    padded, eager = begin("on"), begin("off")
+    padded, eager = task("on"), task("off")
     assert padded.pads_steps
     assert not eager.pads_steps
     assert padded.graph_bytes == graphs.graph_bytes(3, 2)

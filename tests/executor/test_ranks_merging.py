@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from manylora.config import EngineSettings, MergeConfig, MergeTimes
+from manylora.executor import build
 from manylora.executor.ranks import start
 from manylora.protocol import ExecutorState, ReportState
 from manylora.types import BASE, RankTraffic
@@ -55,7 +56,7 @@ def rig(
 def make_rig(
     files: Files, folder: Path, monkeypatch: pytest.MonkeyPatch, sharding: str, copy: str
 ) -> RankedRig:
-    monkeypatch.setattr(start, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
+    monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     merge = MergeConfig(mode="manylora", copy=copy)
     made = RankedRig(files.model, folder, num_pages=400, page_bytes=3072, merge=merge, sharding=sharding)
     for adapter in sorted(files.adapters):

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from manylora.devices.peers import Peers
-from manylora.executor import graphs
-from manylora.executor.ranks import process, start
-from manylora.executor.ranks.process import _Rank
-from manylora.executor.ranks.rehearsing import in_turn
-from manylora.executor.warm_up import warm_up
+from manylora.executor import build, graphs, plan
+from manylora.executor.build import RankBuild, in_turn
+from manylora.executor.probing import warm_up
 from manylora.kernels.select import compiling_ahead
 from tests.executor.conftest import Files
 from tests.executor.test_graphs import check, open_all
@@ -62,8 +60,8 @@ class Compilers:
 @pytest.fixture
 def compilers(threaded_ranks: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> Compilers:
     found = Compilers(threaded_ranks)
-    monkeypatch.setattr(process, "compiling_ahead", found.compiling_ahead)
-    monkeypatch.setattr(start, "pads_steps", lambda *_: True)
+    monkeypatch.setattr(build, "compiling_ahead", found.compiling_ahead)
+    monkeypatch.setattr(plan, "pads_steps", lambda *_: True)
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
     return found
@@ -112,20 +110,22 @@ def test_eager_steps_are_rehearsed(
     class Ended(Exception):
         """Nothing of the warming up itself, which needs both ranks."""
 
-    def prepared(rank: _Rank, begin: Any, worker: Any, limits: Any) -> None:
-        if rank._number == 0:
-            before = rank._peers.num_exchanges
+    def prepared(rank: RankBuild, worker: Any, limits: Any) -> None:
+        peers = rank._peers
+        assert peers is not None
+        if peers.rank == 0:
+            before = peers.num_exchanges
 
             def rehearse(steps: Steps, num_telling: int) -> bool:
-                with rank._peers.leaving_out():
+                with peers.leaving_out():
                     tokens.extend(done.tokens[0][1][0] for step in steps for done in [step()])  # type: ignore[attr-defined]
                 raise Ended
 
             with pytest.raises(Ended):
                 warm_up(worker, limits, None, rehearse)
-            assert rank._peers.num_exchanges == before
+            assert peers.num_exchanges == before
 
-    monkeypatch.setattr(_Rank, "_prepare", prepared)
+    monkeypatch.setattr(RankBuild, "prepare", prepared)
     with caplog.at_level(logging.WARNING):
         rig = made(files, tmp_path, "sharded")
     assert len(tokens) >= 3

@@ -18,7 +18,7 @@ import torch
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.config import MergeConfig
 from manylora.devices.device import Device
-from manylora.executor import reader
+from manylora.executor import reading
 from manylora.protocol import AdapterError, AdapterRead, DeviceEvent, ReadAdapter
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -154,7 +154,7 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
         leave.wait(60)
         load_adapter(*arguments)
 
-    monkeypatch.setattr(reader, "load_adapter", slow)
+    monkeypatch.setattr(reading, "load_adapter", slow)
     pages = {
         adapter: rig.take(rig.direct.add_adapter(adapter, str(files.adapters[2])).num_pages)
         for adapter in range(20, 25)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from manylora_lab.bench.race import behind
 
-from manylora.executor import sampler
-from manylora.executor.best import greedy
-from manylora.executor.sampler import TOP_K_WITHOUT_SORT, SampledRow, draw, draw_key
+from manylora.executor import sampling
+from manylora.executor.sampling import TOP_K_WITHOUT_SORT, SampledRow, draw, draw_key, greedy
 from manylora.types import SamplingParams, TokenLogprobs
 
 
@@ -381,7 +380,7 @@ def test_a_gpu_draws_what_the_cpu_draws_and_waits_for_nothing() -> None:
 def test_plain_greedy_does_no_more_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look at the logits: no copy of them is edited, nothing is weighed."""
     for name in ("_edited", "_weights", "_draws"):
-        monkeypatch.setattr(sampler, name, None)
+        monkeypatch.setattr(sampling, name, None)
     logits = noise(64, 4096)
     rows = [row(output=(1, 2, 3)) for _ in range(64)]
     assert sample(logits, rows)[0] == [[token] for token in logits.argmax(dim=-1).tolist()]

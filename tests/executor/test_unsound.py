@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.executor import sampler
-from manylora.executor.sampler import Bias, draw
+from manylora.executor import sampling
+from manylora.executor.sampling import Bias, draw
 from manylora.types import SamplingParams
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
@@ -36,7 +36,7 @@ ASKED: list[dict[str, Any]] = [
 BAD_VALUES = {"nan": math.nan, "inf": math.inf}
 
 
-def unsound(logits: torch.Tensor, rows: list[sampler.SampledRow]) -> list[int]:
+def unsound(logits: torch.Tensor, rows: list[sampling.SampledRow]) -> list[int]:
     drawn = draw(logits, rows)
     return list(drawn.read(drawn.packed.cpu().numpy()).unsound)
 
@@ -84,7 +84,7 @@ def test_no_parameter_makes_finite_logits_unsound(penalty: float, zero: bool, te
     )  # fmt: skip
     tokens, _ = sample(logits, [asked])
     assert 0 <= tokens[0][0] < 20
-    assert not sampler._edited(logits, [asked], None).isnan().any()
+    assert not sampling._edited(logits, [asked], None).isnan().any()
 
 
 def test_a_bias_is_made_once_a_request(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_biases_of_several_requests_add_up_as_one_by_one() -> None:
     bias = Bias(shared.logit_bias)
     for i in (2, 3, 5):
         rows[i].params, rows[i].bias = shared, bias
-    found = sampler._edited(logits, rows, None)
+    found = sampling._edited(logits, rows, None)
     expected = logits.clone()
     for i in (2, 3, 5):
         for token, value in ((1, 2.5), (7, -3.0), (39, 1.0)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.executor.warm_up import warm_up
+from manylora.executor.probing import warm_up
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
 from manylora.protocol import DeviceCommand, RunStep
@@ -61,7 +61,7 @@ def test_steps_with_an_adapter_are_among_it(tmp_path: Path, monkeypatch: pytest.
         ranks.clear()
         warm_up(rig.worker, rig.policy, 10**6)
         assert set(ranks) == {16, 64}
-        monkeypatch.setattr("manylora.executor.warm_up._PRETENDED", {-1: 10**6})
+        monkeypatch.setattr("manylora.executor.probing._PRETENDED", {-1: 10**6})
         ranks.clear()
         warm_up(rig.worker, rig.policy)
         assert not ranks
@@ -75,7 +75,7 @@ def test_short_rows_are_beside_the_long_ones(
 ) -> None:
     model = write_model(tmp_path / "model")
     limits: dict[str, Any] = {"max_batch_tokens": 80, "max_num_seqs": max_num_seqs, "max_model_len": 40}
-    monkeypatch.setattr("manylora.executor.warm_up._BESIDE", (9, 1, 1))
+    monkeypatch.setattr("manylora.executor.probing._BESIDE", (9, 1, 1))
     rig = Rig(model, tmp_path, num_pages=1000, page_bytes=3072, **limits)
     rows: list[list[int]] = []
     adapters: list[list[int]] = []

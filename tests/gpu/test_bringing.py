@@ -10,10 +10,9 @@ import torch
 from manylora.devices.cuda import CudaDevice
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
-from manylora.memory.arena import Arena
 from manylora.memory.bringing import bringer_of
 from manylora.memory.gates import CopyGate
-from manylora.memory.host import HostPool
+from manylora.memory.pool import Arena, HostPool
 from tests.e2e.process import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

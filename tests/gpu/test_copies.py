@@ -14,10 +14,9 @@ import torch
 
 from manylora.devices.cuda import CudaDevice
 from manylora.kernels.shapes import PageShape
-from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier
 from manylora.memory.gates import CopyGate
-from manylora.memory.host import HostPool
+from manylora.memory.pool import Arena, HostPool
 from manylora.protocol import CopyDone, SwapPages
 
 pytestmark = [

@@ -17,7 +17,7 @@ import torch
 from manylora.config import ConfigError, MergeConfig, MergeTimes
 from manylora.devices.cuda import CudaDevice
 from manylora.executor import build
-from manylora.memory.pristine import HostPristine
+from manylora.executor.merging import HostPristine
 from manylora.protocol import SetMerged
 from manylora.types import BASE
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures

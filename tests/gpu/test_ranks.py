@@ -27,7 +27,7 @@ pytestmark = [
 
 RANK = """
 import sys, torch
-from manylora.devices.group_peers import GroupPeers
+from manylora.devices.peers import GroupPeers
 from tests.executor.test_peers import DTYPES, SIZES, own
 file, rank, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 device = torch.device("cuda", rank)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manylora.devices.preparation import PREPARATION
-from manylora.executor.best import greedy
+from manylora.executor.sampling import greedy
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures
 from tests.executor.drive import Rig
 from tests.executor.test_graphs import NUM_PAGES

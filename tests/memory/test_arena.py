@@ -14,8 +14,8 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
-from manylora.memory.arena import Arena
 from manylora.memory.budget import pool_bytes, pool_pages
+from manylora.memory.pool import Arena
 
 PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)
 

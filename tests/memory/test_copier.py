@@ -13,10 +13,9 @@ import torch
 from manylora.devices.device import CopyLane, Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory import copier as copier_module
-from manylora.memory.arena import Arena
 from manylora.memory.copier import Copier, merged
 from manylora.memory.gates import CopyGate
-from manylora.memory.host import HostPool
+from manylora.memory.pool import Arena, HostPool
 from manylora.protocol import CopyDone, SwapPages
 
 PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)

@@ -15,7 +15,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import host_pool_pages
-from manylora.memory.host import HostPool
+from manylora.memory.pool import HostPool
 
 PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)  # 768 bytes
 GIB = 2**30

@@ -17,7 +17,6 @@ import transformers
 
 from manylora.config import MergeConfig, MergeTimes
 from manylora.executor import build
-from manylora.executor.ranks import start as ranks_start
 from manylora.policy.merging import state
 from manylora.protocol import EndSequence
 from manylora.types import BASE
@@ -159,8 +158,7 @@ def check_mode(family: Bench, mode: str, monkeypatch: pytest.MonkeyPatch, **othe
     prompts = [
         random_tokens(number, 2 + number % 7, family.checkpoint.vocab_size) for number in range(len(adapters))
     ]
-    for start in (build, ranks_start):
-        monkeypatch.setattr(start, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
+    monkeypatch.setattr(build, "measure_merging", lambda *args, steps_wait: MergeTimes(steps_wait))
     if MODES[mode]["merge"] == "manylora":
         monkeypatch.setattr(state, "merge_policy", lambda config, times: EveryFewSteps())
     with family.llm(max_num_seqs=6, **MODES[mode], **others) as llm:

@@ -13,7 +13,7 @@ import torch
 
 from manylora import SamplingParams
 from manylora.config import MergeTimes
-from manylora.executor import build, forward, scoring
+from manylora.executor import build, forward, sampling
 from manylora.outputs import RequestOutput
 from manylora.policy.merging import state
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -66,7 +66,7 @@ def test_in_chunks_beside_others(bench: Bench, monkeypatch: pytest.MonkeyPatch, 
 
     def score(logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
         num_rows.append(len(logits))
-        return scoring.score(logits, targets, width)
+        return sampling.score(logits, targets, width)
 
     monkeypatch.setattr(forward, "LOGITS_AT_A_TIME", 5 * bench.checkpoint.vocab_size)
     monkeypatch.setattr(forward, "score", score)

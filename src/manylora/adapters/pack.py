@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,11 +28,55 @@ from manylora.adapters.files import (
     sampled_digest,
     stamp_of,
 )
-from manylora.adapters.jobs import NO_HELPERS, Helpers, run_all
 from manylora.adapters.peft import IGNORED_TENSORS, AdapterSpec, Side
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 from manylora.tensorfile import DTYPE_BYTES, StoredTensor, fill, reason
+
+_Kept = TypeVar("_Kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class Helpers:
+    """``count`` threads of a pool, which help the calling one. It waits for none that others keep busy."""
+
+    threads: Executor | None = None
+    count: int = 0
+
+
+NO_HELPERS = Helpers()
+
+
+def run_all(
+    jobs: Iterable[Callable[[_Kept], None]], helpers: Helpers, new_scratch: Callable[[], _Kept]
+) -> None:
+    """Run them all, each on one thread, with what that thread keeps from one job to the next.
+
+    Raises a job's error only when none runs any more: what they write to may go to others then.
+    """
+    left = iter(jobs)
+
+    def work() -> None:
+        scratch = new_scratch()
+        for job in left:  # each goes to the first thread that asks
+            try:
+                job(scratch)
+            except BaseException:
+                for _ in left:  # no thread begins another job
+                    pass
+                raise
+
+    helping: list[Future[None]] = []
+    try:
+        if helpers.threads is not None:
+            helping.extend(helpers.threads.submit(work) for _ in range(helpers.count))
+        work()
+    finally:
+        helping = [helper for helper in helping if not helper.cancel()]
+        wait(helping)
+    for helper in helping:
+        helper.result()
+
 
 WINDOW_BYTES = 32 * 2**20
 """Pages are put together this many bytes at a time: enough that a matrix is read from its file only a few

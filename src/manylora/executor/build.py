@@ -1,57 +1,50 @@
-"""From settings to a worker that is ready to run, and the numbers that the policy is given.
+"""A rank, or the only one, from its task to a worker that is ready to run.
 
-Owns the defaults that depend on the device and on the model, and what happens in which order: everything that
-can be refused from config.json alone is refused before weights are read.
+Owns what happens in which order: the share of the weights, the pools, the worker, what is compiled, captured and
+measured before the first command. One rank is built in this process, several in processes of their own
+(``ranks.start``), by the same steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 
 from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
-from manylora.config import (
-    CacheSettings,
-    ColdStartConfig,
-    ConfigError,
-    EngineSettings,
-    MergeConfig,
-    PolicyConfig,
-    check_host_pool,
-)
-from manylora.devices.device import Device, open_device
+from manylora.config import ColdStartConfig, EngineSettings, PolicyConfig
+from manylora.devices.device import Device
+from manylora.devices.peers import Peers
 from manylora.executor.cold_rows import device_handover
 from manylora.executor.cpu_lora import CpuLora, tune
-from manylora.executor.graphs import MAX_BYTES as GRAPH_BYTES
-from manylora.executor.graphs import GraphLimits, Progress
-from manylora.executor.merge_times import measure_merging
-from manylora.executor.sizes import (
-    Kind,
-    activation_bytes,
+from manylora.executor.graphs import GraphLimits, Progress, Rehearse
+from manylora.executor.merging import DevicePristine, HostPristine, RankedMerging, pristine_bytes
+from manylora.executor.plan import (
+    CopyOfWeights,
+    Loaded,
+    RankTask,
     attention_shape,
     engine_info,
-    policy_limits,
+    planned,
+    sized,
 )
-from manylora.executor.warm_up import warm_up
+from manylora.executor.probing import Pretends, measure_merging, warm_up
+from manylora.executor.sampling import RankedSampling
 from manylora.executor.worker import Worker
-from manylora.kernels.ops import Ops
+from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import compiling_ahead, ops_for
-from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
-from manylora.memory.arena import Arena
-from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages, pristine_place
-from manylora.memory.host import HostPool
-from manylora.memory.pristine import DevicePristine, HostPristine, Pristine, pristine_bytes
+from manylora.kernels.shapes import AdapterGeometry
+from manylora.memory.budget import in_mib, pool_bytes, pristine_place
+from manylora.memory.pool import Arena, HostPool
 from manylora.models.config import read_model_config
-from manylora.models.decoder import Decoder
-from manylora.models.load import load_model, resolve_dtype
+from manylora.models.decoder import RankedModel
+from manylora.models.load import load_model, resolve_dtype, share_bytes
+from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
-from manylora.models.spec import ModelConfig
 from manylora.types import EngineInfo
 
 _log = logging.getLogger(__name__)
@@ -72,195 +65,168 @@ def build_worker(
     directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
     and the settings allow it. Raises ConfigError or ModelError, in one line.
     """
-    plan = _planned(settings)
-    settings, device, max_rank = plan.settings, plan.device, plan.settings.adapters.max_adapter_rank
-    if pads_steps is None:
-        pads_steps = device.captures and settings.cuda_graphs != "off"
-    decoder = _loaded(plan, progress)
-    worker, host, limits, copy = _with_pools(plan, decoder, registry_path, pads_steps)
-    with compiling_ahead(device.torch_device) as rehearse:
-        if pads_steps:
-            worker.use_graphs(GraphLimits.of(limits, max_rank), limits.num_pages, capture_progress, rehearse)
-        if plan.kind == "cuda":
-            warm_up(worker, limits, max_rank, rehearse)
+    plan = planned(settings)
+    assert plan.device is not None
+    rank = RankBuild(plan.task(registry_path, pads_steps), RankPlace(), plan.device, progress=progress)
+    loaded = [rank.loaded()]
+    limits, copy = sized(plan, loaded)
+    worker = rank.worker(limits, copy)
+    rank.prepare(worker, limits, capture_progress)
     if limits.cold_start.wanted_workers:
-        cold_start = _with_cpu_lora(worker, limits.cold_start, host, plan.geometry, device, decoder.ops)
-        limits = dataclasses.replace(limits, cold_start=cold_start)
-    if limits.merge.is_on:
-        times = measure_merging(worker, limits, max_rank, steps_wait=copy.place == "host")
-        limits = dataclasses.replace(limits, merge=dataclasses.replace(limits.merge, times=times))
-    return worker, limits, engine_info(settings, plan.config, limits, device.name, plan.dtype, copy.num_bytes)
+        limits = dataclasses.replace(limits, cold_start=rank.with_cpu_lora(worker, limits.cold_start))
+    limits = with_merge_times(worker, limits, rank.max_adapter_rank, copy)
+    return worker, limits, engine_info(plan, limits, loaded, copy.num_bytes)
 
 
-class _Plan(NamedTuple):
-    """What follows from settings and config.json alone. ``settings``: as the device can obey them; ``limits``: for
-    the largest pool that there could be."""
-
-    settings: EngineSettings
-    folder: Path
-    config: ModelConfig
-    device: Device
-    kind: Kind
-    dtype: torch.dtype
-    page: PageShape
-    geometry: AdapterGeometry
-    limits: PolicyConfig
-
-
-def _planned(settings: EngineSettings) -> _Plan:
-    """Raises ConfigError or ModelError for all that can be refused before weights are read."""
-    folder = resolve_model(settings.model.model)
-    config = read_model_config(folder)
-    device = open_device(settings.model.device)
-    kind: Kind = "cuda" if device.torch_device.type == "cuda" else "cpu"
-    settings = with_gates(settings, kind, device.launches_wait)
-    dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
-    page = config.page_shape(settings.cache.page_tokens, dtype.itemsize)
-    geometry = _geometry(page, config)
-    asked_pool = settings.cache.device_pool
-    # No pool can be larger than what is free before the weights are there.
-    most_pages = pool_pages(device.free_bytes() if asked_pool is None else asked_pool, page.page_bytes)
-    limits = policy_limits(settings, config, kind, page, most_pages)
-    if config.longest_context > config.max_position_embeddings:
-        _log.info(
-            "contexts have up to %d tokens, and with --max-model-len up to %d (max_position_embeddings %d)",
-            limits.max_model_len, config.longest_context, config.max_position_embeddings,
-        )  # fmt: skip
-    return _Plan(settings, folder, config, device, kind, dtype, page, geometry, limits)
-
-
-def _loaded(plan: _Plan, progress: Callable[[int, int], None] | None) -> Decoder:
-    """The decoder, with its weights."""
-    device, dtype, max_positions = plan.device.torch_device, plan.dtype, plan.limits.max_model_len
-    ops = ops_for(device, attention=attention_shape(plan.config, dtype, max_positions))
-    _log.info("running on %s with %s kernels", plan.device.name, ops.name)
-    decoder = load_model(
-        plan.folder,
-        ops=ops,
-        device=device,
-        dtype=dtype,
-        load_format=plan.settings.model.load_format,
-        max_positions=max_positions,
-        progress=progress,
-    )
-    plan.device.release_memory()
-    return decoder
-
-
-def _with_pools(
-    plan: _Plan, decoder: Decoder, registry_path: Path | None, pads_steps: bool
-) -> tuple[Worker, HostPool, PolicyConfig, CopyOfWeights]:
-    """The worker with its pools, what the policy may use of them, and the copy of the base's weights."""
-    settings, device, page, dtype = plan.settings, plan.device, plan.page, plan.dtype
-    cache, merge = settings.cache, settings.scheduler.merge
-    num_seqs, batch_tokens = plan.limits.max_num_seqs, plan.limits.max_batch_tokens
-    activations = activation_bytes(plan.config, dtype, num_seqs, batch_tokens)
-    if pads_steps and device.captures:
-        activations += GRAPH_BYTES
-    copy = copy_of_weights(merge, cache.device_pool, decoder, device, activations)
-    num_pages, num_host_pages = _num_pages(cache, device, plan.kind, page, activations, copy)
-    limits = policy_limits(settings, plan.config, plan.kind, page, num_pages, num_host_pages)
-    # One page more where steps are padded: what padding tokens write goes there.
-    arena = Arena(num_pages + pads_steps, page, dtype, device)
-    check_host_pool(limits.cold_start, num_host_pages)
-    host = HostPool(num_host_pages, page, dtype, device)
-    texts = TextCheck(plan.folder, resolve_model(settings.model.tokenizer or settings.model.model))
-    worker = Worker(
-        decoder,
-        arena,
-        host,
-        plan.geometry,
-        device,
-        Registry(plan.geometry, decoder.layer_prefix, registry_path, texts),
-        settings.adapters.max_adapter_rank,
-    )
-    if merge.is_on:
-        worker.use_merging(copy.made(decoder, device))
-    return worker, host, limits, copy
-
-
-def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
-    """With the way of cold starts that the device can obey: where each launch waits for its end, no step waits for
-    what comes later. Captured steps alone see copies land in groups of layers."""
-    scheduler = settings.scheduler
-    found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
-    if launches_wait and found.num_groups:
-        _log.warning("--cold-start is wait, not %s: CUDA_LAUNCH_BLOCKING is set", found.mode)
-        found = ColdStartConfig("wait")
-    if found.num_groups > 1 and (kind == "cpu" or settings.cuda_graphs == "off"):
-        found = dataclasses.replace(found, lands_whole=True)
-    return dataclasses.replace(settings, scheduler=dataclasses.replace(scheduler, cold_start=found))
-
-
-def _with_cpu_lora(
-    worker: Worker,
-    config: ColdStartConfig,
-    host: HostPool,
-    geometry: AdapterGeometry,
-    device: Device,
-    ops: Ops,
-) -> ColdStartConfig:
-    """Start CPU LoRA's threads; what the policy is to know of them."""
-    cpu = CpuLora(geometry, host, config.wanted_workers, config.cores_before)
-    worker.use_cpu_lora(cpu, device_handover(cpu, ops, device))
-    tune(cpu, geometry, host, device.torch_device)
-    _log.info("%d CPU threads serve cold requests, %d tokens each", cpu.num_threads, cpu.slice_tokens)
-    return dataclasses.replace(config, num_workers=cpu.num_threads)
-
-
-class CopyOfWeights(NamedTuple):
-    """Where the copy of the base's weights goes that merging needs, and what it takes."""
-
-    place: Literal["device", "host"] = "device"
-    num_bytes: int = 0
-
-    def on_device(self, kind: Kind) -> int:
-        """What it takes of the memory that the device's pool is taken from."""
-        return self.num_bytes if self.place == "device" or kind == "cpu" else 0
-
-    def on_host(self, kind: Kind) -> int:
-        """What it takes of the memory that the host's pool is taken from."""
-        return self.num_bytes if self.place == "host" or kind == "cpu" else 0
-
-    def made(self, decoder: Decoder, device: Device) -> Pristine:
-        weights = [linear.weight for linear in decoder.linears]
-        return DevicePristine(weights) if self.place == "device" else HostPristine(weights, device)
-
-
-def copy_of_weights(
-    merge: MergeConfig, asked_pool: int | None, decoder: Decoder, device: Device, activations: int
-) -> CopyOfWeights:
-    """The one that merging needs of this decoder, beside a pool on this device."""
+def with_merge_times(
+    executor: Pretends, limits: PolicyConfig, max_adapter_rank: int | None, copy: CopyOfWeights
+) -> PolicyConfig:
+    """With what switches and steps take, where adapters are merged."""
+    merge = limits.merge
     if not merge.is_on:
-        return CopyOfWeights()
-    size = pristine_bytes(linear.weight for linear in decoder.linears)
-    place = pristine_place(merge.copy, device, asked_pool, activations, size)
-    _log.info("a copy of the base's weights takes %s (%s)", in_mib(size), place)
-    return CopyOfWeights(place, size)
+        return limits
+    times = measure_merging(executor, limits, max_adapter_rank, steps_wait=copy.place == "host")
+    return dataclasses.replace(limits, merge=dataclasses.replace(merge, times=times))
 
 
-def _num_pages(
-    cache: CacheSettings, device: Device, kind: Kind, page: PageShape, activations: int, copy: CopyOfWeights
-) -> tuple[int, int]:
-    """Pages of the device's pool and of the host's."""
-    size = page.page_bytes
-    beside, share = copy.on_device(kind), cache.gpu_memory_utilization
-    num_pages = pool_pages(pool_bytes(device, cache.device_pool, activations, beside, share), size)
-    promised = num_pages * size if kind == "cpu" else 0
-    machine, of_copy = open_device("cpu"), copy.on_host(kind)
-    num_host_pages = host_pool_pages(machine, cache.host_pool, kind, promised, size, of_copy)
-    _log.info(
-        "the device's pool has %d pages (%s), the host's %d (%s)",
-        num_pages,
-        in_mib(num_pages * size),
-        num_host_pages,
-        in_mib(num_host_pages * size),
-    )
-    return num_pages, num_host_pages
+def registry_of(task: RankTask, whole: AdapterGeometry, layer_prefix: str) -> Registry:
+    """Inspects adapters for the task's model. ``whole``: of all ranks together."""
+    model = task.settings.model
+    texts = TextCheck(resolve_model(model.model), resolve_model(model.tokenizer or model.model))
+    path = None if task.registry_path is None else Path(task.registry_path)
+    return Registry(whole, layer_prefix, path, texts)
 
 
-def _geometry(page: PageShape, config: ModelConfig) -> AdapterGeometry:
-    try:
-        return adapter_geometry(page, config.layer_groups)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+class RankBuild:
+    """Loads a rank's share of the weights at once, and makes its worker when the pools' sizes are known."""
+
+    def __init__(
+        self,
+        task: RankTask,
+        place: RankPlace,
+        device: Device,
+        peers: Peers | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """``peers``: of one of several ranks. Raises ConfigError or ModelError."""
+        self._task = task
+        self._device = device
+        self._peers = peers
+        settings = task.settings
+        folder = resolve_model(settings.model.model)
+        self._config = read_model_config(folder)
+        self._share = ModelShare(self._config, place, task.is_sharded)
+        self._ranked = None if peers is None else RankedModel(self._share, peers)
+        self._dtype = resolve_dtype(settings.model.dtype, task.device, self._config.dtype)
+        shape = attention_shape(self._share.config, self._dtype, task.max_positions)
+        ops = ops_for(device.torch_device, attention=shape)
+        if peers is None:
+            _log.info("running on %s with %s kernels", device.name, ops.name)
+        self._decoder = load_model(
+            folder,
+            ops=ops,
+            device=device.torch_device,
+            dtype=self._dtype,
+            load_format=settings.model.load_format,
+            max_positions=task.max_positions,
+            progress=progress,
+            ranked=self._ranked,
+        )
+        device.release_memory()
+        self._lies = settings.cache.page_tokens, self._dtype.itemsize
+        self._geometry = self._share.geometry(*self._lies)
+
+    @property
+    def max_adapter_rank(self) -> int | None:
+        return self._task.settings.adapters.max_adapter_rank
+
+    def loaded(self) -> Loaded:
+        """What the driver is to know of the weights. Raises ConfigError where there is no room."""
+        task, device, decoder, held = self._task, self._device, self._decoder, 0
+        cache = task.settings.cache
+        own = None if cache.device_pool is None else -(-cache.device_pool // task.count)
+        copy = self._copy_of_weights(own)
+        if task.device == "cuda":
+            of_copy, share = copy.on_device("cuda"), cache.gpu_memory_utilization
+            held = pool_bytes(device, own, task.activation_bytes, of_copy, share)
+        ranked = self._ranked
+        size = 0 if ranked is None else share_bytes(decoder.config, decoder.ops, ranked, self._dtype)
+        return Loaded(size, held, device.name, copy.place, copy.num_bytes)
+
+    def _copy_of_weights(self, own_pool: int | None) -> CopyOfWeights:
+        """The one that merging needs of this decoder, beside a pool on this device."""
+        merge, device = self._task.settings.scheduler.merge, self._device
+        if not merge.is_on:
+            return CopyOfWeights()
+        size = pristine_bytes(linear.weight for linear in self._decoder.linears)
+        place = pristine_place(merge.copy, device, own_pool, self._task.activation_bytes, size)
+        _log.info("a copy of the base's weights takes %s (%s)", in_mib(size), place)
+        return CopyOfWeights(place, size)
+
+    def worker(self, limits: PolicyConfig, copy: CopyOfWeights) -> Worker:
+        """Take the pools' memory. Raises ConfigError where the system does not give it."""
+        task, device, share, dtype, decoder = (
+            self._task, self._device, self._share, self._dtype, self._decoder,
+        )  # fmt: skip
+        page, ranked = share.page_shape(*self._lies), None
+        # One page more where steps are padded: what padding tokens write goes there.
+        arena = Arena(limits.num_pages + task.pads_steps, page, dtype, device)
+        self._host = HostPool(limits.num_host_pages, page, dtype, device)
+        if self._peers is not None:
+            places = [RankPlace(rank, task.count) for rank in range(task.count)]
+            vocabs = [ModelShare(self._config, place, task.is_sharded).vocab for place in places]
+            ranked = RankedSampling(self._peers, vocabs)
+        registry = registry_of(task, share.whole_geometry(*self._lies), decoder.layer_prefix)
+        worker = Worker(
+            decoder, arena, self._host, self._geometry, device, registry, self.max_adapter_rank, ranked
+        )
+        if task.settings.scheduler.merge.is_on:
+            weights = [linear.weight for linear in decoder.linears]
+            is_here = copy.place == "device"
+            pristine = DevicePristine(weights) if is_here else HostPristine(weights, device)
+            worker.use_merging(pristine, self._ranked_merging())
+        return worker
+
+    def _ranked_merging(self) -> RankedMerging | None:
+        if self._peers is None:
+            return None
+        as_linears = ModelShare(self._config, self._share.place, is_sharded=False).geometry(*self._lies)
+        return RankedMerging(self._peers, as_linears, self._decoder.linears)
+
+    def prepare(self, worker: Worker, limits: PolicyConfig, progress: Progress | None = None) -> None:
+        """Compile, capture and warm up. ``progress(done, total)``: called while steps are captured."""
+        task, peers, max_rank = self._task, self._peers, self.max_adapter_rank
+        with compiling_ahead(self._device.torch_device) as ahead:
+            rehearse = ahead if peers is None else in_turn(ahead, peers)
+            if task.pads_steps:
+                graphs = GraphLimits.of(limits, max_rank, task.graph_bytes)
+                worker.use_graphs(graphs, limits.num_pages, progress, rehearse, peers)
+            if task.device == "cuda":
+                warm_up(worker, limits, max_rank, rehearse)
+
+    def with_cpu_lora(self, worker: Worker, config: ColdStartConfig) -> ColdStartConfig:
+        """Start CPU LoRA's threads; what the policy is to know of them."""
+        geometry, host, device = self._geometry, self._host, self._device
+        cpu = CpuLora(geometry, host, config.wanted_workers, config.cores_before)
+        worker.use_cpu_lora(cpu, device_handover(cpu, self._decoder.ops, device))
+        tune(cpu, geometry, host, device.torch_device)
+        _log.info("%d CPU threads serve cold requests, %d tokens each", cpu.num_threads, cpu.slice_tokens)
+        return dataclasses.replace(config, num_workers=cpu.num_threads)
+
+
+def in_turn(rehearse: Rehearse | None, peers: Peers) -> Rehearse | None:
+    """``rehearse`` of one of several ranks, all of which call it: the first rank's kernels are compiled, then what
+    others lack besides. The ranks meet in between; rehearsals make no exchange, for another may have none."""
+    if rehearse is None:
+        return None
+
+    def rehearsed(steps: Sequence[Callable[[], object]], num_telling: int) -> bool:
+        with peers.leaving_out():
+            is_new = peers.rank == 0 and rehearse(steps, num_telling)
+        peers.gather(torch.zeros(1, dtype=torch.int64), "start")[0].item()
+        if peers.rank == 0:
+            return is_new
+        with peers.leaving_out():
+            return rehearse(steps, num_telling)
+
+    return rehearsed

@@ -19,8 +19,8 @@ import torch
 
 from manylora.adapters.pack import AdapterLayout
 from manylora.devices.device import Device
+from manylora.executor.batch import StepInputs
 from manylora.executor.cpu_lora import LATE_S, ColdWork, CpuLora, CpuLoraLate
-from manylora.executor.inputs import StepInputs
 from manylora.kernels import loops
 from manylora.kernels.ops import LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup

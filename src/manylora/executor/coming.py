@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import AdapterLayout, cell_offsets
 from manylora.executor.cold_rows import ColdAdapter, ColdStep
-from manylora.executor.reader import Landed
+from manylora.executor.reading import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line

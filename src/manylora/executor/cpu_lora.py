@@ -21,7 +21,7 @@ from manylora.config import MOST_CPU_TOKENS, num_cores
 from manylora.config.cold_start import SLICE_SHARE
 from manylora.kernels import loops
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.memory.host import HostPool, shared_memory
+from manylora.memory.pool import HostPool, shared_memory
 
 LATE_S = 10.0
 """How long a step waits for the threads, in all, before it goes on without."""

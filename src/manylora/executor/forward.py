@@ -14,15 +14,12 @@ import numpy as np
 import torch
 
 from manylora.devices.device import Device
-from manylora.executor.best import Best, greedy
+from manylora.executor.batch import PENDING_ENTRIES, StepInputs
 from manylora.executor.cold_rows import ColdRows
-from manylora.executor.inputs import StepInputs
-from manylora.executor.ranked_sampling import RankedSampling
-from manylora.executor.scoring import LOGITS_AT_A_TIME, score
-from manylora.executor.sequences import PENDING_ENTRIES
+from manylora.executor.sampling import LOGITS_AT_A_TIME, Best, RankedSampling, greedy, score
 from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch, Summands
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.memory.arena import Arena
+from manylora.memory.pool import Arena
 from manylora.models.decoder import Decoder
 
 NARROWED = 64
@@ -44,7 +41,7 @@ class Numbers:
 class Outputs:
     """Of the M rows that draw: ``logits`` float32 [M, V] (of a rank: of its own tokens), ``best``: the most
     likely tokens of these rows or of more, ``last`` int64 [M]: the token that stands before,
-    ``pending_index`` int64 [M]. ``scores``: of the tokens that are scored, as ``scoring.score`` gives them."""
+    ``pending_index`` int64 [M]. ``scores``: of the tokens that are scored, as ``score`` gives them."""
 
     logits: torch.Tensor
     best: Best

@@ -22,10 +22,10 @@ import torch
 
 from manylora.config import PolicyConfig
 from manylora.devices.device import Device, Tensors
-from manylora.executor.best import Best
+from manylora.executor.batch import StepInputs
 from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
 from manylora.executor.forward import Forward, Numbers, Outputs
-from manylora.executor.inputs import StepInputs
+from manylora.executor.sampling import Best
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry

@@ -5,30 +5,45 @@ adapter merged, or with the weights as they were loaded, or the device counts as
 pristine weights on the device a switch is one pass, issued like a step. With one on the host it goes on beside
 the step loop: first what differs comes back, then the adapter is merged over it. Does not choose adapters, and
 builds no batches.
+
+Of several ranks a switch fails on all or on none, and each merges its part of the weights. Of sharded adapters a
+rank has some inputs of every A and some outputs of every B. Its part of a column linear's update B^T A needs all
+inputs of A, of a row linear's all outputs of B: these are gathered from all ranks, a group of projections at a
+time. Of replicated adapters a rank has what it needs.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
+from manylora.adapters.pack import cell_offsets, layout_for
+from manylora.config import ConfigError
 from manylora.devices.device import Device, Elapsed
-from manylora.executor.ranked_merging import MergeRows, RankedMerging
+from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import MergedLayer, MergePlan
-from manylora.kernels.shapes import AdapterGeometry
-from manylora.memory.arena import Arena
-from manylora.memory.copier import Copier, one_line
-from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows
+from manylora.kernels.cuts import RankPlace
+from manylora.kernels.ops import MergedLayer, MergePlan, of_adapters
+from manylora.kernels.shapes import AdapterGeometry, Projection
+from manylora.kernels.weight import Weight, WeightKind
+from manylora.memory.budget import in_mib
+from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
+from manylora.memory.pool import Arena, shared_memory
 from manylora.models.decoder import Decoder
+from manylora.models.layers import LoraLinear, RankedLinear
+from manylora.models.share import LinearShare
 from manylora.protocol import SetMerged, SwitchDone
-from manylora.types import BASE, AdapterId
+from manylora.types import BASE, AdapterId, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -235,3 +250,223 @@ class MergedWeights:
         if not self._closing:
             _log.error("adapter %d could not be merged", command.adapter, exc_info=error)
         return one_line(error)
+
+
+ELSEWHERE = "it failed on another rank"
+
+
+class MergeRows(NamedTuple):
+    """A plan, and the pool in which its cells lie."""
+
+    plan: MergePlan
+    pool: torch.Tensor
+
+
+class RankedMerging:
+    """``geometry``: of adapters that are cut as the linears are, in pages as the pool's. Of one thread at a time;
+    every rank asks the same in the same order."""
+
+    def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[LoraLinear]) -> None:
+        self.geometry = geometry
+        self._peers = peers
+        self._dtype = linears[0].weight.data.dtype
+        ranked = [linear for linear in linears if isinstance(linear, RankedLinear)]
+        sharded = {linear.share.adapted: linear.share for linear in ranked if linear.is_sharded}
+        self._sharded = tuple(sharded.values())
+
+    def agree(self, failed: str) -> str:
+        """What went wrong here, else that something did on another rank, else nothing."""
+        flag = torch.tensor([bool(failed)])
+        found = self._peers.gather(flag, "merging")
+        return failed or (ELSEWHERE if any(map(bool, found)) else "")
+
+    def rows(self, plan: MergePlan, pool: torch.Tensor) -> MergeRows:
+        """The plan's adapter, whose cells lie in the pool, as this rank's part of the weights needs it."""
+        if not self._sharded or not plan.records[:, 2].any():
+            return MergeRows(dataclasses.replace(plan, geometry=self.geometry), pool)
+        layout = layout_for(plan.records[:, 2].tolist(), plan.scales, self.geometry)
+        target = pool.new_zeros((layout.num_pages, *pool.shape[1:]))
+        offsets = cell_offsets(layout, self.geometry, range(layout.num_pages))
+        cells = torch.from_numpy(offsets).to(plan.cells.device)
+        whole = MergePlan(plan.wanted, layout.records, plan.scales, cells, self.geometry)
+        for share in self._sharded:
+            self._gather(share, _Rows(plan, pool, self._dtype), _Rows(whole, target, self._dtype))
+        return MergeRows(whole, target)
+
+    def _gather(self, share: LinearShare, own: _Rows, whole: _Rows) -> None:
+        """Of one group of projections: the side that is cut otherwise than the linear comes from all ranks."""
+        pairs = list(zip(share.adapted.projections, share.group.projections, strict=True))
+        pairs = [(part, linear) for part, linear in pairs if own.rank(part)]
+        if not pairs:
+            return
+        side = 0 if share.kind == "column" else 1
+        length = share.group.in_features if side == 0 else share.group.projections[0].out_features
+        widths = [len(RankPlace(rank, self._peers.count).cut(length)) for rank in range(self._peers.count)]
+        mine = torch.cat([own.read(part, side) for part, _ in pairs])
+        mine = functional.pad(mine, (0, max(widths) - mine.shape[2]))
+        parts = self._peers.gather(mine, "merging")
+        rows = torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=2)
+        ranks = [own.rank(part) for part, _ in pairs]
+        for (part, linear), gathered in zip(pairs, torch.split(rows, ranks), strict=True):
+            whole.write(linear, side, gathered)
+            whole.write(linear, 1 - side, own.read(part, 1 - side))
+
+
+class _Rows:
+    """The rows of a plan's adapter in all layers: ``[rank, L, length]`` of side 0 (A) and 1 (B)."""
+
+    def __init__(self, plan: MergePlan, pool: torch.Tensor, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._geometry = geometry = plan.geometry
+        num_cells, size = geometry.cells_per_page, geometry.cell_elements
+        slabs = of_adapters(pool, dtype).view(len(pool), geometry.page.layers, geometry.slab_elements)
+        self._cells = torch.unflatten(slabs[:, :, : num_cells * size], 2, (num_cells, size))
+
+    def rank(self, projection: Projection) -> int:
+        return int(self._plan.records[self._place(projection), 2])
+
+    def read(self, projection: Projection, side: int) -> torch.Tensor:
+        rank, length = self.rank(projection), _length(projection, side)
+        cells = torch.unflatten(self._cells[self._where(projection, side)], 0, (rank, -1))
+        return cells.transpose(1, 2).flatten(2)[:, :, :length]
+
+    def write(self, projection: Projection, side: int, rows: torch.Tensor) -> None:
+        num_cells, size = self._geometry.cells(rows.shape[2]), self._geometry.cell_elements
+        padded = functional.pad(rows, (0, num_cells * size - rows.shape[2]))
+        cells = torch.unflatten(padded, 2, (num_cells, size)).transpose(1, 2).flatten(0, 1)
+        self._cells[self._where(projection, side)] = cells
+
+    def _place(self, projection: Projection) -> int:
+        return self._geometry.projections.index(projection)
+
+    def _where(self, projection: Projection, side: int) -> tuple[torch.Tensor, slice, torch.Tensor]:
+        """Pages and cells of the rows, one after another."""
+        first = int(self._plan.records[self._place(projection), side])
+        count = self.rank(projection) * self._geometry.cells(_length(projection, side))
+        offsets = self._plan.cells[first : first + count]
+        within = offsets % self._geometry.page_elements
+        return offsets // self._geometry.page_elements, slice(None), within // self._geometry.cell_elements
+
+
+def _length(projection: Projection, side: int) -> int:
+    return projection.in_features if side == 0 else projection.out_features
+
+
+_ALIGNMENT_BYTES = 64
+_CHUNKS_AHEAD = 4
+"""So many are asked for beside the one that is waited for: copies of pages that come later wait for no more."""
+
+
+class WeightRows(NamedTuple):
+    """Rows ``[begin, end)`` of the weight of this number."""
+
+    weight: int
+    begin: int
+    end: int
+
+
+def pristine_bytes(weights: Iterable[Weight]) -> int:
+    """What a copy of these takes. Raises ConfigError where one is stored so that nothing can be merged into it."""
+    weights = list(weights)
+    for kind in {weight.kind for weight in weights} - {WeightKind.PLAIN}:
+        raise ConfigError(f"adapters cannot be merged into weights stored as {kind.value}: serve it unmerged")
+    return sum(weight.data.nbytes for weight in weights)
+
+
+class DevicePristine:
+    """A copy in the device's memory, beside the pool."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        """Raises ConfigError where the device has no room for it."""
+        try:
+            self._copies = [weight.data.clone() for weight in weights]
+        except (RuntimeError, MemoryError) as error:
+            size = in_mib(pristine_bytes(weights))
+            raise ConfigError(
+                f"no memory for a copy of the base's weights of {size} on the device"
+            ) from error
+
+    def __getitem__(self, weight: int) -> torch.Tensor:
+        """As loaded, ``[out, in]``."""
+        return self._copies[weight]
+
+    def close(self) -> None:
+        """Free it."""
+        self._copies = []
+
+
+class HostPristine:
+    """A copy in host memory, pinned where copies gain by it, and a thread that brings it back."""
+
+    def __init__(self, weights: Sequence[Weight], device: Device, chunk_bytes: int = TRANSFER_BYTES) -> None:
+        """Takes the memory, pins it and fills it. Raises ConfigError when the system refuses either."""
+        self._weights = list(weights)
+        self._device = device
+        self._chunk_bytes = chunk_bytes
+        sizes = [-(-weight.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for weight in weights]
+        memory = shared_memory(sum(sizes), "a copy of the base's weights")
+        try:
+            device.pin(memory)
+        except RuntimeError as error:
+            why = first_line(error)
+            raise ConfigError(
+                f"the system refuses to pin {in_mib(len(memory))} for a copy of the base's weights: {why}"
+            ) from error
+        self._memory: torch.Tensor | None = memory
+        self._copies = []
+        begin = 0
+        for weight, size in zip(weights, sizes):
+            copy = memory[begin : begin + weight.data.nbytes]
+            copy.copy_(_as_bytes(weight.data))
+            self._copies.append(copy)
+            begin += size
+        self._closing = threading.Event()
+        self._waiting = device.copy_lane()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-restore")
+
+    def restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
+        """Copy these rows over the weights' own, after the work that ``issued`` stands for, in their order and in
+        turn with copies of pages; returns when all have landed. Raises what went wrong, RuntimeError after
+        ``close`` or the copier's."""
+        self._thread.submit(self._restore, rows, issued, copier).result()
+
+    def _restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
+        moving: collections.deque[Future[Callable[[], float]]] = collections.deque()
+        # Here, not on the lane that pages have too: their copies wait for no step.
+        self._waiting.begin(issued)
+        self._waiting.end()()
+        try:
+            for number, begin, end in rows:
+                weight, copy = self._weights[number], self._copies[number]
+                with weight.rewriting() as data:
+                    target, width = _as_bytes(data), data.nbytes // len(data)
+                    for at in range(begin * width, end * width, self._chunk_bytes):
+                        part = slice(at, min(at + self._chunk_bytes, end * width))
+                        if self._closing.is_set():
+                            raise RuntimeError("the engine is closing")
+                        moving.append(copier.move(target[part], copy[part], issued))
+                        if len(moving) > _CHUNKS_AHEAD:
+                            moving.popleft().result()()
+        finally:
+            # Also after a failure: what follows may not meet a late chunk.
+            while moving:
+                moving.popleft().result()()
+
+    def close(self) -> None:
+        """Break a restore off, end the thread, free the memory. Idempotent."""
+        self._closing.set()
+        self._thread.shutdown(wait=True)
+        memory, self._memory = self._memory, None
+        self._copies = []
+        if memory is not None:
+            try:
+                self._device.unpin(memory)
+            except RuntimeError as error:
+                _log.warning("the copy of the base's weights could not be unpinned: %s", error)
+
+
+Pristine = DevicePristine | HostPristine
+
+
+def _as_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.view(-1).view(torch.uint8)

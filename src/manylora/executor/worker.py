@@ -23,29 +23,22 @@ from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable, StepInputs, Undo
 from manylora.executor.cold_rows import ColdStep, DeviceHandover
 from manylora.executor.coming import Coming
 from manylora.executor.cpu_lora import CpuLora
 from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
-from manylora.executor.inputs import InputBuilder, StepInputs
-from manylora.executor.inspections import Inspections
-from manylora.executor.merging import MergedWeights
-from manylora.executor.ranked_merging import RankedMerging
-from manylora.executor.ranked_sampling import RankedSampling
-from manylora.executor.reader import AdapterReader
-from manylora.executor.sampler import Results, draw, most_likely
-from manylora.executor.scoring import ScoredTokens
-from manylora.executor.sequences import Expected, Rows, SequenceTable, Undo
+from manylora.executor.merging import MergedWeights, Pristine, RankedMerging
+from manylora.executor.reading import AdapterReader, Inspections
+from manylora.executor.sampling import RankedSampling, Results, ScoredTokens, draw, most_likely
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.memory.arena import Arena
 from manylora.memory.bringing import bringer_of
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited
-from manylora.memory.host import HostPool
-from manylora.memory.pristine import Pristine
+from manylora.memory.pool import Arena, HostPool
 from manylora.models.decoder import Decoder
 from manylora.protocol import (
     DEVICE_COMMANDS,

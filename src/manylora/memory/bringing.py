@@ -15,9 +15,8 @@ import torch
 from manylora.devices.device import CopyLane, Device, Tensors
 from manylora.devices.staging import StagingBuffer, seen_by
 from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
-from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords
-from manylora.memory.host import HostPool
+from manylora.memory.pool import Arena, HostPool
 from manylora.types import PageId
 
 BY_KERNEL = True

@@ -1,15 +1,16 @@
 """How large the pools may be.
 
-Owns the rules from free memory to numbers of pages; does not allocate.
+Owns the rules from free memory to numbers of pages; does not allocate. No torch here.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from manylora.config import ConfigError
-from manylora.devices.device import Device
-from manylora.memory.shares import cpu_pool_bytes, host_pool_bytes
+
+if TYPE_CHECKING:
+    from manylora.devices.device import Device  # brings torch
 
 SMALLEST_POOL_PAGES = 4
 """Room for a small adapter and a few tokens: with less nothing useful runs."""
@@ -20,6 +21,9 @@ otherwise."""
 
 _COPY = "a copy of the base's weights"
 _CUDA_SHARE = 0.90
+_CPU_SHARE, _CPU_LARGEST_BYTES = 0.25, 4 * 2**30
+_HOST_SHARE = {"cpu": 0.25, "cuda": 0.5}
+_HOST_LARGEST_BYTES = {"cpu": 4 * 2**30, "cuda": 64 * 2**30}
 
 
 def pool_bytes(
@@ -109,3 +113,13 @@ def host_pool_pages(
 def in_mib(num_bytes: int) -> str:
     """A size for people."""
     return f"{num_bytes / 2**20:.4g} MiB"
+
+
+def cpu_pool_bytes(free: int) -> int:
+    """The device's pool where that is a CPU."""
+    return min(_CPU_LARGEST_BYTES, int(free * _CPU_SHARE))
+
+
+def host_pool_bytes(free: int, kind: Literal["cpu", "cuda"]) -> int:
+    """The host's pool, beside such a device."""
+    return min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))

@@ -14,10 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from manylora.devices.device import CopyLane, Device
-from manylora.memory.arena import Arena
 from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
-from manylora.memory.host import HostPool
+from manylora.memory.pool import Arena, HostPool
 from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId, first_line
 

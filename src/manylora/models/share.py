@@ -110,6 +110,8 @@ class ModelShare:
     def geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
         """How adapters are laid into this rank's parts of pages; an adapter has as many pages on every rank.
         Raises ValueError where a page is too small for one cell."""
+        if self.place.num_ranks == 1:
+            return self.whole_geometry(page_tokens, itemsize)
         widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
         page = widest.page_shape(page_tokens, itemsize)
         wide = adapter_geometry(page, widest.adapted_layers, itemsize)

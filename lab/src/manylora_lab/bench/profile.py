@@ -24,9 +24,9 @@ import torch
 from manylora.config import ConfigError, EngineSettings, PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
-from manylora.executor.ranks.executor import RankedExecutor, RanksLost
+from manylora.executor.ranks.executor import RanksLost
 from manylora.executor.ranks.start import build_ranks
-from manylora.executor.reader import READERS
+from manylora.executor.reading import READERS
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
@@ -34,6 +34,7 @@ from manylora.models.spec import ModelConfig, ModelError
 from manylora.protocol import Executor
 from manylora.types import EngineInfo
 from manylora.warmup.random_adapters import write_random_adapters
+from manylora_lab.bench.exchange_times import measure_exchanges
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.profile_cold import GATE_TURNS, measure_cold
 from manylora_lab.bench.profile_grid import GridLimits, make_batches
@@ -139,6 +140,8 @@ def measure(settings: ProfileSettings, progress: Progress) -> Profile:
         executor.close()
     if is_alone:  # CPU workers do not serve ranks, and a rank's layers cannot be timed from here
         profile = _with_cold(settings, profile, config, progress)
+    else:
+        profile = _with_exchanges(profile, info, policy.max_batch_tokens)
     if not settings.with_merging:
         return profile
     found = measure_merging(_with_host_pool(settings.engine), config, profile.model, progress)
@@ -153,6 +156,19 @@ def _with_cold(
 
     found = measure_cold(_with_host_pool(settings.engine), config, write, settings.repeats, progress)
     return dataclasses.replace(profile, **found._asdict())
+
+
+def _with_exchanges(profile: Profile, info: EngineInfo, most: int) -> Profile:
+    """Sums over all ranks, of hidden states of 1, 4, 16, ... tokens. Raises ConfigError."""
+    counts = [count for power in range(most.bit_length()) if (count := 4**power) < most]
+    sizes = [count * profile.model.hidden * profile.model.itemsize for count in (*counts, most)]
+    kind = "cpu" if info.device.startswith("cpu") else "cuda"
+    try:
+        seconds = measure_exchanges(kind, len(info.ranks), info.dtype, sizes)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    points = [ExchangePoint(size, rounded(one)) for size, one in zip(sizes, seconds)]
+    return dataclasses.replace(profile, exchanges=tuple(points))
 
 
 class Profiler:
@@ -208,20 +224,9 @@ class Profiler:
         self._copies = rig.copies(self._settings.repeats)
         gates = self._policy.cold_start.num_groups > 0
         self._gates = rig.gates(GATE_TURNS * self._settings.repeats) if gates else []
-        self._exchanges = self._exchange_points()
         self._paths = paths[: rig.num_adapters]
         self._adapter_pages = rig.adapter_pages
         rig.forget_adapters()
-
-    def _exchange_points(self) -> list[ExchangePoint]:
-        """Sums over all ranks, of hidden states of 1, 4, 16, ... tokens; of one rank none."""
-        executor, most = self._executor, self._policy.max_batch_tokens
-        if not isinstance(executor, RankedExecutor):
-            return []
-        counts = [count for power in range(most.bit_length()) if (count := 4**power) < most]
-        shape = self._shape()
-        sizes = [count * shape.hidden * shape.itemsize for count in (*counts, most)]
-        return [ExchangePoint(size, rounded(executor.exchange_s(size))) for size in sizes]
 
     def _shape(self) -> ModelShape:
         info = self._info
@@ -329,7 +334,6 @@ class Profiler:
             gates=tuple(self._gates),
             tensor_parallel_size=num_ranks,
             lora_sharding=info.lora_sharding,
-            exchanges=tuple(self._exchanges),
         )
         costs = fit_profile(profile)
         return dataclasses.replace(

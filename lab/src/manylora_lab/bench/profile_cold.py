@@ -24,7 +24,7 @@ from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.kernels.shapes import AdapterGeometry, adapter_geometry
 from manylora.memory.gates import layer_groups
-from manylora.memory.host import HostPool
+from manylora.memory.pool import HostPool
 from manylora.models.load import resolve_dtype
 from manylora.models.spec import ModelConfig
 from manylora_lab.bench.profile_grid import Batch

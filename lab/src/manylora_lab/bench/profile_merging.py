@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from manylora.config import ConfigError, lora_sharding_of
 from manylora.executor.build import build_worker
-from manylora.executor.direct import DirectExecutor
-from manylora.executor.merge_times import RANK, Pretends
+from manylora.executor.probing import RANK, DirectExecutor, Pretends
 from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
 from manylora.models.spec import ModelConfig

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.executor.direct import DirectExecutor
+from manylora.executor.probing import DirectExecutor
 from manylora.protocol import (
     AdapterRead,
     Await,

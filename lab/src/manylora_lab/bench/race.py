@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from manylora.executor.sampler import BLOCK_TOKENS, draw_key
+from manylora.executor.sampling import BLOCK_TOKENS, draw_key
 
 
 def behind(weights: np.ndarray, seed: int, sample: int, position: int) -> np.ndarray:

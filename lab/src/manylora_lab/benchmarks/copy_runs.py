@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manylora.executor.direct import DirectExecutor
+from manylora.executor.probing import DirectExecutor
 from manylora.protocol import CopyDone, SequenceStart, SwapPages
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.run_report import Row

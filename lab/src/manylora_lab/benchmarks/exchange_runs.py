@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from manylora.devices.group_peers import GroupPeers
+from manylora.devices.peers import GroupPeers
 from manylora.executor.ranks.start import ENVIRONMENT
 from manylora_lab.benchmarks.run_report import Row, copy_bandwidth, peer_copy_bandwidth, replace
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from manylora.executor.direct import DirectExecutor
+from manylora.executor.probing import DirectExecutor
 from manylora.protocol import AdapterRead, Executor, ReadAdapter, RunStep, SequenceStart, StepRow
 from manylora.types import BASE, AdapterId, SamplingParams
 from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape

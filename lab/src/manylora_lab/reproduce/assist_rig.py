@@ -32,7 +32,7 @@ from manylora.config import num_cores
 from manylora.devices.device import open_device
 from manylora.executor.cpu_lora import LATE_S, CpuLora, TimedProduct, cut
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora.memory.host import HostPool
+from manylora.memory.pool import HostPool
 
 _HEAD_DIM, _PAGE_TOKENS = 128, 16
 _DTYPE = torch.bfloat16

@@ -1,5 +1,4 @@
 """N equal processes that are one executor: each an ordinary worker on its share of the model (S-LoRA §6).
 
-``start`` makes them, ``executor`` is the door to them, ``process`` is one of them, ``ring`` carries commands
-to all of them, ``wire`` says what else is said, ``watch`` sees what has become of a process.
+``start`` makes them, ``executor`` is the door to them, ``process`` is one of them, ``wire`` is what they say.
 """

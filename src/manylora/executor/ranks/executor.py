@@ -19,23 +19,21 @@ from collections.abc import Callable, Sequence
 
 from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
-from manylora.executor.inspections import Inspections
-from manylora.executor.ranked_merging import ELSEWHERE
-from manylora.executor.ranks.watch import LOOK_S, StoppedProcesses
+from manylora.executor.merging import ELSEWHERE
 from manylora.executor.ranks.wire import (
     Channel,
     End,
-    ExchangeTimed,
     ForgetCopies,
     Learn,
     Pretend,
     RankFailed,
     RankStatus,
     StepAnswer,
-    TimeExchange,
     framed,
 )
+from manylora.executor.reading import Inspections
 from manylora.kernels.shapes import AdapterGeometry
+from manylora.processes import is_stopped
 from manylora.protocol import (
     AdapterRead,
     Ask,
@@ -68,6 +66,12 @@ FAILED_STEP_S = 10.0
 """A step that failed on one rank has failed on all by then, or others wait for that one's exchanges."""
 
 
+LOOK_S = 0.5
+STOPPED_LOOKS = 10
+"""A process that was stopped at so many looks in a row is lost. Looks, not seconds: where all processes are
+stopped together, the one that looks is, too."""
+
+
 class RanksLost(RuntimeError):
     """A rank is gone, or not like the others."""
 
@@ -83,6 +87,21 @@ class RankProcess:
     def kill(self) -> None:
         """End it, whatever it does."""
         self.process.kill()
+
+
+class StoppedProcesses:
+    """Looks at processes, every ``LOOK_S``, for one that is stopped and stays so. So it is told from one that is
+    busy: no compilation, no long prompt and no loaded machine looks like it."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._stopped = [0] * len(pids)
+
+    def look(self) -> int | None:
+        """Which of them is lost, by its place."""
+        for place, pid in enumerate(self._pids):
+            self._stopped[place] = self._stopped[place] + 1 if is_stopped(pid) else 0
+        return next((place for place, looks in enumerate(self._stopped) if looks >= STOPPED_LOOKS), None)
 
 
 @dataclasses.dataclass(slots=True)
@@ -130,7 +149,6 @@ class RankedExecutor:
         self._evictions: collections.deque[AdapterId] = collections.deque()
         self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
-        self._exchange_s: dict[int, float] = {}  # by rank, of the exchange that is being timed
         # Of those since the last step's end, and since the one before: which went well.
         self._answered: list[tuple[CopyId, bool]] = []
         self._answered_before: list[tuple[CopyId, bool]] = []
@@ -186,17 +204,6 @@ class RankedExecutor:
             return False
         self._write(Pretend(adapter, rank))
         return True
-
-    def exchange_s(self, num_bytes: int) -> float:
-        """Seconds of a sum of tensors of so many bytes, of the slowest rank, in captures where steps are captured.
-        Connected, and between steps. Raises RanksLost."""
-        with self._changed:
-            self._exchange_s.clear()
-        self._write(TimeExchange(num_bytes))
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost or len(self._exchange_s) == len(self._ranks))
-            self._check()
-            return max(self._exchange_s.values())
 
     def flush(self) -> None:
         """See Executor. Ranks put nothing off."""
@@ -307,10 +314,6 @@ class RankedExecutor:
                 self._hear_step(rank, message)
             case AdapterRead() | CopyDone() | SwitchDone():
                 self._hear_landed(rank, message)
-            case ExchangeTimed():
-                with self._changed:
-                    self._exchange_s[rank] = message.seconds
-                    self._changed.notify_all()
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:

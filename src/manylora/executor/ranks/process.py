@@ -18,32 +18,25 @@ import sys
 import threading
 import time
 import zlib
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from manylora.adapters.peft import AdapterSpec
-from manylora.adapters.registry import Registry
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config import ConfigError
 from manylora.devices.device import Device, open_device
-from manylora.devices.group_peers import GroupPeers
-from manylora.devices.peers import Peers, Purpose
+from manylora.devices.peers import GroupPeers, Peers, Purpose
 from manylora.devices.preparation import PREPARATION
-from manylora.executor.build import CopyOfWeights, copy_of_weights
-from manylora.executor.graphs import Bucket, GraphLimits
-from manylora.executor.ranked_merging import RankedMerging
-from manylora.executor.ranked_sampling import RankedSampling
-from manylora.executor.ranks.rehearsing import in_turn
-from manylora.executor.ranks.timing import exchange_seconds
+from manylora.executor.build import RankBuild
+from manylora.executor.graphs import Bucket
+from manylora.executor.plan import CopyOfWeights
 from manylora.executor.ranks.wire import (
     Begin,
     Channel,
     End,
-    ExchangeTimed,
     ForgetCopies,
     Learn,
-    Loaded,
     Pools,
     Pretend,
     RankFailed,
@@ -51,22 +44,10 @@ from manylora.executor.ranks.wire import (
     RankReady,
     RankStatus,
     StepAnswer,
-    TimeExchange,
 )
-from manylora.executor.sizes import attention_shape
-from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
 from manylora.kernels.cuts import RankPlace
-from manylora.kernels.select import compiling_ahead, ops_for
-from manylora.memory.arena import Arena
-from manylora.memory.budget import pool_bytes
-from manylora.memory.host import HostPool
-from manylora.models.config import read_model_config
-from manylora.models.decoder import Decoder, RankedModel
-from manylora.models.load import load_model, resolve_dtype, share_bytes
-from manylora.models.share import ModelShare
-from manylora.models.source import resolve_model
-from manylora.models.spec import ModelConfig, ModelError
+from manylora.models.spec import ModelError
 from manylora.protocol import DeviceEvent, RunStep, StepResult
 from manylora.types import RankTraffic
 
@@ -119,16 +100,7 @@ class _Begun(NamedTuple):
 
 
 def _peers(begin: Begin, device: Device) -> Peers:
-    return GroupPeers(begin.peers_file, begin.rank, begin.count, device.torch_device)
-
-
-class _OwnModel(NamedTuple):
-    """A rank's share of the model, with its weights. ``config``: of the whole."""
-
-    config: ModelConfig
-    ranked: RankedModel
-    dtype: torch.dtype
-    decoder: Decoder
+    return GroupPeers(begin.peers_file, begin.rank, begin.task.count, device.torch_device)
 
 
 class _Rank:
@@ -138,97 +110,25 @@ class _Rank:
         self._channel = channel
         self._number = begin.rank
         torch.set_num_threads(begin.num_threads)
-        self._device = device = open_device(begin.device)
+        self._device = device = open_device(begin.task.device)
         self._peers = _peers(begin, device)
         self._worker: Worker | None = None
         self._begun: collections.deque[_Begun] = collections.deque()  # oldest first
         os.close(begin.peers_file)
         threading.Thread(target=self._beat, args=(begin.parent,), daemon=True).start()
 
-        self._is_captured = begin.pads_steps
-        loaded = self._loaded(begin)
-        self._dtype = loaded.dtype
-        channel.send(self._sizes(begin, loaded))
+        place = RankPlace(begin.rank, begin.task.count)
+        rank = RankBuild(begin.task, place, device, self._peers, self._progress())
+        channel.send(rank.loaded())
         pools = channel.receive()
         if not isinstance(pools, Pools):
             _leave()
-        self._worker = worker = self._made(begin, loaded, pools)
-        self._prepare(begin, worker, pools.limits)
+        self._worker = worker = rank.worker(pools.limits, CopyOfWeights(pools.copy_place))
+        rank.prepare(worker, pools.limits)
         worker.connect(self._tell)
         channel.send(RankReady())
 
-    def _prepare(self, begin: Begin, worker: Worker, limits: PolicyConfig) -> None:
-        """Compile, capture and warm up, as one rank does."""
-        max_rank = begin.settings.adapters.max_adapter_rank
-        with compiling_ahead(self._device.torch_device) as ahead:
-            rehearse = in_turn(ahead, self._peers)
-            if begin.pads_steps:
-                graphs = GraphLimits.of(limits, max_rank, begin.graph_bytes), limits.num_pages
-                worker.use_graphs(*graphs, rehearse=rehearse, peers=self._peers)
-            if begin.device == "cuda":
-                warm_up(worker, limits, max_rank, rehearse)
-
-    def _loaded(self, begin: Begin) -> _OwnModel:
-        settings, device = begin.settings, self._device
-        folder = resolve_model(settings.model.model)
-        config = read_model_config(folder)
-        share = ModelShare(config, RankPlace(begin.rank, begin.count), begin.is_sharded)
-        ranked = RankedModel(share, self._peers)
-        dtype = resolve_dtype(settings.model.dtype, begin.device, config.dtype)
-        decoder = load_model(
-            folder,
-            ops=ops_for(
-                device.torch_device,
-                attention=attention_shape(share.config, dtype, begin.max_positions),
-            ),
-            device=device.torch_device,
-            dtype=dtype,
-            load_format=settings.model.load_format,
-            max_positions=begin.max_positions,
-            progress=self._progress(),
-            ranked=ranked,
-        )
-        device.release_memory()
-        return _OwnModel(config, ranked, dtype, decoder)
-
-    def _sizes(self, begin: Begin, loaded: _OwnModel) -> Loaded:
-        """What the driver's process is to know of them. Raises ConfigError where there is no room."""
-        device, asked, held = self._device, begin.settings.cache.device_pool, 0
-        own = None if asked is None else -(-asked // begin.count)
-        merge = begin.settings.scheduler.merge
-        copy = copy_of_weights(merge, own, loaded.decoder, device, begin.activation_bytes)
-        if begin.device == "cuda":
-            share = begin.settings.cache.gpu_memory_utilization
-            held = pool_bytes(device, own, begin.activation_bytes, copy.on_device("cuda"), share)
-        size = share_bytes(loaded.decoder.config, loaded.decoder.ops, loaded.ranked, loaded.dtype)
-        return Loaded(size, held, device.name, copy.place, copy.num_bytes)
-
-    def _made(self, begin: Begin, loaded: _OwnModel, pools: Pools) -> Worker:
-        settings, device, limits = begin.settings, self._device, pools.limits
-        decoder, dtype, share = loaded.decoder, loaded.dtype, loaded.ranked.share
-        lies = settings.cache.page_tokens, dtype.itemsize
-        page, geometry = share.page_shape(*lies), share.geometry(*lies)
-        registry_path = None if begin.registry_path is None else Path(begin.registry_path)
-        places = [RankPlace(rank, begin.count) for rank in range(begin.count)]
-        vocabs = [ModelShare(loaded.config, place, begin.is_sharded).vocab for place in places]
-        worker = Worker(
-            decoder,
-            # One page more where steps are padded: what padding tokens write goes there.
-            Arena(limits.num_pages + begin.pads_steps, page, dtype, device),
-            HostPool(limits.num_host_pages, page, dtype, device),
-            geometry,
-            device,
-            Registry(share.whole_geometry(*lies), decoder.layer_prefix, registry_path),
-            settings.adapters.max_adapter_rank,
-            ranked=RankedSampling(self._peers, vocabs),
-        )
-        if settings.scheduler.merge.is_on:
-            as_linears = ModelShare(loaded.config, share.place, is_sharded=False).geometry(*lies)
-            merging = RankedMerging(self._peers, as_linears, decoder.linears)
-            worker.use_merging(CopyOfWeights(pools.copy_place).made(decoder, device), merging)
-        return worker
-
-    def _progress(self) -> Any:
+    def _progress(self) -> Callable[[int, int], None] | None:
         """The first rank's, now and then."""
         if self._number:
             return None
@@ -262,9 +162,6 @@ class _Rank:
                     worker.pretend_adapter(command.adapter, command.rank)
                 case ForgetCopies():
                     worker.forget_copies(command.answered)
-                case TimeExchange():
-                    exchange = self._peers, self._device, self._dtype, command.num_bytes, self._is_captured
-                    self._channel.send(ExchangeTimed(exchange_seconds(*exchange)))
                 case End():
                     worker.close(frees=False)
                     return

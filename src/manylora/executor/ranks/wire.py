@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import EngineSettings, PolicyConfig
+from manylora.config import PolicyConfig
+from manylora.executor.plan import Loaded, RankTask
 from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
 from manylora.types import AdapterId, CopyId, RankTraffic, SequenceId
 
@@ -25,23 +26,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class Begin(msgspec.Struct, tag=True):
-    """The first message to a rank: what to build. ``graph_bytes``: what its captures may hold.
-    Descriptors are those of the rank's process."""
+    """The first message to a rank: what to build. Descriptors are those of the rank's process."""
 
-    settings: EngineSettings
-    device: Literal["cpu", "cuda"]
+    task: RankTask
     rank: int
-    count: int
-    is_sharded: bool
-    pads_steps: bool
-    max_positions: int
-    activation_bytes: int
-    graph_bytes: int
     num_threads: int
     log_level: int
     peers_file: int
     parent: int
-    registry_path: str | None
 
 
 class Pools(msgspec.Struct, tag=True):
@@ -57,17 +49,6 @@ class RankLoading(msgspec.Struct, tag=True):
 
     done_bytes: int
     total_bytes: int
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """Weights are loaded. ``pool_bytes``: what this rank's part of the pool may take, where that is its own to
-    say; ``device``: its name; ``copy_place``, ``copy_bytes``: of the copy of the base's weights."""
-
-    weight_bytes: int
-    pool_bytes: int
-    device: str
-    copy_place: Literal["device", "host"]
-    copy_bytes: int
 
 
 class RankReady(msgspec.Struct, tag=True):
@@ -126,18 +107,6 @@ class ForgetCopies(msgspec.Struct, tag=True):
     answered: tuple[tuple[CopyId, bool], ...]
 
 
-class TimeExchange(msgspec.Struct, tag=True):
-    """A command, between steps: add up tensors of so many bytes, for the time that it takes."""
-
-    num_bytes: int
-
-
-class ExchangeTimed(msgspec.Struct, tag=True):
-    """Its answer: seconds of one exchange on this rank."""
-
-    seconds: float
-
-
 class End(msgspec.Struct, tag=True):
     """A command: close and end."""
 
@@ -145,8 +114,8 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, TimeExchange, End,
-        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer, ExchangeTimed,
+        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
+        Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer,
         AdapterRead, CopyDone, SwitchDone,
     )
 }  # fmt: skip

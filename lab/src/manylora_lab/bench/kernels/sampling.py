@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from manylora.executor.sampler import BLOCK_TOKENS, SampledRow, draw
+from manylora.executor.sampling import BLOCK_TOKENS, SampledRow, draw
 from manylora.types import SamplingParams
 from manylora_lab.bench.kernels.rig import Errors, KernelCase, KernelRig
 from manylora_lab.bench.kernels.settings import KernelSizes

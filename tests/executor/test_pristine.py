@@ -14,13 +14,12 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Device
+from manylora.executor.merging import DevicePristine, HostPristine, WeightRows, pristine_bytes
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.weight import Weight
-from manylora.memory.arena import Arena
 from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
 from manylora.memory.copier import Copier
-from manylora.memory.host import HostPool
-from manylora.memory.pristine import DevicePristine, HostPristine, WeightRows, pristine_bytes
+from manylora.memory.pool import Arena, HostPool
 from manylora.protocol import CopyDone, SwapPages
 from tests.memory.test_arena import FakeDevice
 
