@@ -10,7 +10,7 @@ import collections
 from collections.abc import Sequence as SequenceOf
 
 from manylora.config import PolicyConfig
-from manylora.policy.admission import Admission
+from manylora.policy.batching import Admission
 from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.request_limits import RequestLimits

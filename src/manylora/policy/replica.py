@@ -15,9 +15,7 @@ from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.cold_start import cold_starts
 from manylora.policy.lives import RequestLives
-from manylora.policy.merging.batching import MergedBatching
-from manylora.policy.merging.state import MergeState
-from manylora.policy.pinned import KeptAdapters
+from manylora.policy.merging.state import MergedBatching, MergeState
 from manylora.policy.report import ClusterReport, Gauges
 from manylora.policy.sequences import (
     ENDED,
@@ -29,7 +27,7 @@ from manylora.policy.sequences import (
     rows_ended,
     run_step,
 )
-from manylora.policy.swap import Swapper
+from manylora.policy.swap import KeptAdapters, Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
     Abort,
