@@ -213,7 +213,7 @@ class FirstComeFirstServed:
                 unusual.append((len(rows), remaining))
             elif num_scheduled >= len(sequence.pages) * page_tokens:
                 unusual.append((len(rows), 1))
-            rows.append((sequence, 1, 1 + sequence.num_unborn_forks))
+            rows.append((sequence, 1, 1 + sequence.num_forks))
         budget = self._config.max_batch_tokens - (len(rows) - num_longer)
         return (
             self._settle(rows, unusual, budget, now)
@@ -244,7 +244,7 @@ class FirstComeFirstServed:
             if remaining > 1:
                 budget -= num_tokens
                 prefills -= 1
-            num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+            num_samples = 1 + sequence.num_forks if num_tokens == remaining else 0
             rows[place] = (sequence, num_tokens, num_samples)
         # A sequence that was just preempted must not take the pages straight back from the one it made room for.
         if held.num_preemptions > preemptions:
@@ -268,7 +268,7 @@ class FirstComeFirstServed:
                 num_tokens = min(remaining, plan.budget)
                 plan.budget -= num_tokens
                 plan.prefills -= 1
-                num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+                num_samples = 1 + sequence.num_forks if num_tokens == remaining else 0
                 plan.rows.append((sequence, num_tokens, num_samples))
 
     def _admit_one(self, budget: int, now: float) -> Sequence | None:
