@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "executor": BOTTOM | {"devices", "kernels", "memory", "models", "adapters", "processes"},
     "text": {"types", "engine.client"},
     "metrics": {"types", "reports", "engine.client", "text.generate"},
-    "server": {"types", "protocol", "engine.client", "engine.scopes", "text", "metrics"},
+    "server": {"types", "protocol", "engine.client", "text", "metrics"},
     "solving": {"config", "processes", "protocol", "types"},
     "cluster": BOTTOM
     | {"_version", "adapters.sources", "devices.free_memory", "engine", "inspection", "listening", "main"}

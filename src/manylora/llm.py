@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from manylora.aliases import check_removed
 from manylora.config import ConfigError
-from manylora.engine.client import EngineDead, EngineStats, GenerationRequest
+from manylora.engine.client import CacheScopes, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
-from manylora.engine.scopes import CacheScopes
 from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of

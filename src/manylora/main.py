@@ -36,8 +36,7 @@ from manylora.config import (
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
-from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import TraceWriter, private
+from manylora.engine.journal import JournalWriter, TraceWriter, private
 from manylora.engine.remote import RemoteEngine
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound, cannot_listen

@@ -17,8 +17,7 @@ from manylora_lab.sim.conformance import replay_difference
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.cli import main
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import ROUTER, read_answered
+from manylora.engine.journal import ROUTER, fingerprint, read_answered
 from manylora.protocol.routing import ReplicaUp
 from manylora.router.router import Router
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from manylora_lab.sim.conformance import replay_difference
 
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import REPLICA, ROUTER, JournalForm
+from manylora.engine.journal import REPLICA, ROUTER, JournalForm, fingerprint
 from manylora.policy.replica import Replica
 from manylora.router.router import Router
 

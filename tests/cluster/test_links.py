@@ -31,7 +31,7 @@ from manylora.cluster.link import (
 )
 from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.frames import EMPTY, frame
+from manylora.engine.wire import EMPTY, frame
 from tests.cluster.cable import Cable
 from tests.cluster.certificates import authority, certificate, expired, run
 

@@ -19,7 +19,7 @@ from manylora.cluster.slots import ProcessPlace
 from manylora.cluster.tasks import Tasks
 from manylora.config import EngineSettings, HttpSettings, ModelSettings
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.frames import frame
+from manylora.engine.wire import frame
 from tests.e2e.process import is_running
 
 READY, PONG = frame(messages.ChildReady()), frame(messages.Pong())

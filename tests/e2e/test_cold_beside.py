@@ -11,8 +11,7 @@ import pytest
 
 from manylora import SamplingParams
 from manylora.config import ConfigError
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.policy.replica import Replica
 from tests.e2e.process import MODEL
 from tests.internal import internal_llm

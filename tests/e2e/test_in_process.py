@@ -18,8 +18,7 @@ from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
 from manylora.adapters.files import read_tensors
 from manylora.config import ConfigError
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput
 from manylora.tensorfile import StoredTensor

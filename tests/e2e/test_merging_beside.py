@@ -14,8 +14,7 @@ from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.cli import main
 from manylora.config import COLD_START_MODES, ConfigError, MergeTimes
 from manylora.engine.client import GenerationRequest
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor import build
 from manylora.policy.replica import Replica
 from manylora.text.generate import collect, generate_text

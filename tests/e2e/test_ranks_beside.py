@@ -13,8 +13,7 @@ import pytest
 
 from manylora import SamplingParams
 from manylora.config import CACHE_POLICIES, ConfigError
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.outputs import RequestOutput
 from manylora.policy.replica import Replica
 from tests.e2e.process import MODEL, run_cli

@@ -8,8 +8,7 @@ import socket
 import msgspec
 import pytest
 
-from manylora.engine.frames import frame, open_stream, read_message
-from manylora.engine.wire import Failed
+from manylora.engine.wire import Failed, frame, open_stream, read_message
 
 
 @pytest.mark.parametrize("breaks_by", ["unread questions", "a write after its end"])

@@ -21,10 +21,16 @@ from manylora.cluster.recording import without_what_fails
 from manylora.config import EngineSettings, MergeConfig, ModelSettings
 from manylora.engine import journal
 from manylora.engine.driver import Driver
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import ROUTER, JournalWriter, read_answered, read_journal
+from manylora.engine.journal import (
+    ROUTER,
+    JournalWriter,
+    LineFile,
+    TraceWriter,
+    fingerprint,
+    read_answered,
+    read_journal,
+)
 from manylora.engine.ledger import Ledger
-from manylora.engine.lines import LineFile, TraceWriter
 from manylora.engine.local import LocalEngine
 from manylora.policy.replica import Replica
 from manylora.protocol import (

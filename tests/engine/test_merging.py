@@ -15,9 +15,7 @@ from manylora.cli import main
 from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import JournalWriter, read_answered
-from manylora.engine.lines import TraceWriter
+from manylora.engine.journal import JournalWriter, TraceWriter, fingerprint, read_answered
 from manylora.engine.local import LocalEngine
 from manylora.metrics.requests import Metrics
 from manylora.protocol import RunStep, SetMerged

@@ -15,8 +15,7 @@ from manylora.config import CacheConfig, PolicyConfig
 from manylora.engine import service
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
-from manylora.engine.journal import JournalWriter, read_journal
-from manylora.engine.lines import TraceWriter
+from manylora.engine.journal import JournalWriter, TraceWriter, read_journal
 from manylora.engine.local import LocalEngine
 from manylora.engine.ports import EnginePorts
 from manylora.policy.replica import Replica

@@ -167,7 +167,7 @@ def test_a_local_engine_whose_step_hangs_fails_every_call_and_can_be_closed() ->
 def test_close_does_not_wait_for_a_step_that_nobody_has_given_up_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("manylora.engine.loop.CLOSE_S", 0.2)
+    monkeypatch.setattr("manylora.engine.driver.CLOSE_S", 0.2)
 
     async def scenario(executor: FakeExecutor) -> None:
         engine = LocalEngine(Driver(CONFIG, executor, INFO, step_timeout_s=3600))
@@ -245,7 +245,7 @@ async def across_a_wire(driver: Driver, limit_s: float) -> AsyncIterator[RemoteE
 
 def test_a_remote_engine_whose_step_hangs_is_dead_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process lives, and says so: that alone is not enough."""
-    monkeypatch.setattr("manylora.engine.loop.CLOSE_S", 0.2)
+    monkeypatch.setattr("manylora.engine.driver.CLOSE_S", 0.2)
 
     async def scenario(executor: FakeExecutor) -> None:
         driver = Driver(CONFIG, executor, INFO, step_timeout_s=LIMIT_S)

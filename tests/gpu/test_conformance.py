@@ -9,7 +9,7 @@ import pytest
 import torch
 from manylora_lab.sim.conformance import replay_difference, simulation_difference
 
-from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import fingerprint
 from tests.sim.test_conformance import crowd, read
 
 pytestmark = [

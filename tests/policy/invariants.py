@@ -38,7 +38,7 @@ def check(replica: Replica) -> None:
     _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._kept._pinned])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
-    _check_sequences(residency, held, waiting, replica._requests)
+    _check_sequences(residency, held, waiting, replica._requests.by_id)
     _check_queue(waiting)
     if waiting.adapter_limit is not None and waiting.adapter_limit[1]:
         running = {sequence.adapter for sequence in held.admitted} - {BASE}
@@ -324,9 +324,9 @@ def _check_sequences(
         in_flight = any(held.is_in_flight(sequence) for sequence in state.sequences.values())
         assert in_flight or not state.is_leaving, "a request is let go when its last step has ended"
         born = state.open_samples & state.sequences.keys()
-        assert not born & state.unborn.keys(), "a sample has one sequence"
-        has_carrier = any(sequence.num_unborn_forks for sequence in state.sequences.values())
-        is_whole = state.open_samples <= born | state.unborn.keys()
+        assert not born & state.later.keys(), "a sample has one sequence"
+        has_carrier = any(sequence.num_forks for sequence in state.sequences.values())
+        is_whole = state.open_samples <= born | state.later.keys()
         assert is_whole or has_carrier or state.is_leaving, "each open sample has a sequence, or will have"
         assert state.sequences, "a live request has a sequence"
     for sequence in held.admitted:

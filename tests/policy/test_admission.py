@@ -10,7 +10,7 @@ from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import ConfigError, PolicyConfig, SchedulerSettings
 from manylora.flags import build_settings
-from manylora.policy.admission import Admission
+from manylora.policy.batching import Admission
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.replica import Replica
 from manylora.policy.sequences import RequestState, Sequence, Stage

@@ -12,7 +12,7 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
 from manylora.config import PolicyConfig, QueueConfig
-from manylora.policy.clusters import OVERTAKEN_S, Clusters
+from manylora.policy.batching import OVERTAKEN_S, Clusters
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
 from manylora.protocol import Command, EndSequence, RunStep

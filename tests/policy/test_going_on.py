@@ -40,7 +40,7 @@ def test_what_has_all_its_tokens_ends_as_it_comes() -> None:
     assert [(end.sample, end.reason) for end in rig.of(Finish)] == [(0, "length"), (1, "stop")]
     rig.settle()
     assert [(end.sample, end.reason) for end in rig.of(Finish)][2:] == [(2, "length")]
-    assert not rig.replica._requests
+    assert not rig.replica._requests.by_id
 
 
 def test_a_sample_that_is_aborted_before_the_prompt_is_computed_does_not_go_on() -> None:
@@ -51,15 +51,15 @@ def test_a_sample_that_is_aborted_before_the_prompt_is_computed_does_not_go_on()
     rig.settle()
     ends = [(end.sample, end.reason) for end in rig.of(Finish)]
     assert sorted(ends) == [(0, "length"), (1, "abort"), (2, "length")]
-    assert not rig.replica._requests
+    assert not rig.replica._requests.by_id
 
 
 def test_where_the_first_is_aborted_the_others_wait_for_its_pages_no_longer() -> None:
     rig = Rig()
     rig.feed(Arrive(request(n=3, max_tokens=8, prompt=tuple(range(2 * PAGE))), resume=((1,), (2,), (1, 2))))
-    assert rig.replica._requests["r"].unborn
+    assert rig.replica._requests.by_id["r"].later
     rig.feed(Abort("r", 0))
-    assert not rig.replica._requests["r"].unborn
+    assert not rig.replica._requests.by_id["r"].later
     rig.settle()
     ends = [(end.sample, end.reason) for end in rig.of(Finish)]
     assert sorted(ends) == [(0, "abort"), (1, "length"), (2, "length")]
@@ -70,4 +70,4 @@ def test_nothing_is_computed_for_one_whose_samples_have_all_ended() -> None:
     rig.feed(Arrive(request(n=1), resume=((1, 2, 3, 4),)))
     assert [end.reason for end in rig.of(Finish)] == ["length"]
     assert not rig.device.steps
-    assert not rig.replica._requests
+    assert not rig.replica._requests.by_id

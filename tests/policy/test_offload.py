@@ -1,6 +1,6 @@
 """Whether copies to the host pay: by what earlier ones brought back."""
 
-from manylora.policy.marks import OffloadWhereItPays
+from manylora.policy.cache_policies import OffloadWhereItPays
 from manylora.policy.tree import Node
 from manylora.policy.value import Rates
 from manylora.types import BASE

@@ -13,7 +13,7 @@ PROMPT = list(range(3 * PAGE))
 
 def end_unsound(rig: Rig, *requests: str) -> None:
     """End the oldest step; the logits of these requests' rows are not finite."""
-    ids = {rig.replica._requests[name].sequences[0].id for name in requests}
+    ids = {rig.replica._requests.by_id[name].sequences[0].id for name in requests}
     done = rig.device.finish_step(ok=True)
     done.unsound = tuple(sequence for sequence, _ in done.tokens if sequence in ids)
     rig.feed(done)
@@ -31,7 +31,7 @@ def test_an_unsound_row_fails_its_request_alone(policy: str) -> None:
     rig.ask("good", 0, [9, *PROMPT], max_tokens=5)
     rig.end_step()
     for _ in range(3):
-        end_unsound(rig, *{"bad"} & rig.replica._requests.keys())
+        end_unsound(rig, *{"bad"} & rig.replica._requests.by_id.keys())
     rig.settle()
     ended = rig.ends["bad"]
     assert isinstance(ended, Finish)
@@ -98,8 +98,8 @@ def test_with_two_steps_in_flight(policy: str) -> None:
     rig.ask("bad", 0, PROMPT, max_tokens=9)
     rig.ask("good", 0, [9, *PROMPT], max_tokens=9)
     rig.end_step()
-    end_unsound(rig, *{"bad"} & rig.replica._requests.keys())
-    while "bad" in rig.replica._requests:
+    end_unsound(rig, *{"bad"} & rig.replica._requests.by_id.keys())
+    while "bad" in rig.replica._requests.by_id:
         end_unsound(rig, "bad")
     rig.settle()
     assert rig.ends["bad"].reason == "error"

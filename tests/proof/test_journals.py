@@ -13,8 +13,7 @@ import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.sim.conformance import recorded_commands, replay_difference
 
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora.policy.replica import Replica
 from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
 from tests.proof.record import JOURNALS, lives

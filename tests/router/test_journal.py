@@ -12,8 +12,7 @@ import pytest
 from manylora_lab.baselines import ALL_ROUTERS
 from manylora_lab.sim.conformance import replay_difference
 
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import ROUTER, JournalWriter, read_answered
+from manylora.engine.journal import ROUTER, JournalWriter, fingerprint, read_answered
 from manylora.protocol.routing import Asked, Held, RouterCommand, RouterEvent
 from manylora.router.router import Router
 from tests.router.world import IMPATIENT, RESTLESS, World
@@ -21,7 +20,7 @@ from tests.router.world import IMPATIENT, RESTLESS, World
 ROOT = Path(__file__).parents[2]
 DIGEST = """
 import hashlib
-from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import fingerprint
 from manylora_lab.baselines import ALL_ROUTERS
 from tests.router.world import IMPATIENT, RESTLESS, World
 

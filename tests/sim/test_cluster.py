@@ -22,7 +22,7 @@ from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import fingerprint
 from manylora.policy.replica import Replica
 from manylora.protocol import Keep
 from manylora.protocol.routing import Place, Solve, Solved

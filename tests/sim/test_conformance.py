@@ -22,8 +22,7 @@ from manylora import AsyncLLM, SamplingParams
 from manylora.config import CacheConfig, PolicyConfig
 from manylora.engine.client import EngineStats
 from manylora.engine.driver import Driver
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import JournalWriter, read_answered
+from manylora.engine.journal import JournalWriter, fingerprint, read_answered
 from manylora.engine.local import LocalEngine
 from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunStep, StepDone
 from manylora.types import Request
@@ -163,7 +162,7 @@ def test_a_real_run_comes_out_the_same_again(run: Run) -> None:
 IN_ANOTHER_PROCESS = """
 import sys
 from pathlib import Path
-from manylora.engine.fingerprint import fingerprint
+from manylora.engine.journal import fingerprint
 from manylora.engine.journal import read_answered
 from manylora_lab.sim.conformance import replay_difference
 config, entries = read_answered(Path(sys.argv[1]))

@@ -23,7 +23,7 @@ import msgspec
 from manylora.cluster import messages
 from manylora.config import EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.frames import frame, receive_message
+from manylora.engine.wire import frame, receive_message
 from manylora.processes import at_parents_end
 from manylora.types import BASE, AdapterId, EngineInfo
 

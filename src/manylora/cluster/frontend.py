@@ -31,7 +31,7 @@ from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
-from manylora.engine.scopes import CacheScopes
+from manylora.engine.client import CacheScopes
 from manylora.engine.wire import Failed
 from manylora.listening import address_of, bound
 from manylora.main import (

@@ -29,7 +29,7 @@ from manylora._version import VERSION
 from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS, TlsFiles
-from manylora.engine.frames import EMPTY, FrameTooLong, body_of, frame, read_body
+from manylora.engine.wire import EMPTY, FrameTooLong, body_of, frame, read_body
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from manylora.cluster.children import Launch
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
-from manylora.engine.frames import frame, open_stream, read_message
-from manylora.engine.wire import Failed
+from manylora.engine.wire import Failed, frame, open_stream, read_message
 from manylora.memory.budget import cpu_pool_bytes, host_pool_bytes
 from manylora.processes import LEAST_EFFORT, command, effort, group_of
 

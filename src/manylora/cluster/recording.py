@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.routing import RouterConfig
-from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import LineFile, private
+from manylora.engine.journal import JournalWriter, LineFile, private
 from manylora.main import open_output
 from manylora.protocol.routing import Planned, Routed
 

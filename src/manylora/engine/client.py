@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +18,7 @@ from manylora.types import (
     AdapterCard,
     AdapterId,
     EngineInfo,
+    InvalidRequest,
     PromptLogprobs,
     RequestError,
     RequestId,
@@ -23,13 +26,44 @@ from manylora.types import (
     TokenLogprobs,
 )
 
+_DIGEST_BYTES = 16
+_PURPOSE = b"cache scopes"
+
+
+class CacheScopes:
+    """Scopes say which requests may share KV.
+
+    They are made with a secret, so that a journal's scopes cannot be guessed from keys and salts.
+
+    ``secret``: what processes that are to make the same scopes have in common; None: one of its own.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        secret = secrets.token_bytes(32) if secret is None else secret
+        self._secret = hashlib.blake2b(secret, person=_PURPOSE, digest_size=32).digest()
+
+    def scope(self, owner: bytes | None, salt: str | None) -> str:
+        """The scope of an owner's requests with a salt; "" where there is neither, which all such requests share.
+
+        ``owner``: the digest of an API key, always of one length. Raises InvalidRequest for an empty salt.
+        """
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise InvalidRequest("cache_salt must be a non-empty string", "cache_salt")
+        if owner is None and salt is None:
+            return ""
+        state = hashlib.blake2b(key=self._secret, digest_size=_DIGEST_BYTES)
+        # One byte tells an owner from none; an owner's length is fixed, so what follows is the salt.
+        state.update(b"\0" if owner is None else b"\1" + owner)
+        state.update((salt or "").encode("utf-8", "surrogatepass"))
+        return state.hexdigest()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
     With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where no one reads
-    along. ``cache_scope``: whose KV it may reuse (see ``engine.scopes``). ``serial`` comes back in the request's
+    along. ``cache_scope``: whose KV it may reuse (see ``CacheScopes``). ``serial`` comes back in the request's
     deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
     were read. ``more``: another request follows at once, and both are admitted or refused before
     either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.

@@ -1,29 +1,42 @@
-"""An engine: a replica, its ports, and what others ask of it. Knows the real clock so that nothing else has to."""
+"""An engine: a replica on a thread, its ports, and what others ask of it.
+
+Owns the clock, the inbox, the timer, the thread and its end, and the order of a round. Does not know what events
+and commands mean: that is the business of the replica and its ports.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import math
+import os
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manylora.config import PolicyConfig
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
-from manylora.engine.journal import JournalWriter
-from manylora.engine.lines import TraceWriter
-from manylora.engine.loop import Loop
-from manylora.engine.ports import EnginePorts
+from manylora.engine.journal import JournalWriter, TraceWriter
+from manylora.engine.ports import EnginePorts, Routes
+from manylora.engine.watchdog import Activity, Pulse, watch
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Executor, Keep, LetGo, Status
+from manylora.protocol import Abort, Event, Executor, Keep, LetGo, Machine, SetTimer, Status, Timer
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
+log = logging.getLogger(__name__)
 
-class Driver(Loop):
+CLOSE_S = 4.0
+"""How long ``close`` waits for the step in flight."""
+
+CLOSED = "the engine was closed"
+
+_STOP = object()
+
+
+class Driver:
     """Runs one replica on one executor. Public methods may be called from any thread."""
-
-    _ports: EnginePorts
 
     def __init__(
         self,
@@ -39,9 +52,36 @@ class Driver(Loop):
         """``step_timeout_s``: an engine whose step takes longer is taken for lost where it is watched."""
         self.info = info
         self.step_timeout_s = step_timeout_s
-        inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        ports = EnginePorts(config, executor, info, inbox, clock, trace)
-        super().__init__(Replica(config), ports, inbox, clock=clock, journal=journal)
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._ports = EnginePorts(config, executor, info, self._inbox, clock, trace)
+        self._machine: Machine = Replica(config)
+        self._clock = clock
+        self._journal = journal
+        self._routes: Routes = {**self._ports.routes(), SetTimer: self._set_timer}
+        self._timer_at: float | None = None
+        self._activity = Activity()
+        self._thread: threading.Thread | None = None
+        self._watchdog: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._end: str | None = None
+        self._is_lost = False
+        self.is_closing = threading.Event()
+        self._has_ended = threading.Event()  # the loop; what it holds is freed after that
+        self._freeing = threading.Lock()
+        self._is_free = False
+        self._frees = True
+
+    # ------------------------------------------------------------ life
+
+    @property
+    def end(self) -> str | None:
+        """Why the loop has ended; None while it goes on."""
+        return self._end
+
+    @property
+    def backlog(self) -> int:
+        """How many things are in the inbox."""
+        return self._inbox.qsize()
 
     def start(
         self,
@@ -57,7 +97,71 @@ class Driver(Loop):
         loop ends by itself.
         """
         self._ports.deliver_to(deliver)
-        self.run(died, self.step_timeout_s if is_watched else None)
+        self._died = died
+        self._thread = threading.Thread(target=self._run, name="manylora-driver", daemon=True)
+        self._thread.start()
+        if is_watched:
+            self._watchdog = watch(self, self.step_timeout_s)
+
+    def pulse(self) -> Pulse:
+        """What the loop is doing now."""
+        return Pulse(self._activity.work, self._ports.preparation_s)
+
+    def close(self, *, frees: bool = True) -> None:
+        """End the loop after the step in flight and close the ports. Idempotent; every caller waits for the end.
+
+        A step that does not end within ``CLOSE_S`` is left behind on the loop's thread, which frees everything if
+        it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there. Without
+        ``frees`` files are closed and memory is left to the system: for a process that ends next, which has it
+        back sooner so than by unpinning and freeing it piece by piece.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._frees = frees
+        self.is_closing.set()
+        self._inbox.put(_STOP)
+        if self._thread is None:
+            self._free()
+        elif self._thread is not threading.current_thread():
+            if self._has_ended.wait(0.0 if self._is_lost else CLOSE_S):
+                self._thread.join()
+            else:
+                log.warning("the step in flight does not end: its thread is left behind")
+        if self._watchdog is not None:
+            self._watchdog.join()
+        self._end = self._end or CLOSED
+        self.abandon()
+
+    def give_up(self, reason: str) -> None:
+        """The loop hangs: from now on it counts as dead, whatever it does when it gets on. From any thread but its
+        own."""
+        if self._end is None:
+            self._is_lost = True
+            self._die(reason)
+            self.abandon()
+
+    def _die(self, reason: str) -> None:
+        self._end = reason
+        self._died(reason)
+
+    def abandon(self) -> None:
+        """Fail whatever waits for something that the loop, now ended, will never say."""
+        self._ports.abandon(EngineDead(self._end or "the engine has ended"))
+
+    def _free(self) -> None:
+        """The loop has ended, or never began: give everything back, once."""
+        with self._freeing:
+            if self._is_free:
+                return
+            self._is_free = True
+            self._end = self._end or CLOSED
+            self.abandon()
+            # First what has been written: to free memory may take seconds, which a process that ends may not have.
+            if self._journal is not None:
+                self._journal.close()
+            self._ports.close(frees=self._frees)
+
+    # ------------------------------------------------------------ requests, adapters, reports
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; an unknown adapter is answered by a Delta with status 404."""
@@ -123,3 +227,75 @@ class Driver(Loop):
         """What was just put into the inbox waits for an answer, and the loop may have ended a moment ago."""
         if self.end is not None:
             self.abandon()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while self._end is None and self._round():
+                self._ports.flush()
+        except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
+            log.exception("the engine's loop failed")
+            if self._end is None:
+                self._die(f"the engine failed: {error}")
+        self._end = self._end or CLOSED
+        self._activity.rest()
+        self._has_ended.set()
+        self.abandon()
+        self.is_closing.wait()
+        self._free()
+
+    def _round(self) -> bool:
+        """The end of what is on its way or the first thing to come in; all that has come in by then, the timer if
+        it is due, and only then that end, so that what is begun next knows of it all. False: told to stop."""
+        has_waited = self._ports.is_busy
+        item = None
+        if has_waited:
+            self._activity.begin()
+            self._ports.wait()
+        else:
+            self._activity.rest()
+            item = self._next()
+        while item is not None or not self._inbox.empty():
+            if item is None:
+                item = self._inbox.get_nowait()
+            if item is _STOP:
+                return False
+            self._feed(self._ports.take(item))
+            item = None
+            if self._inbox.empty():
+                self._feed(self._ports.drained())
+        # Last before that end: where a first step has just been issued, that is in the next round.
+        is_last = has_waited or not self._ports.is_busy
+        if is_last and self._timer_at is not None and self._clock() >= self._timer_at:
+            self._timer_at = None
+            self._feed((Timer(),))
+        if has_waited:
+            self._feed(self._ports.ended())
+        return True
+
+    def _next(self) -> object | None:
+        """The next thing to come in; None where the timer is due first."""
+        if self._timer_at is None:
+            return self._inbox.get()
+        try:
+            return self._inbox.get(timeout=max(self._timer_at - self._clock(), 0.0))
+        except queue.Empty:
+            return None
+
+    def _feed(self, events: Iterable[Event]) -> None:
+        """Tell the machine, and have each command carried out before the next event is asked for."""
+        for event in events:
+            self._activity.begin()
+            now = self._clock()
+            if self._journal is not None:
+                self._journal.record(event, now)
+            commands = self._machine.handle(event, now)
+            if self._journal is not None:
+                self._journal.answered(commands)
+            routes = self._routes
+            for command in commands:
+                routes[type(command)](command, now)
+
+    def _set_timer(self, command: SetTimer, now: float) -> None:
+        self._timer_at = command.at

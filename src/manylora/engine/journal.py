@@ -3,29 +3,186 @@
 One JSON line an event, after a first line with the machine's settings: the moment, the event's name, its fields,
 and the fingerprint of the commands that the machine answered with, so that a replay is held against what was
 really commanded. Holds token ids (policy needs them to know pages), never text. Does not know how events come
-about.
+about. The trace, the cache policy's decisions for people to read, is a file of lines like it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import itertools
 import json
+import logging
+import os
 import queue
+import stat
 import threading
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 import msgspec
 
 from manylora.config import PolicyConfig
 from manylora.config.routing import RouterConfig
-from manylora.engine.fingerprint import FORM, fingerprint
-from manylora.engine.lines import LineFile
-from manylora.protocol import Event
+from manylora.protocol import Decided, Event, SequenceStart
 from manylora.protocol.routing import RouterEvent
 from manylora.router.policies.policy import find_router
+
+log = logging.getLogger(__name__)
+
+
+def private(path: Path, flags: int) -> int:
+    """Open or make a file that its owner alone may read, since it says what clients ask; its descriptor, for
+    writing. Raises OSError, ValueError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and no terminal, nor /dev/null
+            os.fchmod(descriptor, 0o600)  # it may have been there, with another mode
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class LineFile:
+    """Buffered. ``what`` names it in the log, once, where it cannot be written any more.
+
+    Opening raises OSError or ValueError; nothing later raises.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._what = what
+        self._file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
+        self._has_news = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is written goes anywhere."""
+        return self._file is not None
+
+    def write(self, line: str) -> None:
+        """Append a line; it may stay in the buffer."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line + "\n")
+            self._has_news = True
+        except OSError as error:
+            self.give_up(error)
+
+    def flush(self) -> None:
+        """Let readers of the file see what was written; costs nothing where nothing was."""
+        if self._file is None or not self._has_news:
+            return
+        self._has_news = False
+        try:
+            self._file.flush()
+        except OSError as error:
+            self.give_up(error)
+
+    def close(self) -> None:
+        """Write what is still buffered. Idempotent."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            self._file = None
+        except OSError as error:
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Say why it ends here, and close it."""
+        log.error("the %s ends here, it cannot be written: %s", self._what, error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+class TraceWriter:
+    """Appends decisions as they are taken. A file that cannot be written any more ends the trace alone."""
+
+    def __init__(self, path: Path) -> None:
+        """Start the file anew; raises OSError or ValueError where it cannot be written."""
+        self._file = LineFile(path, "trace")
+
+    def write(self, decided: Decided, label: str, at_s: float) -> None:
+        """One decision, ``at_s`` seconds after the engine's start, on a node of the adapter called ``label``."""
+        self._file.write(
+            f"{at_s:10.3f} s  {decided.action:<10}  {label:<24}  {_what(decided):<25}  "
+            + (
+                f"{decided.reason:<8}  worth {decided.value:.2f}"
+                if decided.value is not None
+                else decided.reason
+            )
+        )
+
+    def flush(self) -> None:
+        """Let readers see what was written."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what is still buffered. Idempotent."""
+        self._file.close()
+
+
+def _what(decided: Decided) -> str:
+    if decided.depth:
+        return f"page {decided.depth} of its prefix"
+    return f"adapter of {decided.num_pages} page{'' if decided.num_pages == 1 else 's'}"
+
+
+FORM = 2
+"""The form of the fingerprints in a journal; those of another form say nothing here."""
+
+_NO_DEFAULT = object()
+_FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {}
+_LEFT_OUT = {(SequenceStart, "params"), (SequenceStart, "request")}
+"""Sampling parameters, and the id, are handed on by the policy as they came."""
+
+
+def fingerprint(commands: Sequence[object]) -> str:
+    """Hash commands to 16 hex digits: equal for equal commands, on every machine and in later versions.
+
+    A field that has its default is left out, so that a command may gain fields and journals of before stay valid.
+    """
+    plain = [(type(command).__name__, _form(command)) for command in commands]
+    return hashlib.blake2b(msgspec.json.encode(plain), digest_size=8).hexdigest()
+
+
+def _form(value: Any) -> Any:
+    """The value as plain lists and objects, without what says nothing."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [_form(part) for part in value] if value and not isinstance(value[0], int) else value
+    fields = _FIELDS.get(kind)
+    if fields is None:
+        fields = _FIELDS[kind] = _fields(kind)
+    if not fields:
+        return value
+    if isinstance(value, tuple):  # a record of which there are many: its fields go by place
+        count = len(fields)
+        while count and value[count - 1] == fields[count - 1][1]:
+            count -= 1
+        return value[:count]
+    given = ((name, getattr(value, name), default) for name, default in fields)
+    return {name: _form(part) for name, part, default in given if part != default}
+
+
+def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
+    """A record's fields with their defaults; none for other kinds of values."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(
+            (field.name, _NO_DEFAULT if field.default is dataclasses.MISSING else field.default)
+            for field in dataclasses.fields(kind)
+            if (kind, field.name) not in _LEFT_OUT
+        )
+    defaults: dict[str, Any] = getattr(kind, "_field_defaults", {})
+    return tuple((name, defaults.get(name, _NO_DEFAULT)) for name in getattr(kind, "_fields", ()))
+
 
 _Config = TypeVar("_Config")
 _Event = TypeVar("_Event")

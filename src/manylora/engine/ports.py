@@ -13,14 +13,13 @@ import dataclasses
 import logging
 import queue
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from manylora.config import PolicyConfig
 from manylora.engine.catalog import Catalog
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest, Meters
-from manylora.engine.lines import TraceWriter
-from manylora.engine.loop import Routes
+from manylora.engine.journal import TraceWriter
 from manylora.engine.outbox import Outbox
 from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.protocol import (
@@ -56,6 +55,9 @@ from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
 
 log = logging.getLogger(__name__)
 
+Routes = Mapping[type, Callable[[Any, float], object]]
+"""The method that carries out each kind of command, given the command and the moment at which it was commanded."""
+
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
 count."""
@@ -74,7 +76,10 @@ StatsAsked = concurrent.futures.Future[EngineStats]
 
 
 class EnginePorts:
-    """``loop.Ports`` of a replica. What others than the loop may call says so."""
+    """Bring a replica its events and carry out its commands.
+
+    The methods belong to the loop's thread and are not called after ``close``, unless they say otherwise.
+    """
 
     def __init__(
         self,
@@ -151,7 +156,10 @@ class EnginePorts:
         return asked.future
 
     def take(self, item: object) -> Iterator[Event]:
-        """See Ports. Requests that come together are told of together, before anything that comes after them."""
+        """Turn an item of the inbox into events, perhaps later.
+
+        Requests that come together are reported together, before anything that comes after them.
+        """
         if isinstance(item, GenerationRequest):
             self._open(item)
             return
@@ -177,7 +185,7 @@ class EnginePorts:
         yield item  # type: ignore[misc]  # the rest of the inbox are events
 
     def drained(self) -> Iterator[Event]:
-        """See Ports."""
+        """Return the events that were held back until the inbox is empty."""
         if not self._more_follow:
             yield from self._arrivals()
 
@@ -243,14 +251,17 @@ class EnginePorts:
         return bool(self._in_flight)
 
     def wait(self) -> None:
-        """See Ports."""
+        """Wait until the oldest step in flight has ended."""
         oldest = self._in_flight[0]
         while oldest not in self._results:
             self._executor.wait_step()
 
     def ended(self) -> Iterator[Event]:
-        """The oldest step's end, and with it that of the next one where it is known to have failed: a step started
-        in between would rely on it and fail too, and so would the one after that, without end."""
+        """Return the end of the oldest step, asked for when the replica knows of all that came before.
+
+        The next step's end comes with it where that step is known to have failed: a step started in between would
+        rely on it and fail too, and so would the one after that, without end.
+        """
         results = [self._results.pop(self._in_flight.popleft())]
         while self._in_flight and self._has_failed(self._in_flight[0]):
             results.append(self._results.pop(self._in_flight.popleft()))
@@ -280,14 +291,14 @@ class EnginePorts:
 
     @property
     def preparation_s(self) -> float:
-        """See Ports."""
+        """Seconds spent on compiling and capturing so far: no step is late because of them. From any thread."""
         self._executor.obey(ReportState())
         return self._state.preparation_s
 
     # ------------------------------------------------------------ commands
 
     def routes(self) -> Routes:
-        """See Ports."""
+        """Return the routes of every kind of command but SetTimer, which is the loop's own."""
         return {
             **dict.fromkeys(DEVICE_COMMANDS, self._obey),
             RunStep: self._run_step,
@@ -376,7 +387,7 @@ class EnginePorts:
     # ------------------------------------------------------------ the end of a round, and of all
 
     def flush(self) -> None:
-        """See Ports."""
+        """Send what was held back until the end of the round."""
         self._send()
         self._executor.flush()  # after what clients wait for
         if self._trace is not None:
@@ -388,7 +399,7 @@ class EnginePorts:
             self._deliver(deltas)
 
     def abandon(self, error: EngineDead) -> None:
-        """See Ports."""
+        """Fail every question and load that waits, as the loop has ended. Idempotent; from any thread."""
         self.catalog.fail_waiting(error)
         for asked in list(self._status_asked):
             with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -398,7 +409,7 @@ class EnginePorts:
                 future.set_exception(error)
 
     def close(self, *, frees: bool = True) -> None:
-        """See Ports."""
+        """Close what the ports hold; without ``frees`` memory is left to the system, as the process ends."""
         if self._trace is not None:
             self._trace.close()
         self._executor.close(frees=frees)

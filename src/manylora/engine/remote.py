@@ -18,9 +18,9 @@ from manylora.engine.client import (
     EngineStats,
     GenerationRequest,
 )
-from manylora.engine.frames import open_stream
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
+from manylora.engine.wire import open_stream
 from manylora.processes import LEAST_EFFORT, effort
 from manylora.protocol import AdapterError
 from manylora.reports import AdapterUse

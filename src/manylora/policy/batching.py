@@ -2,20 +2,133 @@
 
 Every decoding sequence gets its token; what is left of the budget goes to prompt chunks, oldest first, then to
 admissions. A batching policy says which of those that hold pages may run, and which of those that wait is next.
-Does not know what a page is.
+Does not know what a page is. Above stand the admission policies (S-LoRA §4.3, §7.5) and the limit of adapters that
+run at once (S-LoRA §4.2, appendix A).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
-from manylora.config import PolicyConfig
-from manylora.policy.clusters import Clusters
+from manylora.config import FIRST_STEP_S, PolicyConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.protocol import Command
+from manylora.types import BASE, AdapterId, RequestError
+
+KEPT = 0.7
+"""How much of a moving average survives one observation. The authors' abort_req_queue.py keeps 0.3 and
+truncates."""
+
+
+class Admission:
+    """``fcfs``: oldest first; ``lcfs``: newest first; ``early-abort``: what can still be served in time.
+
+    A sequence that was admitted before comes first in all of them. Early abort is as in the authors' repository,
+    of which the paper gives the idea: a round drops requests that have waited so long that, with
+    ``FIRST_STEP_S`` for the step to come, their first token would miss the objective. Then it takes the newest
+    first where the queue grows by as many as are admitted, else the oldest. ``growth`` averages, over rounds,
+    how many more wait than after the last round that admitted any; ``admitted``, over those, how many it
+    admitted.
+    """
+
+    def __init__(self, config: PolicyConfig, waiting: WaitingQueue) -> None:
+        self._waiting = waiting
+        self._max_waiting = config.max_waiting
+        self._objective_s = config.slo_ttft_s if config.admission == "early-abort" else None
+        self._num_left = 0
+        self.growth = 1.0
+        self.admitted = 1.0
+        waiting.is_newest_first = config.admission == "lcfs"
+
+    def refusal(self) -> RequestError | None:
+        """Why a request that comes at this moment cannot join the queue, if so."""
+        if self._max_waiting is None or self._waiting.num_arrived < self._max_waiting:
+            return None
+        return RequestError(
+            429, f"the queue is full: {self._waiting.num_arrived} requests wait; try again later"
+        )
+
+    def begin_round(self, now: float) -> list[Sequence]:
+        """There is room in the step; sets the queue's order and returns the sequences for which it is too late."""
+        self._waiting.age(now)
+        if self._objective_s is None:
+            return []
+        self.growth = KEPT * self.growth + (1 - KEPT) * (len(self._waiting) - self._num_left)
+        self._waiting.is_newest_first = self.growth >= self.admitted
+        return self._waiting.arrived_until(now + FIRST_STEP_S - self._objective_s)
+
+    def end_round(self, num_admitted: int) -> None:
+        """Take note that so many were admitted."""
+        if num_admitted and self._objective_s is not None:
+            self.admitted = KEPT * self.admitted + (1 - KEPT) * num_admitted
+            self._num_left = len(self._waiting)
+
+
+OVERTAKEN_S = 2.0
+"""How long the first in line may be overtaken."""
+
+
+class Clusters:
+    """While ``limit`` adapters have admitted sequences, those of one of them, or of the base, go first.
+
+    Where there are none of these, a soft limit takes the first in line all the same, so that the device never
+    idles for want of an adapter; a hard one lets it wait until fewer run. Under a soft limit only equals are
+    overtaken, those at one place (``queue.Place``). Under a hard one what is first cannot run, so the first
+    that can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no
+    more.
+    """
+
+    def __init__(self, limit: int, is_hard: bool, waiting: WaitingQueue) -> None:
+        self._limit = limit
+        self._is_hard = is_hard
+        self._waiting = waiting
+        self._first: Sequence | None = None  # in line, when it was asked last
+
+    def candidates(self, admitted: Iterable[Sequence], now: float) -> list[Sequence]:
+        """The sequence to be admitted next beside these, and the one to take instead where that finds no room."""
+        self._first = first = self._waiting.first()
+        if first is None:
+            return []
+        running = _adapters(admitted)
+        if len(running) < self._limit or first.adapter in running or first.adapter == BASE:
+            return [first]
+        since_s = first.overtaken_s
+        chosen = None
+        if since_s is None or now - since_s < OVERTAKEN_S:
+            chosen = self._overtaker(first, [BASE, *sorted(running)])
+        return ([] if chosen is None else [chosen]) + ([] if self._is_hard else [first])
+
+    def lets_in(self, adapter: AdapterId, admitted: Iterable[Sequence]) -> bool:
+        """Whether a sequence of the adapter may be admitted beside these, whatever its place in line."""
+        self._first = None  # none is overtaken for another's adapter
+        if not self._is_hard or adapter == BASE:
+            return True
+        running = _adapters(admitted)
+        return len(running) < self._limit or adapter in running
+
+    def overtakes(self, admitted: Sequence, now: float) -> bool:
+        """Whether the candidate that was admitted has overtaken the first in line, which takes note of it."""
+        if self._first is None or admitted is self._first:
+            return False
+        self._first.note_overtaken(now)
+        return True
+
+    def _overtaker(self, first: Sequence, adapters: list[int]) -> Sequence | None:
+        waiting = self._waiting
+        if self._is_hard:
+            found = [waiting.first_of(adapter) for adapter in adapters]
+        else:
+            found = [waiting.first_beside(first, adapter) for adapter in adapters]
+        return min((s for s in found if s is not None), key=waiting.rank, default=None)
+
+
+def _adapters(admitted: Iterable[Sequence]) -> set[AdapterId]:
+    return {sequence.adapter for sequence in admitted if sequence.adapter != BASE}
+
 
 _ANY_NUMBER = 2**31
 
@@ -100,7 +213,7 @@ class FirstComeFirstServed:
                 unusual.append((len(rows), remaining))
             elif num_scheduled >= len(sequence.pages) * page_tokens:
                 unusual.append((len(rows), 1))
-            rows.append((sequence, 1, 1 + sequence.num_unborn_forks))
+            rows.append((sequence, 1, 1 + sequence.num_forks))
         budget = self._config.max_batch_tokens - (len(rows) - num_longer)
         return (
             self._settle(rows, unusual, budget, now)
@@ -131,7 +244,7 @@ class FirstComeFirstServed:
             if remaining > 1:
                 budget -= num_tokens
                 prefills -= 1
-            num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+            num_samples = 1 + sequence.num_forks if num_tokens == remaining else 0
             rows[place] = (sequence, num_tokens, num_samples)
         # A sequence that was just preempted must not take the pages straight back from the one it made room for.
         if held.num_preemptions > preemptions:
@@ -155,7 +268,7 @@ class FirstComeFirstServed:
                 num_tokens = min(remaining, plan.budget)
                 plan.budget -= num_tokens
                 plan.prefills -= 1
-                num_samples = 1 + sequence.num_unborn_forks if num_tokens == remaining else 0
+                num_samples = 1 + sequence.num_forks if num_tokens == remaining else 0
                 plan.rows.append((sequence, num_tokens, num_samples))
 
     def _admit_one(self, budget: int, now: float) -> Sequence | None:

@@ -295,7 +295,7 @@ class ColdStarts:
             self._stall_s = max(self._stall_s, way.stall_s)
             sequence.foresee([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
             is_last = num_tokens == sequence.num_remaining
-            plan.rows.append((sequence, num_tokens, 1 + sequence.num_unborn_forks if is_last else 0))
+            plan.rows.append((sequence, num_tokens, 1 + sequence.num_forks if is_last else 0))
             plan.budget -= num_tokens
 
     def _way(
@@ -343,7 +343,7 @@ class ColdStarts:
         fork off, which needs the adapter to be there."""
         if self._num_workers == 0 or sequence.has_drawn:
             return 0
-        most = sequence.num_remaining - (sequence.num_unborn_forks > 0)
+        most = sequence.num_remaining - (sequence.num_forks > 0)
         return min(num_tokens, most, MOST_CPU_TOKENS - self._num_served)
 
     def _forecast(self, node: Node, way: Beginning) -> _Forecast:

@@ -1,6 +1,6 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
-Owns adapters from being added to being freed, and the steps in flight; requests are ``lives``'. What runs in a
+Owns adapters from being added to being freed, and the steps in flight; requests are ``requests``'. What runs in a
 step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no
 text.
 """
@@ -11,25 +11,22 @@ import collections
 import dataclasses
 
 from manylora.config import PolicyConfig
-from manylora.policy.batching import FirstComeFirstServed, StepPlan
+from manylora.policy.batching import Admission, FirstComeFirstServed, StepPlan
 from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.cold_start import cold_starts
-from manylora.policy.lives import RequestLives
-from manylora.policy.merging.batching import MergedBatching
-from manylora.policy.merging.state import MergeState
-from manylora.policy.pinned import KeptAdapters
+from manylora.policy.merging.state import MergedBatching, MergeState
+from manylora.policy.queue import WaitingQueue
 from manylora.policy.report import ClusterReport, Gauges
+from manylora.policy.requests import Requests
+from manylora.policy.reservations import Reservations
+from manylora.policy.residency import Residency
 from manylora.policy.sequences import (
-    ENDED,
-    LEAVING,
     LOADING,
-    RUNNING,
     Scheduled,
     Sequence,
-    rows_ended,
     run_step,
 )
-from manylora.policy.swap import Swapper
+from manylora.policy.swap import KeptAdapters, Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
     Abort,
@@ -37,16 +34,12 @@ from manylora.protocol import (
     AdapterFreed,
     AdapterRead,
     AdapterRemoved,
-    Admitted,
     Arrive,
     Command,
     CopyDone,
-    CopyPages,
     Event,
     Keep,
     LetGo,
-    PromptScored,
-    Ready,
     Report,
     ReportDue,
     SetTimer,
@@ -54,19 +47,15 @@ from manylora.protocol import (
     StepDone,
     SwitchDone,
     Timer,
-    emit,
 )
 from manylora.reports import Which
-from manylora.types import BASE, AdapterId, RequestError, SequenceId
+from manylora.types import BASE, AdapterId, RequestError
 
 MAX_FAILED_COPIES = 3
 """Copies that may fail a request before it is given up: each time it looks for another way."""
 
-UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter gives such numbers"
-"""What a request is told."""
 
-
-class Replica(RequestLives):
+class Replica:
     """The state machine. ``handle`` is the only way to change it; commands come in execution order.
 
     An id that it does not know is answered with an end, never with an exception: the removal of an unknown adapter
@@ -76,7 +65,13 @@ class Replica(RequestLives):
 
     def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
         """``cache``: instead of the policy that the config names."""
-        super().__init__(config, cache)
+        self._config = config
+        self._waiting = WaitingQueue(config.queue)
+        self._admission = Admission(config, self._waiting)
+        self._residency = Residency(config, cache)
+        self._tree = self._residency.tree
+        self._held = Reservations(config, self._residency, self._waiting)
+        self._requests = Requests(config, self._residency, self._held, self._waiting, self._admission)
         self._merging: MergeState | None = None  # where nothing is ever merged
         self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
         if config.merge.is_on:
@@ -103,12 +98,12 @@ class Replica(RequestLives):
                 self._step_done(event, now)
                 more = event.more
             case Arrive():
-                self._arrive(event, now)
+                self._requests.arrive(event, now)
                 more = event.more
             case Abort():
-                self._abort(event, now)
+                self._requests.abort(event, now)
             case LetGo():
-                self._let_go(event, now)
+                self._requests.hand_over(event, now)
             case AdapterRead():
                 self._adapter_read(event, now)
             case CopyDone():
@@ -132,16 +127,13 @@ class Replica(RequestLives):
                 return [self._report(event.which)]
             case StatusDue():
                 return [self._cluster_report.read(event.is_full)]
-        if self._leaving:
-            self._release_idle(now)
+        self._requests.release_idle(now)
         if self._removing:
             self._free_removed()
         if not more:
             while self._start_next(now):
                 pass
-        self._collect()
-        commands, self._commands = self._commands, []
-        return commands
+        return self._requests.take_commands()
 
     def _report(self, which: Which) -> Report:
         """O(requests + the adapters named by ``which``).
@@ -158,7 +150,7 @@ class Replica(RequestLives):
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
-            self._say(AdapterFreed(adapter))
+            self._requests.say(AdapterFreed(adapter))
 
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
         if not self._residency.transfers.is_read(event.adapter):
@@ -183,7 +175,7 @@ class Replica(RequestLives):
             for sequence in self._waiting_for(node):
                 if sequence.note_failed_copy() >= MAX_FAILED_COPIES:
                     error = RequestError(503, f"what the request needs could not be copied: {event.error}")
-                    self._fail_request(sequence.state, error, now)
+                    self._requests.fail(sequence.state, error, now)
                 elif sequence.stage is LOADING:
                     self._held.put_back(sequence, now)
             if node.is_adapter:
@@ -199,25 +191,25 @@ class Replica(RequestLives):
 
     def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
         for state in {s.state.id: s.state for s in self._waiting_for(node)}.values():
-            self._fail_request(state, error, now)
+            self._requests.fail(state, error, now)
 
     def _wake(self, now: float) -> None:
         """Let the sequences run whose copies have all landed, and note how long each part of the wait was. One
         that has a row already runs on when its step has ended."""
         if not self._held.num_loading:
             return
-        self._collect()
+        self._requests.collect()
         for sequence in self._held.still_loading():
             if self._tree.node(sequence.adapter).residence is RESIDENT:
                 sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
-                self._note_ready(sequence, now)
+                self._requests.note_ready(sequence, now)
 
     def _free_removed(self) -> None:
         """Give back what removed adapters hold, once no request uses them and nothing is on its way."""
         residency, transfers = self._residency, self._residency.transfers
         for adapter in sorted(self._removing):
-            if self._live[adapter] or transfers.is_read(adapter):
+            if self._requests.has_any_of(adapter) or transfers.is_read(adapter):
                 continue
             if self._merging is not None and adapter in self._merging.pinned():
                 continue  # it is unmerged first
@@ -227,19 +219,19 @@ class Replica(RequestLives):
             self._tree.forget(adapter)
             transfers.forget(adapter)
             self._removing.remove(adapter)
-            del self._live[adapter]
+            self._requests.forget(adapter)
             self._waiting.forget(adapter)
             if self._merging is not None:
                 self._merging.forget(adapter)
-            self._say(AdapterFreed(adapter))
+            self._requests.say(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
 
     def _set_timer(self, now: float) -> None:
         """Ask to be woken after an interval, while there is anything to watch."""
-        if self._requests or self._swapper.may_bring_in:
+        if self._requests.by_id or self._swapper.may_bring_in:
             self._timer_is_set = True
-            self._say(SetTimer(now + self._config.cache.interval_s))
+            self._requests.say(SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
@@ -279,14 +271,14 @@ class Replica(RequestLives):
                 batching.admit(plan, now)
                 self._admission.end_round(len(plan.admitted))
                 for admitted in plan.admitted:
-                    self._commands += admitted.decided
-                    self._note_admission(admitted.sequence, now)
+                    self._requests.commands += admitted.decided
+                    self._requests.note_admission(admitted.sequence, now)
         return plan
 
     def _refuse(self, sequence: Sequence, now: float) -> None:
         waited_s, objective_s = now - sequence.state.arrived_s, self._config.slo_ttft_s
         message = f"after {waited_s:.1f} s in the queue, no first token can come within {objective_s:g} s"
-        self._fail_request(sequence.state, RequestError(503, message), now)
+        self._requests.fail(sequence.state, RequestError(503, message), now)
         if self._removing:
             self._free_removed()
 
@@ -297,32 +289,12 @@ class Replica(RequestLives):
         self._residency.visits.batch(len(rows), now)
         merged = BASE if self._merging is None else self._merging.started(rows, now)
         awaits, cpu = ((), ()) if self._cold is None else self._cold.step_started(step, rows, now)
-        if awaits or cpu:
-            self._collect()
+        if self._cold is not None and (awaits or cpu):
+            self._requests.collect()
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
-                self._note_ready(sequence, now)
-        self._say(run_step(step, rows, merged, awaits, cpu))
-
-    def _note_admission(self, sequence: Sequence, now: float) -> None:
-        if sequence.state.note_admission():
-            num_cached = min(sequence.num_computed, sequence.num_prompt)
-            self._commands.append(Admitted(sequence.state.request.id, num_cached))
-        if sequence.state.unborn:
-            self._bear_if_shared(sequence)
-        sequence.note_admission(now, self._residency.source_of(sequence.adapter))
-        if sequence.stage is RUNNING:
-            self._note_ready(sequence, now)
-
-    def _note_ready(self, sequence: Sequence, now: float) -> None:
-        if sequence.state.note_ready():
-            adapter_s = sequence.adapter_s or 0.0
-            kv_s = now - sequence.admitted_s - adapter_s
-            if sequence.stage is RUNNING or self._cold is None:
-                self._residency.counters.cold_start("wait", sequence.cold_source)
-            else:
-                self._residency.counters.cold_start(self._cold.mode_of(sequence), sequence.cold_source)
-            self._commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
+                self._requests.note_ready(sequence, now, self._cold.mode_of(sequence))
+        self._requests.say(run_step(step, rows, merged, awaits, cpu))
 
     def _step_done(self, event: StepDone, now: float) -> None:
         oldest = self._num_steps - len(self._in_flight) + 1
@@ -346,114 +318,7 @@ class Replica(RequestLives):
             num_tokens = sum([num_tokens for _, num_tokens, _ in rows])
             self._residency.rates.saw_step(len(rows), num_tokens, event.device_s - event.stall_s)
             if event.unsound:
-                self._fail_unsound(rows, set(event.unsound), now)
-            self._take_step(event.step, rows, dict(event.tokens), now)
+                self._requests.fail_unsound(rows, set(event.unsound), now)
+            self._requests.take_step(event.step, rows, dict(event.tokens), now)
         else:
-            self._fail_step(rows, event.error, now)
-
-    def _take_step(
-        self, step: int, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
-    ) -> None:
-        """What the rows computed, and what was sampled for them."""
-        page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
-        shares = self._waiting.shares
-        rows_ended(rows)
-        for sequence, _, num_samples in rows:
-            stage = sequence.stage
-            if stage is RUNNING:
-                if sequence.num_computed >= (sequence.num_shared + 1) * page_tokens:
-                    self._held.enter_full_pages(sequence, now)
-                    if sequence.state.unborn:
-                        self._bear_if_shared(sequence)
-            elif stage is ENDED:
-                continue
-            if sequence.state.num_unscored:
-                self._note_scored(sequence, step)
-            if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
-                tokens = sampled_for(sequence.id, ())
-                if len(tokens) != num_samples:
-                    error = RequestError(500, f"a step drew {len(tokens)} tokens instead of {num_samples}")
-                    self._fail_request(sequence.state, error, now)
-                    continue
-                if not sequence.state.max_tokens:  # the prompt was all that was asked for
-                    for sample in sorted(sequence.state.open_samples):
-                        self._end_sample(sequence.state, sample, "length", now)
-                    continue
-                if shares is not None:
-                    shares.drew(sequence, num_samples)
-                if num_samples > 1:
-                    self._fork_off(sequence, tokens, now)
-                take_token(sequence, tokens[0], (sequence.id, 0), now)
-
-    def _note_scored(self, sequence: Sequence, step: int) -> None:
-        state, first = sequence.state, sequence.state.num_scored
-        if state.score(sequence, step):
-            self._commands.append(PromptScored(state.id, sequence.id, first))
-
-    def _fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
-        """No row of the step counts as computed."""
-        error = RequestError(500, f"the step that ran this request failed: {why}")
-        for sequence, _, num_samples in rows:
-            if sequence.stage is not ENDED:
-                sequence.row_failed(num_samples > 0)
-                if sequence.stage is LEAVING:
-                    # It goes on elsewhere with what it had; what the next step draws would follow a token that is
-                    # missing.
-                    self._release(sequence.state, now)
-                else:
-                    self._fail_request(sequence.state, error, now)
-
-    def _fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
-        """Fail the requests of these sequences and drop the KV that they computed or read: somewhere in it is what
-        made the logits NaN or inf, and a request that finds it in the tree fails too."""
-        for sequence, _, num_samples in rows:
-            if sequence.id not in unsound or sequence.stage is ENDED:
-                continue
-            sequence.row_failed(num_samples > 0)
-            path = self._held.path_of(sequence)
-            self._fail_request(sequence.state, RequestError(500, UNSOUND), now)
-            # What others use stays: where it is at fault they fail as well, and the last of them drops it.
-            idle = next((node for node in path if not node.busy and not node.is_dropped), None)
-            if idle is not None:
-                self._residency.discard(idle)
-                self._collect()
-
-    def _fork_off(self, parent: Sequence, tokens: tuple[int, ...], now: float) -> None:
-        """The prompt is computed: each other sample goes on from it with a token of its own."""
-        for index, token in enumerate(tokens[1:], 1):
-            sample = parent.sample + index
-            if sample in parent.state.open_samples and sample in parent.state.fresh:
-                self._fork(parent, sample, index, token, now)
-        parent.num_unborn_forks = 0
-
-    def _fork(self, parent: Sequence, sample: int, index: int, token: int, now: float) -> None:
-        child = self._new_sequence(parent.state, sample, parent.tokens[:])
-        copy = None
-        if parent.node is not None and len(self._held.admitted) < self._config.max_num_seqs:
-            copy = self._held.admit_fork(child, parent, now)
-            self._collect()
-        if parent.stage is LEAVING:
-            child.leave()
-        elif child.node is None:
-            # No room: it waits in its place and finds the prompt's full pages in the tree.
-            self._waiting.put_back(child)
-        elif copy is not None:
-            self._say(CopyPages((copy,)))
-        self._take_token(child, token, (parent.id, index), now)
-
-    def _take_token(
-        self, sequence: Sequence, token: int, sampled_by: tuple[SequenceId, int], now: float
-    ) -> None:
-        """Append and announce a token, and the end where this is it."""
-        state, sample, tokens = sequence.state, sequence.sample, sequence.tokens
-        tokens.append(token)
-        if sample not in state.open_samples:
-            if sequence.stage is not ENDED:
-                self._drop(sequence, now)
-            return
-        count = len(tokens) - sequence.num_prompt
-        self._commands.append(emit((state.id, sample, count - 1, token, sampled_by)))
-        if token in state.stop_ids and count >= state.min_tokens:
-            self._end_sample(state, sample, "stop", now)
-        elif len(tokens) >= sequence.most_tokens:
-            self._end_sample(state, sample, "length", now)
+            self._requests.fail_step(rows, event.error, now)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from manylora.config import PolicyConfig
 from manylora.policy.cache_policies import CachePolicy, Signals, find_cache
 from manylora.policy.candidates import Candidates
-from manylora.policy.changes import Changes
 from manylora.policy.pages import PageLedger
 from manylora.policy.transfers import Move, Transfers
 from manylora.policy.tree import (
@@ -24,6 +23,7 @@ from manylora.policy.tree import (
     NO_COPY,
     OFFLOADING,
     RESIDENT,
+    Changes,
     DependencyTree,
     HostState,
     Node,

@@ -43,15 +43,15 @@ class RequestState:
     """A live request: its samples that have not ended yet, and limits resolved on arrival.
 
     ``arrived_s``: when it first came, wherever that was. ``admitted``: its service has begun, here or elsewhere.
-    ``fresh``: samples without a token; they fork off the least of them, which computes the prompt. ``unborn``:
+    ``fresh``: samples without a token; they fork off the least of them, which computes the prompt. ``later``:
     samples with tokens that have no sequence yet (``Replica``). Where log-probabilities of the prompt are asked
     for, those of the tokens after its first ``num_scored`` positions are known, and of ``num_unscored`` are not.
     """
 
     __slots__ = (
         "admitted", "arrived_s", "attempt", "fresh", "id", "is_admission_told", "is_leaving", "is_ready",
-        "is_resumed", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
-        "positions", "request", "sequences", "stop_ids", "unborn",
+        "is_resumed", "later", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
+        "positions", "request", "sequences", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -82,12 +82,12 @@ class RequestState:
         self.positions = [len(tokens) for tokens in resume] or [0] * request.params.n
         """Tokens of each sample when it ended, or when it came."""
         self.fresh = [sample for sample in sorted(self.open_samples) if not self.positions[sample]]
-        self.unborn: dict[int, SequenceOf[int]] = {}
+        self.later: dict[int, SequenceOf[int]] = {}
         # One that has a token has had them all.
         last = 0 if request.params.prompt_logprobs is None else len(request.prompt) - 1
         self.num_scored, self.num_unscored = (last, 0) if self.is_resumed else (0, last)
 
-    def unborn_forks_of(self, sample: int) -> int:
+    def num_forks_of(self, sample: int) -> int:
         """How many samples after this one are drawn with its first token."""
         fresh = self.fresh
         return fresh[-1] - sample if fresh and fresh[0] == sample else 0
@@ -147,37 +147,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "adapter",
-        "adapter_s",
-        "admitted_s",
-        "cold_source",
-        "first_rotary_row",
-        "id",
-        "is_known_to_executor",
-        "is_prefetched",
-        "keys",
-        "last_step",
-        "matched",
-        "most_tokens",
-        "node",
-        "num_at_admission",
-        "num_computed",
-        "num_failed_copies",
-        "num_pending",
-        "num_prompt",
-        "num_scheduled",
-        "num_shared",
-        "num_unborn_forks",
-        "order",
-        "overtaken_s",
-        "page_updates",
-        "pages",
-        "paused_s",
-        "sample",
-        "scoring",
-        "stage",
-        "state",
-        "tokens",
+        "adapter", "adapter_s", "admitted_s", "cold_source", "first_rotary_row", "id",
+        "is_known_to_executor", "is_prefetched", "keys", "last_step", "matched", "most_tokens", "node",
+        "num_at_admission", "num_computed", "num_failed_copies", "num_forks", "num_pending", "num_prompt",
+        "num_scheduled", "num_shared", "order", "overtaken_s", "page_updates", "pages", "paused_s",
+        "sample", "scoring", "stage", "state", "tokens",
     )  # fmt: skip
 
     def __init__(self, sequence: SequenceId, state: RequestState, sample: int, tokens: list[int]) -> None:
@@ -207,7 +181,7 @@ class Sequence:
         self.num_failed_copies = 0
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
         # Samples that will fork off this sequence once its prompt is computed.
-        self.num_unborn_forks = state.unborn_forks_of(sample)
+        self.num_forks = state.num_forks_of(sample)
         self.first_rotary_row = 0  # more for a long context, whose keys are others
         self.is_prefetched = False
         self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
@@ -240,7 +214,7 @@ class Sequence:
     def must_wait(self) -> bool:
         """Whether it can go on only when the pending token has come: others fork off then, or it ends."""
         num_known = len(self.tokens) + self.num_pending
-        return self.num_pending > 0 and (self.num_unborn_forks > 0 or num_known >= self.most_tokens)
+        return self.num_pending > 0 and (self.num_forks > 0 or num_known >= self.most_tokens)
 
     @property
     def scope(self) -> bytes:

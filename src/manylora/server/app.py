@@ -14,8 +14,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.engine.client import EngineBusy, EngineClient, EngineDead, EngineSilent, EngineStats
-from manylora.engine.scopes import CacheScopes
+from manylora.engine.client import (
+    CacheScopes,
+    EngineBusy,
+    EngineClient,
+    EngineDead,
+    EngineSilent,
+    EngineStats,
+)
 from manylora.metrics.requests import Metrics
 from manylora.server import adapters, docs, errors, models, requests, routes
 from manylora.server.docs import TEXT, Operation

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from manylora.engine.client import EngineClient, GenerationRequest
-from manylora.engine.scopes import CacheScopes
+from manylora.engine.client import CacheScopes, EngineClient, GenerationRequest
 from manylora.metrics.requests import Metrics
 from manylora.server.errors import ApiError, as_api_error
 from manylora.server.lifecycle import Disconnected, Lifecycle

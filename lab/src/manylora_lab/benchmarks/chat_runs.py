@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.config import ConfigError
-from manylora.engine.fingerprint import fingerprint
-from manylora.engine.journal import read_answered
+from manylora.engine.journal import fingerprint, read_answered
 from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.bench.replay import ReplaySettings
 from manylora_lab.bench.serve import MeasuredReplay, measure

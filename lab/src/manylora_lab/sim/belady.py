@@ -17,8 +17,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.policy.cache_policies import Manylora, Signals
-from manylora.policy.marks import OffloadWhereItPays
+from manylora.policy.cache_policies import Manylora, OffloadWhereItPays, Signals
 from manylora.policy.tree import Node
 from manylora.policy.value import Rates, RealCost, RealHostCost, Value
 from manylora.protocol import Admitted, ClientCommand

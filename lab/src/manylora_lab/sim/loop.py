@@ -1,4 +1,4 @@
-"""A machine and a device in virtual time: events are handed over in the order in which ``engine.loop`` does.
+"""A machine and a device in virtual time: events are handed over in the order in which ``engine.driver`` does.
 
 As there, the loop waits for the oldest step in flight: what comes meanwhile is handed over when it has ended, then
 the timer if it is due, then the step's StepDone. Does not know where requests come from.
