@@ -1,7 +1,7 @@
-"""How a process of a cluster is told what it is, and how it says that it runs: one socket pair with its starter.
+"""A process of a cluster (``python -m manylora.cluster.children FD``): its beginning, its tasks and its end.
 
-The stream's end means that the other side is gone: a child ends then, by itself and soon. Does not know what the
-processes do.
+Its starter sends over FD, one end of a socket pair, what it is to be; it answers that it runs. The stream's end
+means that the other side is gone: a child ends then, by itself and soon. Does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
 
 from manylora.cluster import messages
-from manylora.config import EngineSettings, HttpSettings
+from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
 from manylora.engine.frames import frame, receive_message
+from manylora.engine.wire import Failed
+from manylora.main import configure_logging
+from manylora.missing import naming_what_is_missing
 from manylora.processes import at_parents_end
 from manylora.types import BASE, AdapterId, EngineInfo
 
@@ -152,3 +155,69 @@ def ignore_signals_of_terminals() -> None:
     """A terminal signals the whole group; the supervisor decides when its processes end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+class Tasks:
+    """The tasks of one owner on its event loop, kept alive. ``one_failed``: one has ended by an error, which is in
+    the log."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.one_failed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begin one."""
+        task = asyncio.get_running_loop().create_task(work, name=getattr(work, "__qualname__", None))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """End all."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s has failed", task.get_name(), exc_info=error)
+            self.one_failed.set()
+
+
+@naming_what_is_missing()
+def _run(launch: Launch, starter: PairedStarter) -> int:
+    run: Callable[[Launch, PairedStarter], int]
+    if launch.role == messages.REPLICA:
+        from manylora.cluster.replica import run
+    elif launch.role == messages.FRONTEND:
+        from manylora.cluster.frontend import run
+    elif launch.role == messages.RAY:
+        from manylora.cluster.ray_driver import run
+    else:
+        from manylora.cluster.routing import run
+    return run(launch, starter)
+
+
+def main(descriptor: int) -> int:
+    """Be the process that the starter at the other end of ``descriptor`` asks for; return the exit code."""
+    ignore_signals_of_terminals()
+    configure_logging()
+    starter = PairedStarter(descriptor)
+    launch = starter.read_launch()
+    if launch is None:
+        return 1
+    try:
+        return _run(launch, starter)
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return REFUSED
+
+
+if __name__ == "__main__":
+    from manylora.cluster import children  # the one that all others import
+
+    children.leave(children.main(int(sys.argv[1])))

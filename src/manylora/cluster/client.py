@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, redial
-from manylora.cluster.taken_request import TakenRequest
-from manylora.cluster.tasks import Tasks
+from manylora.cluster.open_request import OpenRequest
 from manylora.engine.client import SILENT_S, Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
@@ -154,7 +154,7 @@ class ClusterClient:
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
         self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
-        self._open: dict[RequestId, TakenRequest] = {}
+        self._open: dict[RequestId, OpenRequest] = {}
         self._waiting: set[RequestId] = set()  # of them, for which the router has no replica yet
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
@@ -203,7 +203,7 @@ class ClusterClient:
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
         ledger = Ledger(asked, time.monotonic, self._info.seed)
-        found = TakenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
+        found = OpenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
         self._waiting.add(asked.id)
         self._tell_router().asked.append(found.as_asked())
@@ -234,22 +234,22 @@ class ClusterClient:
     def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
         self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
 
-    def _send(self, found: TakenRequest, message: msgspec.Struct) -> None:
+    def _send(self, found: OpenRequest, message: msgspec.Struct) -> None:
         """To the replica that has the request, if one has."""
         if found.replica is not None:
             link = self._replicas.get(found.replica)
             if link is not None and link.endpoint.epoch == found.epoch:
                 link.send(message)
 
-    def _forget(self, found: TakenRequest) -> None:
+    def _forget(self, found: OpenRequest) -> None:
         del self._open[found.asked.id]
         self._waiting.discard(found.asked.id)
 
-    def _end(self, found: TakenRequest) -> None:
+    def _end(self, found: OpenRequest) -> None:
         self._forget(found)
         self._tell_router().ended.append(found.as_ended())
 
-    def _refuse(self, found: TakenRequest, error: RequestError) -> None:
+    def _refuse(self, found: OpenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""
         self._forget(found)
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
@@ -257,7 +257,7 @@ class ClusterClient:
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
             self._tell_client(found.asked, delta)
 
-    async def _give_up_without_router(self, found: TakenRequest) -> None:
+    async def _give_up_without_router(self, found: OpenRequest) -> None:
         """A request must not wait for ever for a router that does not come back."""
         await asyncio.sleep(self._queue_timeout_s)
         is_open = self._open.get(found.asked.id) is found
@@ -308,7 +308,7 @@ class ClusterClient:
         if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
             self._replicas[endpoint.id] = self._link_to(endpoint)
 
-    def _give_up_attempt(self, found: TakenRequest) -> None:
+    def _give_up_attempt(self, found: OpenRequest) -> None:
         found.replica = None
         self._waiting.add(found.asked.id)
         self._tell_router().asked.append(found.as_asked())
@@ -419,7 +419,7 @@ class ClusterClient:
         else:
             link.send(messages.Attempt(request, order.number, router))
 
-    async def _ask_for_another(self, found: TakenRequest) -> None:
+    async def _ask_for_another(self, found: OpenRequest) -> None:
         attempt = found.ledger.attempt
         await asyncio.sleep(ASK_AGAIN_S)
         if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:

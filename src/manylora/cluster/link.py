@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from manylora._version import VERSION
-from manylora.cluster.tasks import Tasks
+from manylora.cluster.children import Tasks
 from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS, TlsFiles
 from manylora.engine.frames import EMPTY, FrameTooLong, body_of, frame, read_body

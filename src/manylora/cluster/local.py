@@ -202,7 +202,7 @@ async def start_child(
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *command("manylora.cluster.process", str(theirs.fileno())),
+            *command("manylora.cluster.children", str(theirs.fileno())),
             pass_fds=[theirs.fileno(), *descriptors],
             env={**os.environ, **environment},
             process_group=0,

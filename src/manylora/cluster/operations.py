@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from manylora.cluster import messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.members import state_of
 from manylora.cluster.switchboard import Switchboard
-from manylora.cluster.tasks import Tasks
 from manylora.config.cluster import MOST_REPLICAS, ClusterOptions
 from manylora.protocol.routing import Drain, MoveAsked, ReplicaId, ScaleHint
 

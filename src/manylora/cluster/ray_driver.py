@@ -8,15 +8,17 @@ before anything is placed there. No request and no token passes here.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ipaddress
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +28,11 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.local import gpus_needed, shared_pools, with_share
-from manylora.cluster.ray_actor import ReplicaActor
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.wire import Failed
+from manylora.main import configure_logging
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.processes import at_parents_end
@@ -43,6 +45,8 @@ MEASURE_S = 60.0
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing is kept there; Ray asks for as much at least."""
 _PORT = 6379
+_ANSWER_S = 0.1
+"""What the last answer may take to leave a process that ends."""
 
 _launch = msgspec.msgpack.Decoder(children.Launch)
 _encoder = msgspec.msgpack.Encoder()
@@ -341,6 +345,88 @@ class _Driver:
         self._ray.shutdown()
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- in an actor's process
+
+
+class ReplicaActor:
+    """A replica as an actor of Ray: the process that the local launcher starts, driven by Ray's calls.
+
+    The engine runs in the actor's own process, so that nothing outlives the actor. ``run`` is called first. Each
+    call has a thread of its own; calls see bytes, as links do.
+    """
+
+    def __init__(self) -> None:
+        configure_logging()
+        self._starter = _CallingStarter()
+        self._code: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def place(self) -> tuple[int, str, str]:
+        """The process, and the node that it is on: Ray's id, and the address."""
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def run(self, launch: bytes, threads: int, folder: str) -> int:
+        """Be that replica until it ends; its exit code. A process that leaves at once still answers. ``folder``:
+        where paths begin."""
+        told = _launch.decode(launch)
+        with contextlib.suppress(OSError):  # a node without it has whole paths only
+            os.chdir(folder)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+        def leaving(code: int) -> None:
+            self._code.put(code)
+            time.sleep(_ANSWER_S)
+
+        children.tell_before_leaving(leaving)
+        threading.Thread(target=self._run, args=(told,), name="manylora-replica", daemon=True).start()
+        return self._code.get()
+
+    def _run(self, launch: children.Launch) -> None:
+        from manylora.cluster import replica
+
+        code = 1
+        try:
+            code = replica.run(launch, self._starter)
+        finally:
+            self._starter.say(Failed("the replica has ended"))
+            self._code.put(code)
+
+    def said(self) -> bytes:
+        """The first thing that it says: ChildReady, or Failed."""
+        return self._starter.said.get()
+
+    def stop(self) -> None:
+        """End in order."""
+        self._starter.stop()
+
+
+class _CallingStarter:
+    """See Starter. Its side of the conversation are calls."""
+
+    def __init__(self) -> None:
+        self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._stopped: Callable[[], None] | None = None
+
+    def say(self, message: messages.FromChild) -> None:
+        """See Starter. Only the first message is asked for."""
+        self.said.put(_encoder.encode(message))
+
+    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        """See Starter. An actor is never told that it is an orphan: it loses its lease."""
+        self._stopped = stopped
+
+    def stop(self) -> None:
+        """Tell the replica; one that is not built yet ends as it is."""
+        if self._stopped is None:
+            children.leave(0)
+        else:
+            self._stopped()
+
+
+# ---------------------------------------------------------------- reaching Ray
 
 
 def _keep_stderr_for_replicas() -> None:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.children import FENCED, Launch
+from manylora.cluster.children import FENCED, Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
 

@@ -22,10 +22,10 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.adapter_files import ADAPTER_FILES, adapter_digest
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import Link
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.messages import Listing
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted

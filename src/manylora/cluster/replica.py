@@ -22,6 +22,7 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import AdapterCache, FileSource, adapter_digest, pull
 from manylora.cluster.blame import StepNote, StepNotingExecutor
+from manylora.cluster.children import Tasks
 from manylora.cluster.folder import step_file
 from manylora.cluster.link import (
     Credentials,
@@ -35,7 +36,6 @@ from manylora.cluster.link import (
     why_strange,
 )
 from manylora.cluster.recording import without_what_fails
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver

@@ -21,12 +21,12 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
+from manylora.cluster.children import Tasks
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.slots import ProcessPlace, ReplicaPlace
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (

@@ -17,7 +17,7 @@ PROGRESS_TOKENS = 32
 death, since a request that runs alone has a replica to itself as long as it may be to blame."""
 
 
-class TakenRequest:
+class OpenRequest:
     """``asked``: as the server gave it; ``ledger``: what the client has; ``version``: the adapter's, chosen once.
 
     ``replica``, ``epoch``: where the present attempt is, None while the router has not said.
