@@ -23,11 +23,11 @@ import msgspec
 from manylora.cluster import messages
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
+from manylora.config.declaring import naming_what_is_missing
 from manylora.engine.frames import frame, receive_message
 from manylora.engine.wire import Failed
-from manylora.main import configure_logging
-from manylora.missing import naming_what_is_missing
 from manylora.processes import at_parents_end
+from manylora.progress import configure_logging
 from manylora.types import BASE, AdapterId, EngineInfo
 
 log = logging.getLogger(__name__)

@@ -36,14 +36,14 @@ from manylora.engine.wire import Failed
 from manylora.listening import address_of, bound
 from manylora.main import (
     check_model,
-    configure_logging,
     connection_limits,
     load_texts,
     run_loop,
     server_settings,
 )
 from manylora.models.source import resolve_model
-from manylora.signals import stop_signals
+from manylora.processes import stop_signals
+from manylora.progress import configure_logging
 from manylora.text.texts import Texts
 from manylora.types import EngineInfo
 

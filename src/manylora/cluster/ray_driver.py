@@ -32,10 +32,10 @@ from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.wire import Failed
-from manylora.main import configure_logging
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.processes import at_parents_end
+from manylora.progress import configure_logging
 from manylora.types import first_line
 
 REACH_S = 3.0

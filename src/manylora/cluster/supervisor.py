@@ -32,11 +32,12 @@ from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound
-from manylora.main import check_model, configure_logging
+from manylora.main import check_model
 from manylora.models.source import resolve_model
+from manylora.processes import stop_signals
+from manylora.progress import configure_logging
 from manylora.protocol.routing import ReplicaId
 from manylora.router.router import Router
-from manylora.signals import stop_signals
 from manylora.types import BASE, AdapterId
 
 log = logging.getLogger("manylora")
