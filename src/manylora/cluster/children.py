@@ -85,11 +85,6 @@ class PairedStarter:
         self._sock = socket.socket(fileno=descriptor)
         self._sending = threading.Lock()
 
-    def read_launch(self) -> Launch | None:
-        """What this process is to be; None where the starter is gone."""
-        message = self.read()
-        return message if isinstance(message, Launch) else None
-
     def say(self, message: messages.FromChild) -> None:
         """See Starter."""
         try:
@@ -137,15 +132,15 @@ def end_after(seconds: float, code: int = 1) -> None:
 _before_leaving: list[Callable[[int], None]] = []
 
 
-def tell_before_leaving(tell: Callable[[int], None]) -> None:
+def call_before_leaving(call: Callable[[int], None]) -> None:
     """Have this called with the exit code when the process ends by ``leave``."""
-    _before_leaving.append(tell)
+    _before_leaving.append(call)
 
 
 def leave(code: int) -> None:
     """End this process now: nothing that hangs keeps it."""
-    for tell in _before_leaving:
-        tell(code)
+    for call in _before_leaving:
+        call(code)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -188,9 +183,18 @@ class Tasks:
             self.one_failed.set()
 
 
+def run(launch: Launch, starter: Starter) -> int:
+    """Be the process of the launch's role until it ends; return the exit code."""
+    try:
+        return _run(launch, starter)
+    except ConfigError as error:
+        starter.say(Failed(str(error), is_user_error=True))
+        return REFUSED
+
+
 @naming_what_is_missing()
-def _run(launch: Launch, starter: PairedStarter) -> int:
-    run: Callable[[Launch, PairedStarter], int]
+def _run(launch: Launch, starter: Starter) -> int:
+    run: Callable[[Launch, Any], int]
     if launch.role == messages.REPLICA:
         from manylora.cluster.replica import run
     elif launch.role == messages.FRONTEND:
@@ -207,14 +211,8 @@ def main(descriptor: int) -> int:
     ignore_signals_of_terminals()
     configure_logging()
     starter = PairedStarter(descriptor)
-    launch = starter.read_launch()
-    if launch is None:
-        return 1
-    try:
-        return _run(launch, starter)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return REFUSED
+    launch = starter.read()
+    return run(launch, starter) if isinstance(launch, Launch) else 1
 
 
 if __name__ == "__main__":

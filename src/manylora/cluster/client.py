@@ -27,7 +27,7 @@ from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.wire import Deltas
 from manylora.protocol import AdapterError
 from manylora.protocol.hashing import prefix_hashes
-from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw, Withdrawn
+from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw
 from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 log = logging.getLogger(__name__)
@@ -287,31 +287,28 @@ class ClusterClient:
             if (progress := found.progress(delta.sample)) is not None:
                 self._tell_router().progress.append(progress)
             if found.is_released:
-                attempt, positions = found.ledger.attempt, found.ledger.positions
-                self._tell_router().withdrawn.append(Withdrawn(delta.request, attempt, positions))
+                self._tell_router().withdrawn.append(found.as_withdrawn())
 
     def _lose_replica(self, link: ReplicaLink) -> None:
-        self._tasks.spawn(self._ask_again(link))
+        self._tasks.spawn(self._replace(link))
 
-    async def _ask_again(self, link: ReplicaLink) -> None:
-        """The link has ended; where the router does nothing about it, its requests are to go on elsewhere."""
+    async def _replace(self, link: ReplicaLink) -> None:
+        """Take the requests of a link that has ended elsewhere, and dial its replica again."""
         endpoint = link.endpoint
-        lost = [
-            (found, found.ledger.attempt)
-            for found in self._open.values()
-            if (found.replica, found.epoch) == (endpoint.id, endpoint.epoch)
-        ]
-        await asyncio.sleep(ASK_AGAIN_S)
-        for found, attempt in lost:
-            if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
-                self._give_up_attempt(found)
+        place = endpoint.id, endpoint.epoch
+        await self._ask_again([each for each in self._open.values() if (each.replica, each.epoch) == place])
         if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
             self._replicas[endpoint.id] = self._link_to(endpoint)
 
-    def _give_up_attempt(self, found: OpenRequest) -> None:
-        found.replica = None
-        self._waiting.add(found.asked.id)
-        self._tell_router().asked.append(found.as_asked())
+    async def _ask_again(self, lost: list[OpenRequest]) -> None:
+        """Give attempts up, unless the router does something about them first."""
+        attempts = [found.ledger.attempt for found in lost]
+        await asyncio.sleep(ASK_AGAIN_S)
+        for found, attempt in zip(lost, attempts, strict=True):
+            if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
+                found.replica = None
+                self._waiting.add(found.asked.id)
+                self._tell_router().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
         return ReplicaLink(
@@ -371,8 +368,7 @@ class ClusterClient:
             else:
                 note.held.append(found.as_held())
                 if found.is_released:
-                    attempt, positions = found.ledger.attempt, found.ledger.positions
-                    note.withdrawn.append(Withdrawn(found.asked.id, attempt, positions))
+                    note.withdrawn.append(found.as_withdrawn())
         link.send(note)
         link.send(messages.Synced())
         self._router = link
@@ -415,15 +411,9 @@ class ClusterClient:
         link = self._replicas.get(order.replica)
         request = found.assign(order, link.endpoint.epoch if link is not None else -1)
         if link is None or link.is_lost:
-            self._tasks.spawn(self._ask_for_another(found))
+            self._tasks.spawn(self._ask_again([found]))
         else:
             link.send(messages.Attempt(request, order.number, router))
-
-    async def _ask_for_another(self, found: OpenRequest) -> None:
-        attempt = found.ledger.attempt
-        await asyncio.sleep(ASK_AGAIN_S)
-        if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
-            self._give_up_attempt(found)
 
     def _withdraw(self, order: Withdraw) -> None:
         found = self._open.get(order.request)

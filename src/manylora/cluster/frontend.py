@@ -32,7 +32,6 @@ from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, cr
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.scopes import CacheScopes
-from manylora.engine.wire import Failed
 from manylora.listening import address_of, bound
 from manylora.main import (
     check_model,
@@ -60,14 +59,9 @@ _decoder = msgspec.msgpack.Decoder(messages.Joining)
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop."""
-    try:
-        credentials = credentials_of(launch.secret, launch.cluster.tls)
-        texts = load_texts(launch.engine.model)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
-
+    """Serve until told to stop; return the exit code. Raises ConfigError."""
+    credentials = credentials_of(launch.secret, launch.cluster.tls)
+    texts = load_texts(launch.engine.model)
     assert launch.info is not None
     client = ClusterClient(
         launch.info,

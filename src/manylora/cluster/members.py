@@ -16,7 +16,7 @@ from typing import Any
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
-from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaFacts, ReplicaId, ScaleHint
+from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaId, ScaleHint
 from manylora.router.replicas import ReplicaState
 from manylora.router.router import Router
 from manylora.types import AdapterId
@@ -40,9 +40,7 @@ class ReplicaMember:
     id: ReplicaId
     epoch: int
     link: Link
-    facts: ReplicaFacts | None = None
-    address: tuple[str, int] = ("", 0)
-    cold_start: str = ""
+    up: messages.Up | None = None
     answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -122,9 +120,9 @@ class Members:
         """Where front ends find the replicas that are up."""
         return messages.Endpoints(
             [
-                messages.Endpoint(each.id, each.epoch, *each.address)
+                messages.Endpoint(each.id, each.epoch, each.up.host, each.up.port)
                 for each in self.replicas.values()
-                if each.id in up and up[each.id].epoch == each.epoch
+                if each.up is not None and each.id in up and up[each.id].epoch == each.epoch
             ],
             can_serve(up),
         )
@@ -256,7 +254,7 @@ def _replica(
         "reclaimable_pages": report.reclaimable_pages if report else 0,
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
         "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
-        "cold_start": member.cold_start if member is not None else "",
+        "cold_start": member.up.cold_start if member is not None and member.up is not None else "",
         "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
         "heard_s_ago": round(time.monotonic() - member.heard_s, 3) if member is not None else None,
     }

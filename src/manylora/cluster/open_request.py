@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
 from manylora.protocol.hashing import reply_hashes
-from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId
+from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId, Withdrawn
 from manylora.router.queue import CLEARED_TOKENS
 from manylora.types import AdapterId
 
@@ -69,6 +69,10 @@ class OpenRequest:
         """The same where a replica has it."""
         assert self.replica is not None
         return Held(self.as_asked(), self.replica, self.epoch)
+
+    def as_withdrawn(self) -> Withdrawn:
+        """What it is to know when the replica has released all that is open."""
+        return Withdrawn(self.asked.id, self.ledger.attempt, self.ledger.positions)
 
     def as_ended(self) -> Ended:
         """What it is to know when all samples have ended."""

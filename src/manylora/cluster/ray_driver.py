@@ -159,17 +159,15 @@ class RayNodes:
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
-    """Until the starter says that all is over, or is gone."""
+    """Place replicas until the starter ends it, or is gone; return the exit code. Raises ConfigError."""
     at_parents_end(signal.SIGCONT)  # it has to tidy up after that
     _keep_stderr_for_replicas()
     try:
         driver = _Driver(launch, starter)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return 2
+    except ConfigError:
+        raise
     except Exception as error:  # Ray's own have no common base
-        starter.say(Failed(f"Ray does not work: {first_line(error)}", is_user_error=True))
-        return 2
+        raise ConfigError(f"Ray does not work: {first_line(error)}") from error
     starter.say(messages.RayReady(driver.nodes.most))
     while (message := starter.read()) is not None:
         match message:
@@ -359,8 +357,9 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         configure_logging()
-        self._starter = _CallingStarter()
+        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._code: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._stopped: Callable[[], None] | None = None
 
     def place(self) -> tuple[int, str, str]:
         """The process, and the node that it is on: Ray's id, and the address."""
@@ -371,7 +370,6 @@ class ReplicaActor:
     def run(self, launch: bytes, threads: int, folder: str) -> int:
         """Be that replica until it ends; its exit code. A process that leaves at once still answers. ``folder``:
         where paths begin."""
-        told = _launch.decode(launch)
         with contextlib.suppress(OSError):  # a node without it has whole paths only
             os.chdir(folder)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -380,50 +378,40 @@ class ReplicaActor:
             self._code.put(code)
             time.sleep(_ANSWER_S)
 
-        children.tell_before_leaving(leaving)
-        threading.Thread(target=self._run, args=(told,), name="manylora-replica", daemon=True).start()
+        children.call_before_leaving(leaving)
+        threading.Thread(
+            target=self._run, args=(_launch.decode(launch),), name="manylora-replica", daemon=True
+        ).start()
         return self._code.get()
 
     def _run(self, launch: children.Launch) -> None:
-        from manylora.cluster import replica
-
         code = 1
         try:
-            code = replica.run(launch, self._starter)
+            code = children.run(launch, self)
         finally:
-            self._starter.say(Failed("the replica has ended"))
+            self.say(Failed("the replica has ended"))
             self._code.put(code)
 
     def said(self) -> bytes:
-        """The first thing that it says: ChildReady, or Failed."""
-        return self._starter.said.get()
+        """Wait for the first message: ChildReady, or Failed."""
+        return self._said.get()
 
     def stop(self) -> None:
-        """End in order."""
-        self._starter.stop()
-
-
-class _CallingStarter:
-    """See Starter. Its side of the conversation are calls."""
-
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._stopped: Callable[[], None] | None = None
-
-    def say(self, message: messages.FromChild) -> None:
-        """See Starter. Only the first message is asked for."""
-        self.said.put(_encoder.encode(message))
-
-    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """See Starter. An actor is never told that it is an orphan: it loses its lease."""
-        self._stopped = stopped
-
-    def stop(self) -> None:
-        """Tell the replica; one that is not built yet ends as it is."""
+        """End in order; a replica that is not built yet ends as it is."""
         if self._stopped is None:
             children.leave(0)
         else:
             self._stopped()
+
+    # The replica's starter.
+
+    def say(self, message: messages.FromChild) -> None:
+        """See Starter. Only the first message is asked for."""
+        self._said.put(_encoder.encode(message))
+
+    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        """See Starter. An actor never learns that it is an orphan: it loses its lease."""
+        self._stopped = stopped
 
 
 # ---------------------------------------------------------------- reaching Ray

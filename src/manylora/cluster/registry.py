@@ -263,7 +263,7 @@ class Rollout:
 
     async def _load_everywhere(self, found: messages.Listing) -> messages.Listing:
         for replica in self._members.replicas.values():
-            if replica.facts is not None:
+            if replica.up is not None:
                 replica.ask(found, verify=True)
 
         def answers() -> list[messages.AdapterReady | None]:

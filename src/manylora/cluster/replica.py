@@ -68,7 +68,7 @@ _READ_BYTES_S = 1e9
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop, or has no lease."""
+    """Serve until told to stop, or without a lease; return the exit code. Raises ConfigError."""
     folder = Path(launch.folder)
     try:
         note = StepNote(step_file(folder, launch.id, launch.epoch))
@@ -84,9 +84,8 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
+    except ConfigError:
+        raise
     except Exception as error:
         log.exception("the replica could not start")
         starter.say(Failed(f"the replica could not start: {error}"))

@@ -24,7 +24,6 @@ from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
 from manylora.config import ConfigError, EngineSettings
-from manylora.engine.wire import Failed
 from manylora.main import warn_of_shares
 from manylora.protocol import AdapterError
 from manylora.types import why_reserved
@@ -36,16 +35,15 @@ LOOK_S = 1.0
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop."""
+    """Route until told to stop; return the exit code. Raises ConfigError."""
     try:
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
         adapter_log.restore(launch.listings, launch.last_adapter)
         process = Switchboard(
             launch, adapter_log, [] if launch.takes_over else _named_adapters(launch.engine)
         )
-    except (AdapterError, ConfigError) as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
+    except AdapterError as error:
+        raise ConfigError(str(error)) from error
     if not launch.takes_over:
         _warn_of_shares(launch, adapter_log)
 

@@ -221,13 +221,17 @@ class _Supervisor:
         slot = self._slots.get(exited.replica)
         failed = None if slot is None else slot.failed
         if failed is not None and not self._is_serving:
-            if not self._failed.done():
-                self._failed.set_result(failed)
+            self._fail(failed)
             return
         if failed is not None:
             log.error("replica %d: %s", exited.replica, failed.message)
         if self._link is not None:
             self._link.send(exited)
+
+    def _fail(self, failed: Failed) -> None:
+        """End the cluster if it does not serve yet; the first reason counts."""
+        if not self._is_serving and not self._failed.done():
+            self._failed.set_result(failed)
 
     def _tell_table(self) -> None:
         if self._link is None:
@@ -270,8 +274,8 @@ class _Supervisor:
                 await self._router.start(launch, [descriptor])
                 said = await self._router.begun()
                 takes_over |= isinstance(said, messages.ChildReady)
-                if isinstance(said, Failed) and not self._is_serving and not self._failed.done():
-                    self._failed.set_result(said)
+                if isinstance(said, Failed):
+                    self._fail(said)
                 code = await self._router.ended()
                 if not self._is_stopping:
                     log.error("the router has ended with %d: another takes its place", code)
@@ -329,10 +333,8 @@ class _Supervisor:
                 said = await place.begun()
                 if isinstance(said, messages.ChildReady):
                     self._say_serving()
-                elif not self._is_serving and not self._failed.done():
-                    if not isinstance(said, Failed):
-                        said = Failed("a front end ended while it was starting")
-                    self._failed.set_result(said)
+                else:
+                    self._fail(said or Failed("a front end ended while it was starting"))
                 code = await place.ended()
                 if not self._is_stopping:
                     log.error("front end %d has ended with %d: another takes its place", number, code)

@@ -280,10 +280,9 @@ class Switchboard:
         while (message := await link.receive()) is not None:
             member.heard_s = time.monotonic()
             match message:
-                case messages.Up(facts, host, port, adapters, cold_start):
-                    member.facts, member.address = facts, (host, port)
-                    member.cold_start = cold_start
-                    self.registry.greet(member, adapters)
+                case messages.Up():
+                    member.up = message
+                    self.registry.greet(member, message.adapters)
                     self._see_if_up(member)
                 case messages.Alive(sent_s, report):
                     link.send(messages.Lease(sent_s))
@@ -302,17 +301,13 @@ class Switchboard:
         return known is not None and known.epoch == member.epoch
 
     def _see_if_up(self, member: ReplicaMember) -> None:
-        if (
-            member.facts is None
-            or not member.has_answered
-            or self.members.replicas.get(member.id) is not member
-        ):
+        if member.up is None or not member.has_answered or self.members.replicas.get(member.id) is not member:
             return
         up = self.router.fleet.up
         is_last = all(slot.id in up or slot.id == member.id for slot in self.table.slots)
         self.registry.settle(member, is_last=is_last)
         if not self._is_up(member):
-            self.tell(ReplicaUp(member.id, member.epoch, member.facts, self.registry.lacks(member)))
+            self.tell(ReplicaUp(member.id, member.epoch, member.up.facts, self.registry.lacks(member)))
             if not self._is_up(member):
                 return
             member.link.send(messages.AskWhole())
