@@ -70,7 +70,7 @@ _to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
 class Starter(Protocol):
     """The process that has started this one, as it sees it."""
 
-    def say(self, message: messages.FromChild) -> None:
+    def report(self, message: messages.FromChild) -> None:
         """Dropped where the starter is gone."""
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class PairedStarter:
         self._sock = socket.socket(fileno=descriptor)
         self._sending = threading.Lock()
 
-    def say(self, message: messages.FromChild) -> None:
+    def report(self, message: messages.FromChild) -> None:
         """See Starter."""
         try:
             with self._sending:
@@ -110,7 +110,7 @@ class PairedStarter:
                 stopped()
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self.say, messages.Pong())
+                    loop.call_soon_threadsafe(self.report, messages.Pong())
         orphaned()
 
     def read(self) -> Any | None:
@@ -188,7 +188,7 @@ def run(launch: Launch, starter: Starter) -> int:
     try:
         return _run(launch, starter)
     except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
+        starter.report(Failed(str(error), is_user_error=True))
         return REFUSED
 
 

@@ -47,7 +47,7 @@ _from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 class ReplicaLink:
     """A front end's link to one epoch of a replica; keeps what is sent before the link is there.
 
-    Dials at once. ``hear`` gets each message; ``is_lost``: it could not be had, or has ended.
+    Dials at once. ``receive`` gets each message; ``is_lost``: it could not be had, or has ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplicaLink:
         endpoint: messages.Endpoint,
         credentials: Credentials,
         hello: Hello,
-        hear: Callable[[Any], None],
+        receive: Callable[[Any], None],
         lost: Callable[[ReplicaLink], None],
         tasks: Tasks,
     ) -> None:
@@ -63,7 +63,7 @@ class ReplicaLink:
         self.is_lost = False
         self._credentials = credentials
         self._hello = hello
-        self._hear = hear
+        self._receive = receive
         self._lost = lost
         self._unsent: list[msgspec.Struct] = []
         self._link: Link | None = None
@@ -110,7 +110,7 @@ class ReplicaLink:
                     if future is not None and not future.done():
                         future.set_result(message)
                 else:
-                    self._hear(message)
+                    self._receive(message)
         self._unsent.clear()
         self.is_lost = True
         self._lost(self)
@@ -199,14 +199,14 @@ class ClusterClient:
         if len(self._waiting) >= self._max_waiting:
             error = RequestError(429, f"{self._max_waiting} requests wait already; try again later")
         if error is not None:
-            self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
+            self._send_to_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
         ledger = Ledger(asked, time.monotonic, self._info.seed)
         found = OpenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
         self._waiting.add(asked.id)
-        self._tell_router().asked.append(found.as_asked())
+        self._note_to_send().asked.append(found.as_asked())
         if self._router is None:
             self._tasks.spawn(self._give_up_without_router(found))
 
@@ -225,13 +225,13 @@ class ClusterClient:
         for each in ledger.open_samples if sample is None else (sample,):
             if each in ledger.open_samples:
                 ledger.close(each)
-                self._tell_client(found.asked, Delta(request, each, finish_reason=reason))
+                self._send_to_client(found.asked, Delta(request, each, finish_reason=reason))
         self._send(found, messages.CancelAttempt(request, ledger.attempt, sample, reason))
         if ledger.has_ended:
             self._forget(found)
-            self._tell_router().cancelled.append(Cancelled(request))
+            self._note_to_send().cancelled.append(Cancelled(request))
 
-    def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
+    def _send_to_client(self, asked: GenerationRequest, delta: Delta) -> None:
         self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
 
     def _send(self, found: OpenRequest, message: msgspec.Struct) -> None:
@@ -247,7 +247,7 @@ class ClusterClient:
 
     def _end(self, found: OpenRequest) -> None:
         self._forget(found)
-        self._tell_router().ended.append(found.as_ended())
+        self._note_to_send().ended.append(found.as_ended())
 
     def _refuse(self, found: OpenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""
@@ -255,7 +255,7 @@ class ClusterClient:
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
         for sample in samples:
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
-            self._tell_client(found.asked, delta)
+            self._send_to_client(found.asked, delta)
 
     async def _give_up_without_router(self, found: OpenRequest) -> None:
         """A request must not wait for ever for a router that does not come back."""
@@ -266,13 +266,13 @@ class ClusterClient:
 
     # ------------------------------------------------------------ replicas
 
-    def _hear_replica(self, message: Deltas) -> None:
+    def _receive_deltas(self, message: Deltas) -> None:
         for delta in message.deltas:
             found = self._open.get(delta.request)
             if found is None or not found.ledger.may_take(delta):
                 if delta.tokens:
                     self.stale_tokens += len(delta.tokens)
-                    self._tell_router()
+                    self._note_to_send()
                 continue
             out = found.take(delta)
             if found.recomputes and delta.tokens:
@@ -285,9 +285,9 @@ class ClusterClient:
                 self._end(found)
                 continue
             if (progress := found.progress(delta.sample)) is not None:
-                self._tell_router().progress.append(progress)
+                self._note_to_send().progress.append(progress)
             if found.is_released:
-                self._tell_router().withdrawn.append(found.as_withdrawn())
+                self._note_to_send().withdrawn.append(found.as_withdrawn())
 
     def _lose_replica(self, link: ReplicaLink) -> None:
         self._tasks.spawn(self._replace(link))
@@ -308,11 +308,11 @@ class ClusterClient:
             if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
                 found.replica = None
                 self._waiting.add(found.asked.id)
-                self._tell_router().asked.append(found.as_asked())
+                self._note_to_send().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
         return ReplicaLink(
-            endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica, self._tasks
+            endpoint, self._credentials, self._hello, self._receive_deltas, self._lose_replica, self._tasks
         )
 
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
@@ -328,7 +328,7 @@ class ClusterClient:
 
     # ------------------------------------------------------------ the router
 
-    def _tell_router(self) -> messages.Note:
+    def _note_to_send(self) -> messages.Note:
         """What goes to the router when this round of the event loop is over."""
         if not self._has_note:
             self._has_note = True
@@ -350,7 +350,7 @@ class ClusterClient:
             )
             self._greet(link)
             while (message := await link.receive()) is not None:
-                self._hear_router(link, message)
+                self._receive_from_router(link, message)
             log.warning("the link to the router has ended")
             self._router, self._lost_router_s = None, time.monotonic()
             self._fail_calls()
@@ -373,7 +373,7 @@ class ClusterClient:
         link.send(messages.Synced())
         self._router = link
 
-    def _hear_router(self, link: Link, message: Any) -> None:
+    def _receive_from_router(self, link: Link, message: Any) -> None:
         match message:
             case messages.Rulings(assign, withdraw, refuse):
                 for order in assign:
@@ -381,7 +381,7 @@ class ClusterClient:
                 for each in withdraw:
                     self._withdraw(each)
                 for refusal in refuse:
-                    self._hear_refusal(refusal)
+                    self._receive_refusal(refusal)
             case messages.Endpoints(endpoints, can_serve):
                 self._can_serve = can_serve
                 self._see_endpoints(endpoints)
@@ -395,7 +395,7 @@ class ClusterClient:
                 if future is not None and not future.done():
                     future.set_result(message)
 
-    def _hear_refusal(self, refusal: Refuse) -> None:
+    def _receive_refusal(self, refusal: Refuse) -> None:
         found = self._open.get(refusal.request)
         if found is not None:
             log.warning("request %s is refused: %s", refusal.request, refusal.error.message)

@@ -78,7 +78,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     def is_ready(of_server: Callable[[], None]) -> None:
         nonlocal stop
         stop = of_server
-        starter.say(messages.ChildReady())
+        starter.report(messages.ChildReady())
 
     def orphaned() -> None:
         stop()

@@ -43,9 +43,9 @@ class OpenRequest:
         self._failures = 0
         self._deaths = 0
         self._released: set[int] = set()
-        self._has_spoken = False
-        self._told = [0] * asked.params.n
-        self._began: Sequence[int] = self._told
+        self._has_reported = False
+        self._reported = [0] * asked.params.n
+        self._began: Sequence[int] = self._reported
 
     def as_asked(self) -> Asked:
         """What a router is to know of it now."""
@@ -102,9 +102,9 @@ class OpenRequest:
         out = self.ledger.take(delta)
         if out is None:
             return None
-        if self._has_spoken:  # what a first delta brings was said already
+        if self._has_reported:  # what a first delta brings was said already
             return out._replace(timing=Timing(out.timing.spread_s))
-        self._has_spoken = True
+        self._has_reported = True
         return out
 
     @property
@@ -114,11 +114,11 @@ class OpenRequest:
 
     def progress(self, sample: int) -> Progress | None:
         """What the router is to know of the sample's tokens, if anything new."""
-        position, told = self.ledger.positions[sample], self._told[sample]
+        position, reported = self.ledger.positions[sample], self._reported[sample]
         cleared = self._began[sample] + CLEARED_TOKENS
-        is_cleared = self._deaths > 0 and told < cleared <= position
-        is_far = position // PROGRESS_TOKENS > told // PROGRESS_TOKENS
-        if position == told or (told and not is_far and not is_cleared):
+        is_cleared = self._deaths > 0 and reported < cleared <= position
+        is_far = position // PROGRESS_TOKENS > reported // PROGRESS_TOKENS
+        if position == reported or (reported and not is_far and not is_cleared):
             return None
-        self._told[sample] = position
+        self._reported[sample] = position
         return Progress(self.asked.id, sample, position)

@@ -168,7 +168,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
         raise
     except Exception as error:  # Ray's own have no common base
         raise ConfigError(f"Ray does not work: {first_line(error)}") from error
-    starter.say(messages.RayReady(driver.nodes.most))
+    starter.report(messages.RayReady(driver.nodes.most))
     while (message := starter.read()) is not None:
         match message:
             case messages.StartActor():
@@ -232,7 +232,7 @@ class _Driver:
     def _give_up(self, address: str) -> None:
         time.sleep(CONNECT_S if address != "local" else MEASURE_S)
         if not self._is_connected:
-            self._starter.say(Failed(f"Ray at {address} does not answer", is_user_error=True))
+            self._starter.report(Failed(f"Ray at {address} does not answer", is_user_error=True))
             children.leave(2)
 
     def _measured(self, launch: children.Launch) -> list[RayNodeFacts]:
@@ -277,7 +277,7 @@ class _Driver:
         try:
             life = self._start(name, order.launch)
             said = _said.decode(self._ray.get(self._actors[name].said.remote()))
-            self._starter.say(messages.ActorSaid(name, said))
+            self._starter.report(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
             code, reason = children.FENCED, first_line(error)  # it may live, cut off
@@ -286,7 +286,7 @@ class _Driver:
         self.kill(name)
         self._actors.pop(name, None)
         self._placed.pop(name, None)
-        self._starter.say(messages.ActorEnded(name, code, reason))
+        self._starter.report(messages.ActorEnded(name, code, reason))
 
     def _start(self, name: str, encoded: bytes) -> Any:
         """The call that ends with the actor."""
@@ -302,7 +302,7 @@ class _Driver:
         actor = self._actors[name] = ray.remote(ReplicaActor).options(**options).remote()
         pid, node, address = ray.get(actor.place.remote())
         self._placed[name] = node
-        self._starter.say(messages.ActorBegan(name, pid, node))
+        self._starter.report(messages.ActorBegan(name, pid, node))
         launch = _launch.decode(encoded)
         engine, threads = self.nodes.share(launch.engine, node, launch.id)
         host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
@@ -389,7 +389,7 @@ class ReplicaActor:
         try:
             code = children.run(launch, self)
         finally:
-            self.say(Failed("the replica has ended"))
+            self.report(Failed("the replica has ended"))
             self._code.put(code)
 
     def said(self) -> bytes:
@@ -405,7 +405,7 @@ class ReplicaActor:
 
     # The replica's starter.
 
-    def say(self, message: messages.FromChild) -> None:
+    def report(self, message: messages.FromChild) -> None:
         """See Starter. Only the first message is asked for."""
         self._said.put(_encoder.encode(message))
 

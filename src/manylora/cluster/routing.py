@@ -61,7 +61,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         await admin.start()
         tasks.spawn(admin.keep())
         starter.watch(stop, stop)
-        starter.say(messages.ChildReady())
+        starter.report(messages.ChildReady())
         await stopped.wait()
         tasks.cancel()
         process.close()

@@ -215,7 +215,7 @@ class _Supervisor:
                 self._launch = msgspec.structs.replace(self._launch, info=slot.info)
                 for number in range(self._launch.cluster.frontends):
                     self._tasks.spawn(self._keep_frontend(number))
-        self._tell_table()
+        self._send_table()
 
     def _exited(self, exited: messages.Exited) -> None:
         slot = self._slots.get(exited.replica)
@@ -233,7 +233,7 @@ class _Supervisor:
         if not self._is_serving and not self._failed.done():
             self._failed.set_result(failed)
 
-    def _tell_table(self) -> None:
+    def _send_table(self) -> None:
         if self._link is None:
             return
         frontends = [
@@ -241,7 +241,7 @@ class _Supervisor:
             for number, place in self._frontends.items()
             if place.process is not None
         ]
-        slots = [slot.as_told() for slot in self._slots.values()]
+        slots = [slot.as_slot() for slot in self._slots.values()]
         self._link.send(
             messages.ProcessTable(
                 slots,
@@ -272,10 +272,10 @@ class _Supervisor:
             )
             with contextlib.suppress(NotStarted):
                 await self._router.start(launch, [descriptor])
-                said = await self._router.begun()
-                takes_over |= isinstance(said, messages.ChildReady)
-                if isinstance(said, Failed):
-                    self._fail(said)
+                answer = await self._router.begun()
+                takes_over |= isinstance(answer, messages.ChildReady)
+                if isinstance(answer, Failed):
+                    self._fail(answer)
                 code = await self._router.ended()
                 if not self._is_stopping:
                     log.error("the router has ended with %d: another takes its place", code)
@@ -287,12 +287,12 @@ class _Supervisor:
             link = self._link = await redial(
                 self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
             )
-            self._tell_table()
+            self._send_table()
             while (message := await link.receive()) is not None:
-                self._hear_router(message)
+                self._receive(message)
             self._link = None
 
-    def _hear_router(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         match message:
             case messages.Revisions(_, listings, is_whole):
                 known = () if is_whole else self._listings.values()
@@ -305,12 +305,12 @@ class _Supervisor:
             case messages.NoteDrain(replica, drains_to):
                 if (slot := self._slots.get(replica)) is not None:
                     slot.drains_to = drains_to
-                    self._tell_table()
+                    self._send_table()
             case messages.StartReplicas(replicas):
                 for each in replicas:
                     if each not in self._slots:
                         self._add_slot(each)
-                self._tell_table()
+                self._send_table()
             case messages.EndSlot(replica):
                 if (slot := self._slots.get(replica)) is not None:
                     self._tasks.spawn(slot.end())
@@ -329,19 +329,19 @@ class _Supervisor:
             )
             with contextlib.suppress(NotStarted):
                 await place.start(launch, [descriptor])
-                self._tell_table()
-                said = await place.begun()
-                if isinstance(said, messages.ChildReady):
-                    self._say_serving()
+                self._send_table()
+                answer = await place.begun()
+                if isinstance(answer, messages.ChildReady):
+                    self._report_serving()
                 else:
-                    self._fail(said or Failed("a front end ended while it was starting"))
+                    self._fail(answer or Failed("a front end ended while it was starting"))
                 code = await place.ended()
                 if not self._is_stopping:
                     log.error("front end %d has ended with %d: another takes its place", number, code)
-            self._tell_table()
+            self._send_table()
             await place.pause()
 
-    def _say_serving(self) -> None:
+    def _report_serving(self) -> None:
         if not self._is_serving:
             self._is_serving = True
             log.info("the cluster's folder is %s", self._launch.folder)
