@@ -15,8 +15,8 @@ import manylora
 from manylora import LLM, AsyncLLM, SamplingParams, outputs
 from manylora.aliases import ALIASES
 from manylora.cli import _parser
+from manylora.config.named import find_commands
 from manylora.engine.client import EngineStats
-from manylora.extensions import find_commands
 from manylora.flags import FLAGS
 from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app

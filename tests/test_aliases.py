@@ -23,7 +23,7 @@ from manylora.aliases import (
 )
 from manylora.cli import _parser, main
 from manylora.config import ConfigError, EngineSettings, HttpSettings, option_of
-from manylora.extensions import find_commands
+from manylora.config.named import find_commands
 from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
 

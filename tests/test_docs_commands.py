@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manylora.cli import _parser
-from manylora.extensions import find_commands
+from manylora.config.named import find_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

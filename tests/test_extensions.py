@@ -15,7 +15,8 @@ from manylora_lab.baselines import POLICIES
 from manylora_lab.baselines.routers import MostIdle
 from manylora_lab.commands import COMMANDS
 
-from manylora import cli, extensions
+from manylora import cli
+from manylora.config import named
 from manylora.router.policies.policy import find_router
 
 ROOT = Path(__file__).parents[1]
@@ -32,11 +33,11 @@ def without_site(*words: str, path: list[Path]) -> subprocess.CompletedProcess[s
 def test_entry_points_are_the_laboratorys_commands() -> None:
     project = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
     points = {
-        name: importlib.metadata.EntryPoint(name, value, extensions.GROUP)
-        for name, value in project["entry-points"][extensions.GROUP].items()
+        name: importlib.metadata.EntryPoint(name, value, named.GROUP)
+        for name, value in project["entry-points"][named.GROUP].items()
     }
     assert {name: point.load() for name, point in points.items()} == COMMANDS
-    assert sorted(COMMANDS) == sorted(extensions.LAB)
+    assert sorted(COMMANDS) == sorted(named.LAB)
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == core["version"]
     assert f"manylora=={core['version']}" in project["dependencies"]
@@ -44,10 +45,10 @@ def test_entry_points_are_the_laboratorys_commands() -> None:
 
 def test_the_laboratorys_policies_are_an_entry_point() -> None:
     project = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
-    (place,) = project["entry-points"][extensions.POLICIES].values()
-    assert importlib.metadata.EntryPoint("lab", place, extensions.POLICIES).load() is POLICIES
+    (place,) = project["entry-points"][named.POLICIES].values()
+    assert importlib.metadata.EntryPoint("lab", place, named.POLICIES).load() is POLICIES
     for kind, table in POLICIES.items():
-        assert extensions.find_policies(kind) == table
+        assert named.find_policies(kind) == table
     assert find_router("most-idle") is MostIdle
 
 
@@ -62,7 +63,7 @@ def test_without_the_laboratory_its_policies_are_refused(option: str, name: str)
     assert line.endswith(f"or a baseline of manylora-lab (pip install manylora-lab), got {name!r}")
 
 
-@pytest.mark.parametrize("name", extensions.LAB)
+@pytest.mark.parametrize("name", named.LAB)
 def test_without_the_laboratory_a_line_says_what_to_install(name: str) -> None:
     done = without_site(name, "--quick", "anything", path=[ROOT / "src"])
     assert done.returncode == 2
@@ -75,7 +76,7 @@ def test_without_the_laboratory_a_line_says_what_to_install(name: str) -> None:
 def test_without_the_laboratory_the_help_names_its_commands() -> None:
     done = without_site("--help", path=[ROOT / "src"])
     assert done.returncode == 0
-    assert done.stdout.count("with manylora-lab, which is not installed") == len(extensions.LAB)
+    assert done.stdout.count("with manylora-lab, which is not installed") == len(named.LAB)
 
 
 def test_a_laboratory_on_the_path_is_found_without_being_installed(tmp_path: Path) -> None:
@@ -86,11 +87,11 @@ def test_a_laboratory_on_the_path_is_found_without_being_installed(tmp_path: Pat
 
 
 def test_a_command_that_another_distribution_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("hello", f"{__name__}:add_hello", extensions.GROUP)
-    gone = importlib.metadata.EntryPoint("gone", "no_such_package:add", extensions.GROUP)
+    point = importlib.metadata.EntryPoint("hello", f"{__name__}:add_hello", named.GROUP)
+    gone = importlib.metadata.EntryPoint("gone", "no_such_package:add", named.GROUP)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: (point, gone))
     assert cli.main(["hello", "--number", "7"]) == 7
-    assert set(extensions.find_commands()) == {"hello", *extensions.LAB}
+    assert set(named.find_commands()) == {"hello", *named.LAB}
 
 
 def add_hello(commands: object) -> None:

@@ -36,6 +36,8 @@ class Alias:
     """Of a flag that is on or off there: the values of ours that these mean."""
     is_short: bool = False
     """Written with one dash."""
+    values: tuple[tuple[str, str], ...] = ()
+    """Values that have another name there, and ours."""
 
     @property
     def option(self) -> str:
@@ -51,7 +53,7 @@ class Alias:
     def translated(self, value: Any) -> Any:
         """A value of it as one of ours."""
         if self.switch is None:
-            return value
+            return next((own for theirs, own in self.values if value == theirs), value)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.option} must be true or false, got {value!r}")
         return self.switch[0 if value else 1]
@@ -79,6 +81,14 @@ ALIASES: tuple[Alias, ...] = (
         contradicts=("cache_policy", "s-lora"),
     ),
 )  # fmt: skip
+
+
+CLUSTER_ALIASES: tuple[Alias, ...] = (
+    Alias("data_parallel_size", "replicas", "vLLM"),
+    Alias("api_server_count", "frontends", "vLLM"),
+    Alias("data_parallel_backend", "launcher", "vLLM", values=(("mp", "local"),)),
+)
+"""Of settings of a cluster."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import os
 import signal
 import sys
@@ -15,25 +14,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from manylora._version import VERSION
-from manylora.aliases import ALIASES, FOREIGN, REMOVED, add_removed, check_removed
+from manylora.aliases import ALIASES, CLUSTER_ALIASES, FOREIGN, REMOVED, add_removed, check_removed
 from manylora.cluster.command import add_cluster
-from manylora.config import ConfigError, option_of
+from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS
-from manylora.extensions import LAB, AddParser, find_commands
+from manylora.config.declaring import naming_what_is_missing
+from manylora.config.named import LAB, AddParser, find_commands
 from manylora.flags import (
-    CLUSTER_ALIASES,
     CLUSTER_FLAGS,
     FLAGS,
+    SIZING,
+    add_flag,
+    add_settings,
     build_http,
     build_settings,
     canonical,
     key_of_environment,
     read_config_file,
+    settings_of,
     split_cluster,
 )
-from manylora.missing import naming_what_is_missing
-from manylora.options import SIZING, add_flag, add_settings, settings_of
-from manylora.progress import LOG_FORMAT
+from manylora.progress import announce_compilation
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -92,7 +93,7 @@ def _run(words: Sequence[str]) -> int:
         raise ConfigError(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
     args = _parser(others).parse_args(words)
     if args.run not in (_serve, _frontend):  # whose log is the engine's
-        _announce_compilation()
+        announce_compilation()
     code = int(args.run(args))
     sys.stdout.flush()
     return code
@@ -108,12 +109,6 @@ def _refuse(reason: object) -> int:
     """Say in one line what is wrong with the input; the exit code."""
     print(f"manylora: error: {reason}", file=sys.stderr)
     return 2
-
-
-def _announce_compilation() -> None:
-    """Say on stderr what takes minutes where it is new: kernels that are compiled for this GPU."""
-    logging.basicConfig(stream=sys.stderr, format=LOG_FORMAT)
-    logging.getLogger("manylora.kernels").setLevel(logging.INFO)
 
 
 def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
@@ -160,8 +155,6 @@ def _add_serve(commands: Any) -> None:
     for flag in CLUSTER_FLAGS:
         add_flag(cluster, flag)
     cluster.add_argument("--router-help", metavar="NAME", help="name a router's parameters, and end")
-    for name, of in CLUSTER_ALIASES.items():
-        cluster.add_argument(option_of(name), dest=name, help=f"vLLM: the same as {option_of(of)}")
     others = serve.add_argument_group("flags of other engines that do nothing here, or cannot be had")
     for foreign in FOREIGN:
         action = argparse.BooleanOptionalAction if foreign.is_switch else "store"
@@ -181,13 +174,13 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError("MODEL and --model are one setting: give one of them")
     args.model = args.model or args.named
     settings = read_config_file(args.config) if args.config else {}
-    names = ("model", *(flag.name for flag in FLAGS), *(alias.name for alias in ALIASES))
-    names += (
+    names = (
+        "model",
+        *(flag.name for flag in (*FLAGS, *CLUSTER_FLAGS)),
+        *(alias.name for alias in (*ALIASES, *CLUSTER_ALIASES)),
         *(foreign.name for foreign in FOREIGN),
-        *(flag.name for flag in CLUSTER_FLAGS),
-        *CLUSTER_ALIASES,
+        *REMOVED,
     )
-    names += (*REMOVED,)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
         given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names
@@ -237,7 +230,7 @@ def _frontend(args: argparse.Namespace) -> int:
 
 
 def _leave_when_told() -> None:
-    from manylora.signals import stop_signals
+    from manylora.processes import stop_signals
 
     for number in stop_signals():
         signal.signal(number, _leave)
@@ -295,7 +288,7 @@ def _add_warmup(commands: Any) -> None:
 
 
 def _warmup(args: argparse.Namespace) -> int:
-    from manylora.warmup.command import run
+    from manylora.warmup import run
 
     check_removed({name: getattr(args, name) for name in _WARMUP_REMOVED})
     if args.model is None:

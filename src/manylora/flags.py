@@ -1,20 +1,30 @@
 """Settings by the names that users give them: command-line flags, config-file keys, keyword arguments of ``LLM``.
 
-Takes what there is to set from the sections of ``manylora.config``, and builds these from plain values. Imports
-nothing heavy, so ``manylora --help`` stays quick.
+Takes what there is to set from the sections of ``manylora.config``, builds these from plain values, and adds the
+options of commands. Imports nothing heavy, so ``manylora --help`` stays quick.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from manylora.aliases import ALIASES, FOREIGN, Alias, adapter_pairs, check_removed, check_switch
+from manylora.aliases import (
+    ALIASES,
+    CLUSTER_ALIASES,
+    FOREIGN,
+    REMOVED_VALUES,
+    Alias,
+    adapter_pairs,
+    check_removed,
+    check_switch,
+)
 from manylora.config import (
     AdapterSettings,
     CacheConfig,
@@ -111,18 +121,14 @@ FLAGS = tuple(flag for flag in ALL_FLAGS if not flag.is_internal)
 CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
 """Settings of a cluster, which ``manylora serve`` alone takes."""
 
-CLUSTER_ALIASES = {
-    "data_parallel_size": "replicas",
-    "api_server_count": "frontends",
-    "data_parallel_backend": "launcher",
-}
-"""vLLM's names for some of these."""
-
-_LAUNCHERS = {"mp": "local"}
-"""vLLM's names of launchers."""
-
 _PAGE_TOKENS = {"static-lru": 32}
 """The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
+
+SIZING = (
+    "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
+    "device_pool", "host_pool",
+)  # fmt: skip
+"""Settings that say where an engine runs and how large it is: what decides which steps it takes, and how long."""
 
 _BY_NAME = {flag.name: flag for flag in ALL_FLAGS}
 _INTERNAL = _BY_NAME.keys() - {flag.name for flag in FLAGS}
@@ -143,31 +149,37 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     switches: list[tuple[Alias, Any]] = []
     for layer in layers:
         own = dict(layer)
-        names = {flag.name: flag.option for flag in ALL_FLAGS}
         for alias in ALIASES:
-            value = own.pop(alias.name, None)
-            if value is None:
-                continue
-            if alias.of is None:
+            if alias.of is None and (value := own.pop(alias.name, None)) is not None:
                 switches.append((alias, value))
-                continue
-            if alias.lists_adapters:
-                value = adapter_pairs(alias, value, bases)
-            flag = _BY_NAME[alias.of]
-            value = alias.translated(value)
-            value = convert(flag, value, alias.option)
-            if own.get(flag.name) is not None and convert(flag, own[flag.name]) != value:
-                raise ConfigError(
-                    f"{names[flag.name]} and {alias.option} are one setting and were given different values"
-                )
-            own[flag.name], names[flag.name] = value, alias.option
-        merged.update(own)
+            elif alias.lists_adapters and own.get(alias.name) is not None:
+                own[alias.name] = adapter_pairs(alias, own[alias.name], bases)
+        merged.update(_under_own_names(own, _BY_NAME, ALIASES))
     for alias, value in switches:
         check_switch(alias, value, merged)
     for foreign in FOREIGN:
         if (value := merged.pop(foreign.name, None)) is not None:
             foreign.check(value)
     return merged
+
+
+def _under_own_names(
+    layer: Mapping[str, Any], flags: Mapping[str, Flag], aliases: Iterable[Alias]
+) -> dict[str, Any]:
+    """Rename a layer's settings that stand under aliases. Raises ConfigError where two names of one differ."""
+    own = dict(layer)
+    options = {name: flag.option for name, flag in flags.items()}
+    for alias in aliases:
+        if alias.of is None or (value := own.pop(alias.name, None)) is None:
+            continue
+        flag = flags[alias.of]
+        value = convert(flag, alias.translated(value), alias.option)
+        if own.get(flag.name) is not None and convert(flag, own[flag.name]) != value:
+            raise ConfigError(
+                f"{options[flag.name]} and {alias.option} are one setting and were given different values"
+            )
+        own[flag.name], options[flag.name] = value, alias.option
+    return own
 
 
 def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
@@ -329,27 +341,13 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
     """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
     layers win. Raises ConfigError."""
     flags = {flag.name: flag for flag in CLUSTER_FLAGS}
-    rest: list[dict[str, Any]] = []
+    names = flags.keys() | {alias.name for alias in CLUSTER_ALIASES}
     given: dict[str, Any] = {}
     for layer in layers:
-        others: dict[str, Any] = {}
-        options: dict[str, str] = {}
-        for name, value in layer.items():
-            own = CLUSTER_ALIASES.get(name, name)
-            if own not in flags:
-                others[name] = value
-                continue
-            if own == "launcher" and isinstance(value, str):
-                value = _LAUNCHERS.get(value, value)
-            held = convert(flags[own], value, option_of(name))
-            if held is None:
-                continue
-            if own in options and given[own] != held:
-                raise ConfigError(
-                    f"{options[own]} and {option_of(name)} are one setting and were given different values"
-                )
-            given[own], options[own] = held, option_of(name)
-        rest.append(others)
+        options = {name: value for name, value in layer.items() if name in names and value is not None}
+        options = _under_own_names(options, flags, CLUSTER_ALIASES)
+        given |= {name: convert(flags[name], value) for name, value in options.items()}
+    rest = [{name: value for name, value in layer.items() if name not in names} for layer in layers]
     if set(given) <= {"replicas"} and given.get("replicas", 1) == 1:
         return None, rest
     return ClusterOptions(**{flags[name].field: value for name, value in given.items()}), rest
@@ -371,3 +369,52 @@ def _adapters(pairs: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"--adapter names {name!r} twice")
         adapters[name] = path
     return tuple(adapters.items())
+
+
+# ---------------------------------------------------------------- options of a command
+
+
+def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
+    """Adds a setting with its aliases.
+
+    Values stay text, and absent ones None, so that a config file and the command line convert alike.
+    """
+    is_switch = flag.kind == "bool"
+    shown = "" if flag.default is None or is_switch else f" (default: {flag.default})"
+    options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
+    if flag.repeats:
+        options["action"] = "append"
+    if flag.takes_several:
+        options |= {"action": "extend", "nargs": "+"}
+    if is_switch:
+        options["action"] = "store_true"
+    elif flag.choices:
+        options["choices"] = (*flag.choices, *(value for name, value in REMOVED_VALUES if name == flag.name))
+        options["metavar"] = f"{{{','.join(flag.choices)}}}"
+    elif flag.metavar:
+        options["metavar"] = flag.metavar
+    parser.add_argument(flag.option, **options)
+    for alias in (*ALIASES, *CLUSTER_ALIASES):
+        if alias.of == flag.name:
+            also = options | {"dest": alias.name, "help": f"{alias.engines}: the same as {alias.same}"}
+            if alias.lists_adapters:
+                also |= {"action": "extend", "nargs": "+"}
+            if alias.switch is not None:
+                also = {"dest": alias.name, "help": also["help"], "action": argparse.BooleanOptionalAction}
+            parser.add_argument(alias.option, **also)
+
+
+def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> None:
+    """Adds those of the engine's settings that are named."""
+    for flag in ALL_FLAGS:
+        if flag.name in names:
+            add_flag(parser, flag)
+
+
+def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of these settings that were given, by name. Raises ConfigError where two names of one differ."""
+    wanted = set(names)
+    wanted |= {alias.name for alias in ALIASES if alias.of in wanted}
+    return canonical(
+        {name: value for name, value in vars(args).items() if name in wanted and value is not None}
+    )

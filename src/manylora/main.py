@@ -33,6 +33,7 @@ from manylora.config import (
     ModelSettings,
     QueueConfig,
 )
+from manylora.config.declaring import naming_what_is_missing
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
@@ -40,14 +41,13 @@ from manylora.engine.journal import JournalWriter, TraceWriter, private
 from manylora.engine.remote import RemoteEngine
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound, cannot_listen
-from manylora.missing import naming_what_is_missing
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.policy.cache_policies import find_cache
-from manylora.progress import LOG_FORMAT, Bar
+from manylora.processes import stop_signals
+from manylora.progress import Bar, configure_logging
 from manylora.protocol import AdapterError, Executor
-from manylora.signals import stop_signals
 from manylora.text.texts import Texts, read_base
 from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
@@ -472,15 +472,6 @@ def _end_with_server(sock: socket.socket, is_up: threading.Event) -> None:
         is_gone = True
     if is_gone and not is_up.is_set():
         os._exit(1)
-
-
-def configure_logging() -> None:
-    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names none."""
-    level = os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper()
-    levels = logging.getLevelNamesMapping()
-    if level not in levels:
-        raise ConfigError(f"MANYLORA_LOG_LEVEL must be one of {', '.join(levels)}, got {level!r}")
-    logging.basicConfig(stream=sys.stderr, level=level, format=LOG_FORMAT)
 
 
 if __name__ == "__main__":

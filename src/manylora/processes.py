@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and what the system says of a process.
+"""Child processes that end with their parent, signals that end one in order, and what the system says of it.
 
 Run as a program (``python -m manylora.processes PARENT MODULE ARGUMENT...``) this is the beginning of each child:
 it asks the system to be killed when its parent ends, stopped or not, and then becomes the module.
@@ -51,6 +51,12 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]
 
     threading.Thread(target=run, name="manylora-child", daemon=True).start()
     return started.result()
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT, and SIGHUP unless it is ignored, as it is where the process was started by nohup."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 def at_parents_end(number: signal.Signals) -> None:

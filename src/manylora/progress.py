@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from manylora.config.declaring import ConfigError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def configure_logging() -> None:
+    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names none."""
+    level = os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper()
+    levels = logging.getLevelNamesMapping()
+    if level not in levels:
+        raise ConfigError(f"MANYLORA_LOG_LEVEL must be one of {', '.join(levels)}, got {level!r}")
+    logging.basicConfig(stream=sys.stderr, level=level, format=_LOG_FORMAT)
+
+
+def announce_compilation() -> None:
+    """Log on stderr what takes minutes where it is new: kernels that are compiled for this GPU."""
+    logging.basicConfig(stream=sys.stderr, format=_LOG_FORMAT)
+    logging.getLogger("manylora.kernels").setLevel(logging.INFO)
 
 
 class Bar:

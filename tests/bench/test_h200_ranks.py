@@ -17,7 +17,7 @@ from manylora_lab.benchmarks.ranked_cells import RankedCell
 from manylora.flags import build_settings
 from manylora.inspection import check_adapter
 from manylora.models.config import read_model_config
-from manylora.warmup.random_adapters import write_random_adapters
+from manylora.warmup import write_random_adapters
 
 
 def record(folder: Path, *args: str) -> dict[str, Any]:

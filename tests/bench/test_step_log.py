@@ -18,7 +18,7 @@ from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.types import EngineInfo
-from manylora.warmup.random_adapters import write_random_adapters
+from manylora.warmup import write_random_adapters
 from tests.e2e.process import MODEL
 
 PROMPT = tuple(range(3, 43))

@@ -16,9 +16,9 @@ from manylora.cluster.adapter_files import adapter_digest
 from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
 from manylora.cluster.local import NodeShare
+from manylora.cluster.open_request import OpenRequest
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
-from manylora.cluster.taken_request import TakenRequest
 from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
 from manylora.config.cold_start import ColdStartConfig
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
@@ -215,7 +215,7 @@ def test_names_of_journals() -> None:
 
 def test_only_the_present_attempts_next_tokens_are_taken() -> None:
     asked = GenerationRequest("id", (1, 2, 3), SamplingParams(max_tokens=8, n=2))
-    taken = TakenRequest(asked, Ledger(asked, lambda: 0.0), 5, (), 8)
+    taken = OpenRequest(asked, Ledger(asked, lambda: 0.0), 5, (), 8)
     assert taken.as_asked().attempts == 0
     sent = taken.assign(Assign("id", 1, 0, 1), epoch=1)
     assert (sent.attempt, sent.version, sent.resume) == (1, 5, ())
@@ -245,7 +245,7 @@ def test_only_the_present_attempts_next_tokens_are_taken() -> None:
 def test_the_router_is_told_what_replies_have_added_to_the_cache() -> None:
     prompt = tuple(range(100))
     asked = GenerationRequest("id", prompt, SamplingParams(max_tokens=99, n=2), cache_scope="mine")
-    taken = TakenRequest(asked, Ledger(asked, lambda: 0.0), 5, prefix_hashes(5, "mine", prompt), 8)
+    taken = OpenRequest(asked, Ledger(asked, lambda: 0.0), 5, prefix_hashes(5, "mine", prompt), 8)
     taken.assign(Assign("id", 1, 0, 1), epoch=1)
     replies = tuple(range(200, 230)), tuple(range(300, 399))
     for sample, reply in enumerate(replies):

@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 from manylora.cluster import local, messages
-from manylora.cluster.children import Launch
+from manylora.cluster.children import Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, start_child
 from manylora.cluster.slots import ProcessPlace
-from manylora.cluster.tasks import Tasks
 from manylora.config import EngineSettings, HttpSettings, ModelSettings
 from manylora.config.cluster import ClusterOptions
 from manylora.engine.wire import frame

@@ -129,7 +129,7 @@ def test_front_ends_know_whether_anything_can_serve(tmp_path: Path, monkeypatch:
             await until(lambda: client.why_unready() is None)
             for replica in range(2):
                 assert client.why_unready() is None
-                cluster.router.board.tell(Drain(replica, False))
+                cluster.router.board.handle(Drain(replica, False))
                 await asyncio.sleep(0.3)
             await until(lambda: client.why_unready() == "no replica takes requests")
             cluster.router.board.members.frontends[0].link.abort()

@@ -87,7 +87,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         raise AssertionError("it is served")
 
     monkeypatch.setattr("manylora.main.run_server", run_server)
-    monkeypatch.setattr("manylora.signals.stop_signals", tuple)
+    monkeypatch.setattr("manylora.processes.stop_signals", tuple)
     return Here(capsys)
 
 

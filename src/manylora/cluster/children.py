@@ -1,7 +1,7 @@
-"""How a process of a cluster is told what it is, and how it says that it runs: one socket pair with its starter.
+"""A process of a cluster (``python -m manylora.cluster.children FD``): its beginning, its tasks and its end.
 
-The stream's end means that the other side is gone: a child ends then, by itself and soon. Does not know what the
-processes do.
+Its starter sends over FD, one end of a socket pair, what it is to be; it answers that it runs. The stream's end
+means that the other side is gone: a child ends then, by itself and soon. Does not know what the processes do.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
 
 from manylora.cluster import messages
-from manylora.config import EngineSettings, HttpSettings
+from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
-from manylora.engine.wire import frame, receive_message
+from manylora.config.declaring import naming_what_is_missing
+from manylora.engine.wire import Failed, frame, receive_message
 from manylora.processes import at_parents_end
+from manylora.progress import configure_logging
 from manylora.types import BASE, AdapterId, EngineInfo
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ _to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
 class Starter(Protocol):
     """The process that has started this one, as it sees it."""
 
-    def say(self, message: messages.FromChild) -> None:
+    def report(self, message: messages.FromChild) -> None:
         """Dropped where the starter is gone."""
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
@@ -82,12 +84,7 @@ class PairedStarter:
         self._sock = socket.socket(fileno=descriptor)
         self._sending = threading.Lock()
 
-    def read_launch(self) -> Launch | None:
-        """What this process is to be; None where the starter is gone."""
-        message = self.read()
-        return message if isinstance(message, Launch) else None
-
-    def say(self, message: messages.FromChild) -> None:
+    def report(self, message: messages.FromChild) -> None:
         """See Starter."""
         try:
             with self._sending:
@@ -112,7 +109,7 @@ class PairedStarter:
                 stopped()
             else:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self.say, messages.Pong())
+                    loop.call_soon_threadsafe(self.report, messages.Pong())
         orphaned()
 
     def read(self) -> Any | None:
@@ -134,15 +131,15 @@ def end_after(seconds: float, code: int = 1) -> None:
 _before_leaving: list[Callable[[int], None]] = []
 
 
-def tell_before_leaving(tell: Callable[[int], None]) -> None:
+def call_before_leaving(call: Callable[[int], None]) -> None:
     """Have this called with the exit code when the process ends by ``leave``."""
-    _before_leaving.append(tell)
+    _before_leaving.append(call)
 
 
 def leave(code: int) -> None:
     """End this process now: nothing that hangs keeps it."""
-    for tell in _before_leaving:
-        tell(code)
+    for call in _before_leaving:
+        call(code)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -152,3 +149,72 @@ def ignore_signals_of_terminals() -> None:
     """A terminal signals the whole group; the supervisor decides when its processes end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+class Tasks:
+    """The tasks of one owner on its event loop, kept alive. ``one_failed``: one has ended by an error, which is in
+    the log."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.one_failed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begin one."""
+        task = asyncio.get_running_loop().create_task(work, name=getattr(work, "__qualname__", None))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """End all."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s has failed", task.get_name(), exc_info=error)
+            self.one_failed.set()
+
+
+def run(launch: Launch, starter: Starter) -> int:
+    """Be the process of the launch's role until it ends; return the exit code."""
+    try:
+        return _run(launch, starter)
+    except ConfigError as error:
+        starter.report(Failed(str(error), is_user_error=True))
+        return REFUSED
+
+
+@naming_what_is_missing()
+def _run(launch: Launch, starter: Starter) -> int:
+    run: Callable[[Launch, Any], int]
+    if launch.role == messages.REPLICA:
+        from manylora.cluster.replica import run
+    elif launch.role == messages.FRONTEND:
+        from manylora.cluster.frontend import run
+    elif launch.role == messages.RAY:
+        from manylora.cluster.ray_driver import run
+    else:
+        from manylora.cluster.routing import run
+    return run(launch, starter)
+
+
+def main(descriptor: int) -> int:
+    """Be the process that the starter at the other end of ``descriptor`` asks for; return the exit code."""
+    ignore_signals_of_terminals()
+    configure_logging()
+    starter = PairedStarter(descriptor)
+    launch = starter.read()
+    return run(launch, starter) if isinstance(launch, Launch) else 1
+
+
+if __name__ == "__main__":
+    from manylora.cluster import children  # the one that all others import
+
+    children.leave(children.main(int(sys.argv[1])))

@@ -18,16 +18,16 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, redial
-from manylora.cluster.taken_request import TakenRequest
-from manylora.cluster.tasks import Tasks
+from manylora.cluster.open_request import OpenRequest
 from manylora.engine.client import SILENT_S, Delta, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.ledger import Ledger
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.wire import Deltas
 from manylora.protocol import AdapterError
 from manylora.protocol.hashing import prefix_hashes
-from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw, Withdrawn
+from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw
 from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 class ReplicaLink:
     """A front end's link to one epoch of a replica; keeps what is sent before the link is there.
 
-    Dials at once. ``hear`` gets each message; ``is_lost``: it could not be had, or has ended.
+    Dials at once. ``receive`` gets each message; ``is_lost``: it could not be had, or has ended.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplicaLink:
         endpoint: messages.Endpoint,
         credentials: Credentials,
         hello: Hello,
-        hear: Callable[[Any], None],
+        receive: Callable[[Any], None],
         lost: Callable[[ReplicaLink], None],
         tasks: Tasks,
     ) -> None:
@@ -63,7 +63,7 @@ class ReplicaLink:
         self.is_lost = False
         self._credentials = credentials
         self._hello = hello
-        self._hear = hear
+        self._receive = receive
         self._lost = lost
         self._unsent: list[msgspec.Struct] = []
         self._link: Link | None = None
@@ -110,7 +110,7 @@ class ReplicaLink:
                     if future is not None and not future.done():
                         future.set_result(message)
                 else:
-                    self._hear(message)
+                    self._receive(message)
         self._unsent.clear()
         self.is_lost = True
         self._lost(self)
@@ -154,7 +154,7 @@ class ClusterClient:
         self._max_waiting = max_waiting
         self._queue_timeout_s = queue_timeout_s
         self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
-        self._open: dict[RequestId, TakenRequest] = {}
+        self._open: dict[RequestId, OpenRequest] = {}
         self._waiting: set[RequestId] = set()  # of them, for which the router has no replica yet
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
@@ -199,14 +199,14 @@ class ClusterClient:
         if len(self._waiting) >= self._max_waiting:
             error = RequestError(429, f"{self._max_waiting} requests wait already; try again later")
         if error is not None:
-            self._tell_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
+            self._send_to_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
         ledger = Ledger(asked, time.monotonic, self._info.seed)
-        found = TakenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
+        found = OpenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
         self._waiting.add(asked.id)
-        self._tell_router().asked.append(found.as_asked())
+        self._note_to_send().asked.append(found.as_asked())
         if self._router is None:
             self._tasks.spawn(self._give_up_without_router(found))
 
@@ -225,39 +225,39 @@ class ClusterClient:
         for each in ledger.open_samples if sample is None else (sample,):
             if each in ledger.open_samples:
                 ledger.close(each)
-                self._tell_client(found.asked, Delta(request, each, finish_reason=reason))
+                self._send_to_client(found.asked, Delta(request, each, finish_reason=reason))
         self._send(found, messages.CancelAttempt(request, ledger.attempt, sample, reason))
         if ledger.has_ended:
             self._forget(found)
-            self._tell_router().cancelled.append(Cancelled(request))
+            self._note_to_send().cancelled.append(Cancelled(request))
 
-    def _tell_client(self, asked: GenerationRequest, delta: Delta) -> None:
+    def _send_to_client(self, asked: GenerationRequest, delta: Delta) -> None:
         self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
 
-    def _send(self, found: TakenRequest, message: msgspec.Struct) -> None:
+    def _send(self, found: OpenRequest, message: msgspec.Struct) -> None:
         """To the replica that has the request, if one has."""
         if found.replica is not None:
             link = self._replicas.get(found.replica)
             if link is not None and link.endpoint.epoch == found.epoch:
                 link.send(message)
 
-    def _forget(self, found: TakenRequest) -> None:
+    def _forget(self, found: OpenRequest) -> None:
         del self._open[found.asked.id]
         self._waiting.discard(found.asked.id)
 
-    def _end(self, found: TakenRequest) -> None:
+    def _end(self, found: OpenRequest) -> None:
         self._forget(found)
-        self._tell_router().ended.append(found.as_ended())
+        self._note_to_send().ended.append(found.as_ended())
 
-    def _refuse(self, found: TakenRequest, error: RequestError) -> None:
+    def _refuse(self, found: OpenRequest, error: RequestError) -> None:
         """Each of its samples ends with the error."""
         self._forget(found)
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
         for sample in samples:
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
-            self._tell_client(found.asked, delta)
+            self._send_to_client(found.asked, delta)
 
-    async def _give_up_without_router(self, found: TakenRequest) -> None:
+    async def _give_up_without_router(self, found: OpenRequest) -> None:
         """A request must not wait for ever for a router that does not come back."""
         await asyncio.sleep(self._queue_timeout_s)
         is_open = self._open.get(found.asked.id) is found
@@ -266,13 +266,13 @@ class ClusterClient:
 
     # ------------------------------------------------------------ replicas
 
-    def _hear_replica(self, message: Deltas) -> None:
+    def _receive_deltas(self, message: Deltas) -> None:
         for delta in message.deltas:
             found = self._open.get(delta.request)
             if found is None or not found.ledger.may_take(delta):
                 if delta.tokens:
                     self.stale_tokens += len(delta.tokens)
-                    self._tell_router()
+                    self._note_to_send()
                 continue
             out = found.take(delta)
             if found.recomputes and delta.tokens:
@@ -285,37 +285,34 @@ class ClusterClient:
                 self._end(found)
                 continue
             if (progress := found.progress(delta.sample)) is not None:
-                self._tell_router().progress.append(progress)
+                self._note_to_send().progress.append(progress)
             if found.is_released:
-                attempt, positions = found.ledger.attempt, found.ledger.positions
-                self._tell_router().withdrawn.append(Withdrawn(delta.request, attempt, positions))
+                self._note_to_send().withdrawn.append(found.as_withdrawn())
 
     def _lose_replica(self, link: ReplicaLink) -> None:
-        self._tasks.spawn(self._ask_again(link))
+        self._tasks.spawn(self._replace(link))
 
-    async def _ask_again(self, link: ReplicaLink) -> None:
-        """The link has ended; where the router does nothing about it, its requests are to go on elsewhere."""
+    async def _replace(self, link: ReplicaLink) -> None:
+        """Take the requests of a link that has ended elsewhere, and dial its replica again."""
         endpoint = link.endpoint
-        lost = [
-            (found, found.ledger.attempt)
-            for found in self._open.values()
-            if (found.replica, found.epoch) == (endpoint.id, endpoint.epoch)
-        ]
-        await asyncio.sleep(ASK_AGAIN_S)
-        for found, attempt in lost:
-            if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
-                self._give_up_attempt(found)
+        place = endpoint.id, endpoint.epoch
+        await self._ask_again([each for each in self._open.values() if (each.replica, each.epoch) == place])
         if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
             self._replicas[endpoint.id] = self._link_to(endpoint)
 
-    def _give_up_attempt(self, found: TakenRequest) -> None:
-        found.replica = None
-        self._waiting.add(found.asked.id)
-        self._tell_router().asked.append(found.as_asked())
+    async def _ask_again(self, lost: list[OpenRequest]) -> None:
+        """Give attempts up, unless the router does something about them first."""
+        attempts = [found.ledger.attempt for found in lost]
+        await asyncio.sleep(ASK_AGAIN_S)
+        for found, attempt in zip(lost, attempts, strict=True):
+            if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
+                found.replica = None
+                self._waiting.add(found.asked.id)
+                self._note_to_send().asked.append(found.as_asked())
 
     def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
         return ReplicaLink(
-            endpoint, self._credentials, self._hello, self._hear_replica, self._lose_replica, self._tasks
+            endpoint, self._credentials, self._hello, self._receive_deltas, self._lose_replica, self._tasks
         )
 
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
@@ -331,7 +328,7 @@ class ClusterClient:
 
     # ------------------------------------------------------------ the router
 
-    def _tell_router(self) -> messages.Note:
+    def _note_to_send(self) -> messages.Note:
         """What goes to the router when this round of the event loop is over."""
         if not self._has_note:
             self._has_note = True
@@ -353,7 +350,7 @@ class ClusterClient:
             )
             self._greet(link)
             while (message := await link.receive()) is not None:
-                self._hear_router(link, message)
+                self._receive_from_router(link, message)
             log.warning("the link to the router has ended")
             self._router, self._lost_router_s = None, time.monotonic()
             self._fail_calls()
@@ -371,13 +368,12 @@ class ClusterClient:
             else:
                 note.held.append(found.as_held())
                 if found.is_released:
-                    attempt, positions = found.ledger.attempt, found.ledger.positions
-                    note.withdrawn.append(Withdrawn(found.asked.id, attempt, positions))
+                    note.withdrawn.append(found.as_withdrawn())
         link.send(note)
         link.send(messages.Synced())
         self._router = link
 
-    def _hear_router(self, link: Link, message: Any) -> None:
+    def _receive_from_router(self, link: Link, message: Any) -> None:
         match message:
             case messages.Rulings(assign, withdraw, refuse):
                 for order in assign:
@@ -385,7 +381,7 @@ class ClusterClient:
                 for each in withdraw:
                     self._withdraw(each)
                 for refusal in refuse:
-                    self._hear_refusal(refusal)
+                    self._receive_refusal(refusal)
             case messages.Endpoints(endpoints, can_serve):
                 self._can_serve = can_serve
                 self._see_endpoints(endpoints)
@@ -399,7 +395,7 @@ class ClusterClient:
                 if future is not None and not future.done():
                     future.set_result(message)
 
-    def _hear_refusal(self, refusal: Refuse) -> None:
+    def _receive_refusal(self, refusal: Refuse) -> None:
         found = self._open.get(refusal.request)
         if found is not None:
             log.warning("request %s is refused: %s", refusal.request, refusal.error.message)
@@ -415,15 +411,9 @@ class ClusterClient:
         link = self._replicas.get(order.replica)
         request = found.assign(order, link.endpoint.epoch if link is not None else -1)
         if link is None or link.is_lost:
-            self._tasks.spawn(self._ask_for_another(found))
+            self._tasks.spawn(self._ask_again([found]))
         else:
             link.send(messages.Attempt(request, order.number, router))
-
-    async def _ask_for_another(self, found: TakenRequest) -> None:
-        attempt = found.ledger.attempt
-        await asyncio.sleep(ASK_AGAIN_S)
-        if self._open.get(found.asked.id) is found and found.ledger.attempt == attempt:
-            self._give_up_attempt(found)
 
     def _withdraw(self, order: Withdraw) -> None:
         found = self._open.get(order.request)

@@ -36,14 +36,14 @@ from manylora.engine.wire import Failed
 from manylora.listening import address_of, bound
 from manylora.main import (
     check_model,
-    configure_logging,
     connection_limits,
     load_texts,
     run_loop,
     server_settings,
 )
 from manylora.models.source import resolve_model
-from manylora.signals import stop_signals
+from manylora.processes import stop_signals
+from manylora.progress import configure_logging
 from manylora.text.texts import Texts
 from manylora.types import EngineInfo
 
@@ -60,14 +60,9 @@ _decoder = msgspec.msgpack.Decoder(messages.Joining)
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop."""
-    try:
-        credentials = credentials_of(launch.secret, launch.cluster.tls)
-        texts = load_texts(launch.engine.model)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
-
+    """Serve until told to stop; return the exit code. Raises ConfigError."""
+    credentials = credentials_of(launch.secret, launch.cluster.tls)
+    texts = load_texts(launch.engine.model)
     assert launch.info is not None
     client = ClusterClient(
         launch.info,
@@ -84,7 +79,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     def is_ready(of_server: Callable[[], None]) -> None:
         nonlocal stop
         stop = of_server
-        starter.say(messages.ChildReady())
+        starter.report(messages.ChildReady())
 
     def orphaned() -> None:
         stop()

@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex
 import msgspec
 
 from manylora._version import VERSION
-from manylora.cluster.tasks import Tasks
+from manylora.cluster.children import Tasks
 from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS, TlsFiles
 from manylora.engine.wire import EMPTY, FrameTooLong, body_of, frame, read_body
@@ -191,7 +191,7 @@ class Link:
         self.is_open = True
         self._most_silent_beats = welcome.silence_s / BEAT_S
         self._silent_beats = 0
-        self._has_said = False
+        self._has_sent = False
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
@@ -210,9 +210,9 @@ class Link:
             self.abort()
         if self._writer.transport.is_closing():
             return
-        if not self._has_said:
+        if not self._has_sent:
             self._writer.write(EMPTY)
-        self._has_said = False
+        self._has_sent = False
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -224,7 +224,7 @@ class Link:
             self.abort()
             return
         self._writer.write(frame(message))
-        self._has_said = True
+        self._has_sent = True
 
     async def receive(self) -> Any | None:
         """The next message; None when the link has ended, by whichever side or by what is no message."""

@@ -201,7 +201,7 @@ async def start_child(
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *command("manylora.cluster.process", str(theirs.fileno())),
+            *command("manylora.cluster.children", str(theirs.fileno())),
             pass_fds=[theirs.fileno(), *descriptors],
             env={**os.environ, **environment},
             process_group=0,
@@ -232,7 +232,7 @@ class LocalProcess:
         self._reader = reader
         self._writer = writer
         self._role = role
-        self._saying: asyncio.Future[Any] | None = None
+        self._receiving: asyncio.Future[Any] | None = None
 
     async def begun(self) -> Any | None:
         """See Started."""
@@ -268,14 +268,14 @@ class LocalProcess:
     async def _listen(self) -> Any | None:
         """Ask whether it lives, and wait a moment: what it says, or Pong where it only answers. Raises
         TimeoutError where it does neither."""
-        self.tell(messages.Ping())
+        self.send(messages.Ping())
         until_s, answer = time.monotonic() + PING_S, None
         while (left_s := until_s - time.monotonic()) > 0:
-            saying = self._saying = self._saying or asyncio.ensure_future(self.receive())
-            if not (await asyncio.wait([saying], timeout=left_s))[0]:
+            receiving = self._receiving = self._receiving or asyncio.ensure_future(self.receive())
+            if not (await asyncio.wait([receiving], timeout=left_s))[0]:
                 break
-            self._saying = None
-            if not isinstance(answer := saying.result(), messages.Pong):
+            self._receiving = None
+            if not isinstance(answer := receiving.result(), messages.Pong):
                 return answer
         if answer is None:
             raise TimeoutError
@@ -285,13 +285,13 @@ class LocalProcess:
         """The next thing that it says; None when it will say nothing any more."""
         return await read_message(self._reader, _from_child)
 
-    def tell(self, message: messages.ToChild) -> None:
+    def send(self, message: messages.ToChild) -> None:
         """Hand it a message."""
         self._writer.write(frame(message))
 
     def stop(self) -> None:
         """See Started."""
-        self.tell(messages.StopChild())
+        self.send(messages.StopChild())
 
     def kill(self) -> None:
         """See Started. With all that it has started, which may be stopped, too."""

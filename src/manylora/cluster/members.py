@@ -16,7 +16,7 @@ from typing import Any
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
-from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaFacts, ReplicaId, ScaleHint
+from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaId, ScaleHint
 from manylora.router.replicas import ReplicaState
 from manylora.router.router import Router
 from manylora.types import AdapterId
@@ -35,19 +35,17 @@ be started again; about to end."""
 class ReplicaMember:
     """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
     last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
-    ``told``: of those, what the router has been told."""
+    ``reported``: of those, what the router has been told."""
 
     id: ReplicaId
     epoch: int
     link: Link
-    facts: ReplicaFacts | None = None
-    address: tuple[str, int] = ("", 0)
-    cold_start: str = ""
+    up: messages.Up | None = None
     answers: dict[AdapterId, messages.AdapterReady] = dataclasses.field(default_factory=dict)
     asked: set[AdapterId] = dataclasses.field(default_factory=set)
     pauses: dict[AdapterId, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    told: set[AdapterId] = dataclasses.field(default_factory=set)
-    heard_s: float = dataclasses.field(default_factory=time.monotonic)
+    reported: set[AdapterId] = dataclasses.field(default_factory=set)
+    received_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def ask(self, listing: messages.Listing, *, verify: bool) -> None:
         """Have it serve a version, unless it was asked already."""
@@ -55,7 +53,7 @@ class ReplicaMember:
             self.asked.add(listing.id)
             self.link.send(messages.AddAdapter(listing, verify))
 
-    def hear_answer(self, answer: messages.AdapterReady) -> None:
+    def receive_answer(self, answer: messages.AdapterReady) -> None:
         """It serves the version, or says why not."""
         if answer.id not in self.asked:
             return
@@ -122,19 +120,19 @@ class Members:
         """Where front ends find the replicas that are up."""
         return messages.Endpoints(
             [
-                messages.Endpoint(each.id, each.epoch, *each.address)
+                messages.Endpoint(each.id, each.epoch, each.up.host, each.up.port)
                 for each in self.replicas.values()
-                if each.id in up and up[each.id].epoch == each.epoch
+                if each.up is not None and each.id in up and up[each.id].epoch == each.epoch
             ],
             can_serve(up),
         )
 
-    def unheard(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:
+    def unlinked(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:
         """Those that run and are not linked."""
         linked = {each.id: each.epoch for each in self.replicas.values()}
         return [slot for slot in slots if slot.state == "running" and linked.get(slot.id, 0) < slot.epoch]
 
-    def tell_frontends(self, message: messages.ToFrontendFromRouter) -> None:
+    def send_to_frontends(self, message: messages.ToFrontendFromRouter) -> None:
         """The same to all."""
         for each in self.frontends.values():
             each.link.send(message)
@@ -256,7 +254,7 @@ def _replica(
         "reclaimable_pages": report.reclaimable_pages if report else 0,
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
         "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
-        "cold_start": member.cold_start if member is not None else "",
+        "cold_start": member.up.cold_start if member is not None and member.up is not None else "",
         "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
-        "heard_s_ago": round(time.monotonic() - member.heard_s, 3) if member is not None else None,
+        "heard_s_ago": round(time.monotonic() - member.received_s, 3) if member is not None else None,
     }

@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from manylora.cluster import messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.members import state_of
 from manylora.cluster.switchboard import Switchboard
-from manylora.cluster.tasks import Tasks
 from manylora.config.cluster import MOST_REPLICAS, ClusterOptions
 from manylora.protocol.routing import Drain, MoveAsked, ReplicaId, ScaleHint
 
@@ -130,10 +130,10 @@ class Operations:
         slot = self._slot(replica)
         if slot is None:
             raise Refusal(f"there is no replica {replica}")
-        self._board.tell_supervisor(messages.NoteDrain(replica, drains_to))
+        self._board.send_to_supervisor(messages.NoteDrain(replica, drains_to))
         self._drained.add((replica, slot.epoch))
         if self._is_up(replica, slot.epoch):
-            self._board.tell(Drain(replica, migrate))
+            self._board.handle(Drain(replica, migrate))
             await self._until(lambda: self._is_empty(replica, slot.epoch))
         return slot.epoch
 
@@ -172,7 +172,7 @@ class Operations:
             free = (replica for replica in range(2 * MOST_REPLICAS) if replica not in used)
             new = [next(free) for _ in range(count - len(staying))]
             self._asked.update(new)
-            self._board.tell_supervisor(messages.StartReplicas(new))
+            self._board.send_to_supervisor(messages.StartReplicas(new))
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
@@ -187,7 +187,7 @@ class Operations:
         self._removing.add(replica)
         try:
             await self._empty(replica, "remove", migrate=True)
-            self._board.tell_supervisor(messages.EndSlot(replica))
+            self._board.send_to_supervisor(messages.EndSlot(replica))
             await self._until(lambda: self._slot(replica) is None)
         finally:
             self._removing.discard(replica)
@@ -222,7 +222,7 @@ class Operations:
 
     async def _start_anew(self, replica: ReplicaId) -> None:
         epoch = await self._empty(replica, "restart", migrate=True)
-        self._board.tell_supervisor(messages.EndReplica(replica, epoch))
+        self._board.send_to_supervisor(messages.EndReplica(replica, epoch))
         await self._until_up({replica: epoch + 1})
 
     # ------------------------------------------------------------ moves
@@ -242,7 +242,7 @@ class Operations:
             """Asks for those that can be let go by now."""
             for name in [name for name in left - asked if router.can_leave(name)]:
                 asked.add(name)
-                self._board.tell(MoveAsked(name, replica))
+                self._board.handle(MoveAsked(name, replica))
             there.update(
                 name for name in left if name in known.requests and not known.requests[name].is_withdrawing
             )

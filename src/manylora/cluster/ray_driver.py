@@ -8,15 +8,17 @@ before anything is placed there. No request and no token passes here.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ipaddress
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +28,6 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.local import gpus_needed, shared_pools, with_share
-from manylora.cluster.ray_actor import ReplicaActor
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
@@ -34,6 +35,7 @@ from manylora.engine.wire import Failed
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.processes import at_parents_end
+from manylora.progress import configure_logging
 from manylora.types import first_line
 
 REACH_S = 3.0
@@ -43,6 +45,8 @@ MEASURE_S = 60.0
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing is kept there; Ray asks for as much at least."""
 _PORT = 6379
+_ANSWER_S = 0.1
+"""What the last answer may take to leave a process that ends."""
 
 _launch = msgspec.msgpack.Decoder(children.Launch)
 _encoder = msgspec.msgpack.Encoder()
@@ -155,18 +159,16 @@ class RayNodes:
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
-    """Until the starter says that all is over, or is gone."""
+    """Place replicas until the starter ends it, or is gone; return the exit code. Raises ConfigError."""
     at_parents_end(signal.SIGCONT)  # it has to tidy up after that
     _keep_stderr_for_replicas()
     try:
         driver = _Driver(launch, starter)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return 2
+    except ConfigError:
+        raise
     except Exception as error:  # Ray's own have no common base
-        starter.say(Failed(f"Ray does not work: {first_line(error)}", is_user_error=True))
-        return 2
-    starter.say(messages.RayReady(driver.nodes.most))
+        raise ConfigError(f"Ray does not work: {first_line(error)}") from error
+    starter.report(messages.RayReady(driver.nodes.most))
     while (message := starter.read()) is not None:
         match message:
             case messages.StartActor():
@@ -230,7 +232,7 @@ class _Driver:
     def _give_up(self, address: str) -> None:
         time.sleep(CONNECT_S if address != "local" else MEASURE_S)
         if not self._is_connected:
-            self._starter.say(Failed(f"Ray at {address} does not answer", is_user_error=True))
+            self._starter.report(Failed(f"Ray at {address} does not answer", is_user_error=True))
             children.leave(2)
 
     def _measured(self, launch: children.Launch) -> list[RayNodeFacts]:
@@ -275,7 +277,7 @@ class _Driver:
         try:
             life = self._start(name, order.launch)
             said = _said.decode(self._ray.get(self._actors[name].said.remote()))
-            self._starter.say(messages.ActorSaid(name, said))
+            self._starter.report(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
             code, reason = children.FENCED, first_line(error)  # it may live, cut off
@@ -284,7 +286,7 @@ class _Driver:
         self.kill(name)
         self._actors.pop(name, None)
         self._placed.pop(name, None)
-        self._starter.say(messages.ActorEnded(name, code, reason))
+        self._starter.report(messages.ActorEnded(name, code, reason))
 
     def _start(self, name: str, encoded: bytes) -> Any:
         """The call that ends with the actor."""
@@ -300,7 +302,7 @@ class _Driver:
         actor = self._actors[name] = ray.remote(ReplicaActor).options(**options).remote()
         pid, node, address = ray.get(actor.place.remote())
         self._placed[name] = node
-        self._starter.say(messages.ActorBegan(name, pid, node))
+        self._starter.report(messages.ActorBegan(name, pid, node))
         launch = _launch.decode(encoded)
         engine, threads = self.nodes.share(launch.engine, node, launch.id)
         host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
@@ -341,6 +343,78 @@ class _Driver:
         self._ray.shutdown()
         if self._own_folder is not None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- in an actor's process
+
+
+class ReplicaActor:
+    """A replica as an actor of Ray: the process that the local launcher starts, driven by Ray's calls.
+
+    The engine runs in the actor's own process, so that nothing outlives the actor. ``run`` is called first. Each
+    call has a thread of its own; calls see bytes, as links do.
+    """
+
+    def __init__(self) -> None:
+        configure_logging()
+        self._said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._code: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._stopped: Callable[[], None] | None = None
+
+    def place(self) -> tuple[int, str, str]:
+        """The process, and the node that it is on: Ray's id, and the address."""
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def run(self, launch: bytes, threads: int, folder: str) -> int:
+        """Be that replica until it ends; its exit code. A process that leaves at once still answers. ``folder``:
+        where paths begin."""
+        with contextlib.suppress(OSError):  # a node without it has whole paths only
+            os.chdir(folder)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+        def leaving(code: int) -> None:
+            self._code.put(code)
+            time.sleep(_ANSWER_S)
+
+        children.call_before_leaving(leaving)
+        threading.Thread(
+            target=self._run, args=(_launch.decode(launch),), name="manylora-replica", daemon=True
+        ).start()
+        return self._code.get()
+
+    def _run(self, launch: children.Launch) -> None:
+        code = 1
+        try:
+            code = children.run(launch, self)
+        finally:
+            self.report(Failed("the replica has ended"))
+            self._code.put(code)
+
+    def said(self) -> bytes:
+        """Wait for the first message: ChildReady, or Failed."""
+        return self._said.get()
+
+    def stop(self) -> None:
+        """End in order; a replica that is not built yet ends as it is."""
+        if self._stopped is None:
+            children.leave(0)
+        else:
+            self._stopped()
+
+    # The replica's starter.
+
+    def report(self, message: messages.FromChild) -> None:
+        """See Starter. Only the first message is asked for."""
+        self._said.put(_encoder.encode(message))
+
+    def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
+        """See Starter. An actor never learns that it is an orphan: it loses its lease."""
+        self._stopped = stopped
+
+
+# ---------------------------------------------------------------- reaching Ray
 
 
 def _keep_stderr_for_replicas() -> None:

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from manylora.cluster import messages
-from manylora.cluster.children import FENCED, Launch
+from manylora.cluster.children import FENCED, Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.wire import Failed
 
@@ -113,14 +112,14 @@ class RayLauncher:
     async def _follow(self, driver: LocalProcess) -> None:
         """Handle what the process says until it ends; then all its replicas have ended."""
         while (message := await driver.receive()) is not None:
-            self._hear(message)
+            self._receive(message)
         await driver.wait()
         self._driver = None
         log.error("the process that speaks to Ray has ended, and its replicas with it")
         for name in list(self._actors):
-            self._hear(messages.ActorEnded(name, FENCED, "the process that speaks to it has ended"))
+            self._receive(messages.ActorEnded(name, FENCED, "the process that speaks to it has ended"))
 
-    def _hear(self, message: object) -> None:
+    def _receive(self, message: object) -> None:
         match message:
             case messages.ActorBegan(name, pid, node):
                 if (actor := self._actors.get(name)) is not None:
@@ -128,16 +127,16 @@ class RayLauncher:
                 log.info("%s runs on node %s of Ray", name, node)
             case messages.ActorSaid(name, said):
                 if (actor := self._actors.get(name)) is not None:
-                    actor.say(said)
+                    actor.report(said)
             case messages.ActorEnded(name, code, reason):
                 if (actor := self._actors.pop(name, None)) is not None:
                     actor.end(code)
                 if reason:
                     log.warning("%s: Ray says: %s", name, reason)
 
-    def _tell(self, message: messages.ToRay) -> None:
+    def _send(self, message: messages.ToRay) -> None:
         if self._driver is not None:
-            self._driver.tell(message)
+            self._driver.send(message)
 
     async def start(self, launch: Launch, descriptors: Sequence[int] = ()) -> Started:
         """See Launcher."""
@@ -150,8 +149,8 @@ class RayLauncher:
                 except ConfigError as error:
                     raise OSError(str(error)) from error
         name = f"replica {launch.id} (epoch {launch.epoch})"
-        actor = self._actors[name] = RayProcess(name, self._tell)
-        self._tell(messages.StartActor(name, _encoder.encode(launch)))
+        actor = self._actors[name] = RayProcess(name, self._send)
+        self._send(messages.StartActor(name, _encoder.encode(launch)))
         await actor.wait_begun()
         return actor
 
@@ -159,7 +158,7 @@ class RayLauncher:
         """End what is left, and leave nothing of it."""
         self._tasks.cancel()
         if (driver := self._driver) is not None:
-            driver.tell(messages.StopChild())
+            driver.send(messages.StopChild())
             try:
                 await asyncio.wait_for(driver.wait(), CLOSE_S)
             except TimeoutError:
@@ -172,10 +171,10 @@ class RayLauncher:
 class RayProcess:
     """See Started. ``pid``: on its own node."""
 
-    def __init__(self, name: str, tell: Callable[[messages.ToRay], None]) -> None:
+    def __init__(self, name: str, send: Callable[[messages.ToRay], None]) -> None:
         self.pid = 0
         self._name = name
-        self._tell = tell
+        self._send = send
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
         self._code = 0
@@ -186,7 +185,7 @@ class RayProcess:
         self.pid = pid
         self._begun.set()
 
-    def say(self, said: messages.ChildReady | Failed) -> None:
+    def report(self, said: messages.ChildReady | Failed) -> None:
         """It has said this."""
         self._said.put_nowait(said)
 
@@ -217,11 +216,11 @@ class RayProcess:
 
     def stop(self) -> None:
         """See Started."""
-        self._tell(messages.StopActor(self._name))
+        self._send(messages.StopActor(self._name))
 
     def kill(self) -> None:
         """See Started."""
-        self._tell(messages.KillActor(self._name))
+        self._send(messages.KillActor(self._name))
 
     async def wait(self) -> int:
         """See Started."""

@@ -22,10 +22,10 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.adapter_files import ADAPTER_FILES, adapter_digest
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import Link
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.messages import Listing
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError
 from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
@@ -48,20 +48,20 @@ CREATE TABLE IF NOT EXISTS log (
 class Rollout:
     """The registry, as replicas and front ends have it. Used on the router's event loop.
 
-    ``tell``: the router itself is to know.
+    ``report``: the router itself is to know.
     """
 
     def __init__(
         self,
         adapter_log: AdapterLog,
         members: Members,
-        tell: Callable[[RouterEvent], None],
+        report: Callable[[RouterEvent], None],
         wait_s: float,
     ) -> None:
         """``wait_s``: how long a load waits for a replica where there is none."""
         self._log = adapter_log
         self._members = members
-        self._tell = tell
+        self._report = report
         self._wait_s = wait_s
         self._busy: set[str] = set()
         self._uses: collections.Counter[AdapterId] = collections.Counter()
@@ -101,7 +101,7 @@ class Rollout:
             self._append(*(msgspec.structs.replace(each, state="gone") for each in half))
         for each in self._log.current.values():
             if each.rank:
-                self._tell(Listed(each.id, each.rank, each.num_pages, each.revision))
+                self._report(Listed(each.id, each.rank, each.num_pages, each.revision))
             if each.state == "leaving":
                 self._tasks.spawn(self._retire(each))
 
@@ -138,14 +138,14 @@ class Rollout:
         if learnt or bad:
             self._append(*learnt, *bad)
             for each in learnt:
-                self._tell(Listed(each.id, each.rank, each.num_pages, self.revision))
+                self._report(Listed(each.id, each.rank, each.num_pages, self.revision))
 
-    def hear(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
+    def receive(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
         """A replica has done what it was asked for."""
         if isinstance(message, messages.AdapterGone):
             replica.forget(message.id)
         else:
-            replica.hear_answer(message)
+            replica.receive_answer(message)
         self.pulse()
 
     def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
@@ -157,11 +157,11 @@ class Rollout:
         """The versions that requests may name and the replica cannot serve; the log has what is new."""
         found = self._lacking(replica)
         for listing in found:
-            if listing.id not in replica.told:
+            if listing.id not in replica.reported:
                 why = replica.why_not(listing.id)
                 log.warning("replica %d is without adapter %r: %s", replica.id, listing.name, why)
-        replica.told = {listing.id for listing in found}
-        return tuple(sorted(replica.told))
+        replica.reported = {listing.id for listing in found}
+        return tuple(sorted(replica.reported))
 
     def names_lacking(self) -> dict[ReplicaId, list[str]]:
         """What each replica cannot serve, for people."""
@@ -179,7 +179,7 @@ class Rollout:
                     if listing.state == "listed":
                         replica.ask_again(listing)
 
-    def hear_revision(self, frontend: FrontendMember, revision: int) -> None:
+    def receive_revision(self, frontend: FrontendMember, revision: int) -> None:
         """A front end goes by this revision now."""
         frontend.revision = max(frontend.revision, revision)
         self.pulse()
@@ -240,21 +240,21 @@ class Rollout:
                 before = self._log.find(name)
                 ends = [] if before is None else [msgspec.structs.replace(before, state="leaving")]
                 # Known to the router first: a front end may name it as soon as it hears of the revision.
-                self._tell(Listed(listing.id, listing.rank, listing.num_pages, self.revision + 1))
+                self._report(Listed(listing.id, listing.rank, listing.num_pages, self.revision + 1))
                 self._append(listing, *ends)
             except BaseException:
                 self._give_up(found)
                 raise
             await self._known_everywhere()
             for each in ends:
-                self._tell(Unlisted(each.id, self.revision))
+                self._report(Unlisted(each.id, self.revision))
                 self._tasks.spawn(self._retire(each))
             return listing
         finally:
             self._busy.discard(name)
 
     def _give_up(self, found: messages.Listing) -> None:
-        self._tell(Unlisted(found.id, self.revision))
+        self._report(Unlisted(found.id, self.revision))
         for replica in self._members.replicas.values():
             if found.id in replica.asked:
                 replica.drop(found.id)
@@ -263,7 +263,7 @@ class Rollout:
 
     async def _load_everywhere(self, found: messages.Listing) -> messages.Listing:
         for replica in self._members.replicas.values():
-            if replica.facts is not None:
+            if replica.up is not None:
                 replica.ask(found, verify=True)
 
         def answers() -> list[messages.AdapterReady | None]:
@@ -297,18 +297,18 @@ class Rollout:
         leaving = msgspec.structs.replace(before, state="leaving")
         self._append(leaving)
         await self._known_everywhere()
-        self._tell(Unlisted(leaving.id, self.revision))
+        self._report(Unlisted(leaving.id, self.revision))
         await self._retire(leaving)
 
     async def _retire(self, leaving: messages.Listing) -> None:
         """Requests that have come are served; then each replica frees the version."""
         while self._uses[leaving.id]:
             await self._change.wait()
-        told: set[ReplicaMember] = set()
+        asked: set[ReplicaMember] = set()
         while holders := [each for each in self._members.replicas.values() if leaving.id in each.asked]:
             for replica in holders:
-                if replica not in told:  # one may have come meanwhile
-                    told.add(replica)
+                if replica not in asked:  # one may have come meanwhile
+                    asked.add(replica)
                     replica.drop(leaving.id)
             await self._change.wait()
         if leaving.id in self._log.current:
@@ -322,7 +322,7 @@ class Rollout:
     def _append(self, *listings: messages.Listing) -> None:
         appended = self._log.append(*listings)
         news = messages.Revisions(self.revision, appended)
-        self._members.tell_frontends(news)
+        self._members.send_to_frontends(news)
         if self._members.supervisor is not None:
             self._members.supervisor.send(news)
 

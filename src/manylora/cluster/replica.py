@@ -22,6 +22,7 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import AdapterCache, FileSource, adapter_digest, pull
 from manylora.cluster.blame import StepNote, StepNotingExecutor
+from manylora.cluster.children import Tasks
 from manylora.cluster.folder import step_file
 from manylora.cluster.link import (
     Credentials,
@@ -35,7 +36,6 @@ from manylora.cluster.link import (
     why_strange,
 )
 from manylora.cluster.recording import without_what_fails
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
@@ -68,7 +68,7 @@ _READ_BYTES_S = 1e9
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop, or has no lease."""
+    """Serve until told to stop, or without a lease; return the exit code. Raises ConfigError."""
     folder = Path(launch.folder)
     try:
         note = StepNote(step_file(folder, launch.id, launch.epoch))
@@ -84,12 +84,11 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         wrap = None if note is None else lambda executor: StepNotingExecutor(executor, note)
         engine = launch.engine if launch.epoch == 1 else without_what_fails(launch.engine)
         driver = build_driver(engine, wrap=wrap, has_all_adapters=False)
-    except ConfigError as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
+    except ConfigError:
+        raise
     except Exception as error:
         log.exception("the replica could not start")
-        starter.say(Failed(f"the replica could not start: {error}"))
+        starter.report(Failed(f"the replica could not start: {error}"))
         return 1
 
     def stop() -> None:
@@ -215,7 +214,7 @@ class _Replica:
         self._address = listener.address
         for work in (self._follow_router(), self._report()):
             self._tasks.spawn(work)
-        starter.say(messages.ChildReady(self._driver.info))
+        starter.report(messages.ChildReady(self._driver.info))
         ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return 1
@@ -243,13 +242,13 @@ class _Replica:
                 case messages.ReleaseAttempt(request, attempt):
                     self._driver.withdraw(request, attempt)
                 case messages.AskStats(call):
-                    self._tasks.spawn(self._tell_stats(link, call))
+                    self._tasks.spawn(self._send_stats(link, call))
         for request, found in list(self._open.items()):
             if found.link is link:
                 del self._open[request]
                 self._driver.abort(request, None, "abort")
 
-    async def _tell_stats(self, link: Link, call: int) -> None:
+    async def _send_stats(self, link: Link, call: int) -> None:
         try:
             stats = await asyncio.wrap_future(self._driver.stats())
             link.send(messages.Stats(call, stats, self._driver.adapter_uses()))
@@ -295,12 +294,12 @@ class _Replica:
                 )
             )
             self._router = link
-            self._say_alive()
+            self._send_alive()
             while (message := await link.receive()) is not None:
-                self._hear_router(link, message)
+                self._receive(link, message)
             self._router = None
 
-    def _hear_router(self, link: Link, message: object) -> None:
+    def _receive(self, link: Link, message: object) -> None:
         match message:
             case messages.Lease(sent_s):
                 self._lease.renew(sent_s)
@@ -335,7 +334,7 @@ class _Replica:
             answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
         except EngineDead as error:
             answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
-        loop.call_soon_threadsafe(self._say, answer)
+        loop.call_soon_threadsafe(self._send, answer)
 
     def _drop(self, loop: asyncio.AbstractEventLoop, adapter: AdapterId) -> None:
         """On the thread for adapters, so that an adapter is never dropped before it was added."""
@@ -343,13 +342,13 @@ class _Replica:
         try:
             freed = self._driver.remove_adapter("", adapter)
         except AdapterError:  # it was never served here, or was dropped before
-            loop.call_soon_threadsafe(self._say, gone)
+            loop.call_soon_threadsafe(self._send, gone)
             return
 
         def tell(done: concurrent.futures.Future[None]) -> None:
             self._adapters.pop(adapter, None)
             self._work.submit(self._let_files_go, adapter)
-            loop.call_soon_threadsafe(self._say, gone)
+            loop.call_soon_threadsafe(self._send, gone)
 
         freed.add_done_callback(tell)
 
@@ -358,7 +357,7 @@ class _Replica:
         if self._cache is not None:
             self._cache.release(adapter)
 
-    def _say(self, message: messages.ToRouterFromReplica) -> None:
+    def _send(self, message: messages.ToRouterFromReplica) -> None:
         """To the router that there is now."""
         if self._router is not None:
             self._router.send(message)
@@ -387,7 +386,7 @@ class _Replica:
             self._asked = asyncio.wrap_future(self._driver.status(is_full))
         done, _ = await asyncio.wait([self._asked], timeout=STATUS_S)
         if not done:
-            self._say_alive()
+            self._send_alive()
             return
         asked, self._asked = self._asked, None
         status = asked.result()
@@ -402,12 +401,12 @@ class _Replica:
         self._last = status
         link.send(messages.Alive(now, self._report_of(status)))
 
-    def _say_alive(self) -> None:
+    def _send_alive(self) -> None:
         """A step is long: counts are as they were."""
         report = None
         if self._last is not None and not self._is_whole:
             report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))
-        self._say(messages.Alive(time.monotonic(), report))
+        self._send(messages.Alive(time.monotonic(), report))
 
     def _report_of(self, status: Status) -> ReplicaReport:
         self._seq += 1

@@ -1,38 +1,49 @@
-"""The router's process: which adapters there are at its start, and its end."""
+"""The router's process: its start, its end, and the admin socket, which takes an operator's questions.
+
+The socket lies in the cluster's folder, for its owner alone. A question is a JSON object with ``do``, in one line;
+the answer says ``error``, or what was done. Both sides reach the socket by the folder's descriptor, since a
+socket's path may be short only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
-from manylora.cluster.admin import Admin
-from manylora.cluster.operations import Operations
+from manylora.cluster.children import Tasks
+from manylora.cluster.folder import admin_socket, short_path
+from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings
-from manylora.engine.wire import Failed
 from manylora.main import warn_of_shares
 from manylora.protocol import AdapterError
 from manylora.types import why_reserved
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 4096
+LOOK_S = 1.0
+
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Until it is told to stop."""
+    """Route until told to stop; return the exit code. Raises ConfigError."""
     try:
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
         adapter_log.restore(launch.listings, launch.last_adapter)
         process = Switchboard(
             launch, adapter_log, [] if launch.takes_over else _named_adapters(launch.engine)
         )
-    except (AdapterError, ConfigError) as error:
-        starter.say(Failed(str(error), is_user_error=True))
-        return children.REFUSED
+    except AdapterError as error:
+        raise ConfigError(str(error)) from error
     if not launch.takes_over:
         _warn_of_shares(launch, adapter_log)
 
@@ -50,7 +61,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         await admin.start()
         tasks.spawn(admin.keep())
         starter.watch(stop, stop)
-        starter.say(messages.ChildReady())
+        starter.report(messages.ChildReady())
         await stopped.wait()
         tasks.cancel()
         process.close()
@@ -86,3 +97,73 @@ def _named_adapters(settings: EngineSettings) -> list[tuple[str, str]]:
             else:
                 named.setdefault(name, str(folder))
     return list(named.items())
+
+
+class Admin:
+    """Answers, as long as the router runs."""
+
+    def __init__(self, board: Switchboard, operations: Operations, folder: Path) -> None:
+        self._board = board
+        self._operations = operations
+        self._folder = folder
+
+    async def keep(self) -> None:
+        """Listen again where the socket has vanished."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not admin_socket(self._folder).exists():
+                with contextlib.suppress(OSError):  # the folder may have vanished, too
+                    await self.start()
+
+    async def start(self) -> None:
+        """Listen; another router's socket goes. Raises OSError."""
+        admin_socket(self._folder).unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with short_path(self._folder) as path:
+            sock.bind(path)
+            os.chmod(path, 0o600)
+        await asyncio.start_unix_server(self._serve, sock=sock, limit=MOST_BYTES)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError):
+            question = json.loads(await reader.readline())
+            if isinstance(question, dict) and question.get("do") == "trace":
+                await self._trace(writer)
+            else:
+                answer = await self._answer(question)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        writer.close()
+
+    async def _answer(self, question: Any) -> dict[str, Any]:
+        operations = self._operations
+        try:
+            match question:
+                case {"do": "status"}:
+                    return self._board.status()
+                case {"do": "drain", "replica": int(replica), "migrate": bool(migrate)}:
+                    await operations.drain(replica, migrate=migrate)
+                    return {"said": f"replica {replica} is empty, and gets no more work"}
+                case {"do": "scale", "replicas": int(count)}:
+                    await operations.in_time(operations.scale(count))
+                    return {"said": f"{count} replicas run"}
+                case {"do": "remove", "replica": int(replica)}:
+                    await operations.in_time(operations.remove(replica))
+                    return {"said": f"replica {replica} has ended"}
+                case {"do": "restart"}:
+                    count = await operations.in_time(operations.restart())
+                    return {"said": f"{count} replicas were started anew"}
+                case {"do": "move", "request": str(request), "replica": int(replica)}:
+                    count = await operations.move(request, replica)
+                    return {"said": f"{count} requests moved to replica {replica}"}
+        except Refusal as error:
+            return {"error": str(error)}
+        return {"error": "the router does not understand the question: is it of another version?"}
+
+    async def _trace(self, writer: asyncio.StreamWriter) -> None:
+        """Each decision as a line, until the other side leaves."""
+        lines: asyncio.Queue[str] = asyncio.Queue(10_000)
+        with self._board.trace.traced(lines):
+            while not writer.is_closing():
+                writer.write((await lines.get()).encode() + b"\n")
+                await writer.drain()

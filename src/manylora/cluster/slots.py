@@ -125,7 +125,7 @@ class ReplicaPlace:
         self._is_wanted = True
         self._is_ended = False  # the present process, by this one
 
-    def as_told(self) -> messages.Slot:
+    def as_slot(self) -> messages.Slot:
         """What the router is to know."""
         process = self._place.process
         pid = 0 if process is None else process.pid

@@ -21,22 +21,23 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
+from manylora.cluster.children import Tasks
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.slots import ProcessPlace, ReplicaPlace
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound
-from manylora.main import check_model, configure_logging
+from manylora.main import check_model
 from manylora.models.source import resolve_model
+from manylora.processes import stop_signals
+from manylora.progress import configure_logging
 from manylora.protocol.routing import ReplicaId
 from manylora.router.router import Router
-from manylora.signals import stop_signals
 from manylora.types import BASE, AdapterId
 
 log = logging.getLogger("manylora")
@@ -214,21 +215,25 @@ class _Supervisor:
                 self._launch = msgspec.structs.replace(self._launch, info=slot.info)
                 for number in range(self._launch.cluster.frontends):
                     self._tasks.spawn(self._keep_frontend(number))
-        self._tell_table()
+        self._send_table()
 
     def _exited(self, exited: messages.Exited) -> None:
         slot = self._slots.get(exited.replica)
         failed = None if slot is None else slot.failed
         if failed is not None and not self._is_serving:
-            if not self._failed.done():
-                self._failed.set_result(failed)
+            self._fail(failed)
             return
         if failed is not None:
             log.error("replica %d: %s", exited.replica, failed.message)
         if self._link is not None:
             self._link.send(exited)
 
-    def _tell_table(self) -> None:
+    def _fail(self, failed: Failed) -> None:
+        """End the cluster if it does not serve yet; the first reason counts."""
+        if not self._is_serving and not self._failed.done():
+            self._failed.set_result(failed)
+
+    def _send_table(self) -> None:
         if self._link is None:
             return
         frontends = [
@@ -236,7 +241,7 @@ class _Supervisor:
             for number, place in self._frontends.items()
             if place.process is not None
         ]
-        slots = [slot.as_told() for slot in self._slots.values()]
+        slots = [slot.as_slot() for slot in self._slots.values()]
         self._link.send(
             messages.ProcessTable(
                 slots,
@@ -267,10 +272,10 @@ class _Supervisor:
             )
             with contextlib.suppress(NotStarted):
                 await self._router.start(launch, [descriptor])
-                said = await self._router.begun()
-                takes_over |= isinstance(said, messages.ChildReady)
-                if isinstance(said, Failed) and not self._is_serving and not self._failed.done():
-                    self._failed.set_result(said)
+                answer = await self._router.begun()
+                takes_over |= isinstance(answer, messages.ChildReady)
+                if isinstance(answer, Failed):
+                    self._fail(answer)
                 code = await self._router.ended()
                 if not self._is_stopping:
                     log.error("the router has ended with %d: another takes its place", code)
@@ -282,12 +287,12 @@ class _Supervisor:
             link = self._link = await redial(
                 self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
             )
-            self._tell_table()
+            self._send_table()
             while (message := await link.receive()) is not None:
-                self._hear_router(message)
+                self._receive(message)
             self._link = None
 
-    def _hear_router(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:
         match message:
             case messages.Revisions(_, listings, is_whole):
                 known = () if is_whole else self._listings.values()
@@ -300,12 +305,12 @@ class _Supervisor:
             case messages.NoteDrain(replica, drains_to):
                 if (slot := self._slots.get(replica)) is not None:
                     slot.drains_to = drains_to
-                    self._tell_table()
+                    self._send_table()
             case messages.StartReplicas(replicas):
                 for each in replicas:
                     if each not in self._slots:
                         self._add_slot(each)
-                self._tell_table()
+                self._send_table()
             case messages.EndSlot(replica):
                 if (slot := self._slots.get(replica)) is not None:
                     self._tasks.spawn(slot.end())
@@ -324,21 +329,19 @@ class _Supervisor:
             )
             with contextlib.suppress(NotStarted):
                 await place.start(launch, [descriptor])
-                self._tell_table()
-                said = await place.begun()
-                if isinstance(said, messages.ChildReady):
-                    self._say_serving()
-                elif not self._is_serving and not self._failed.done():
-                    if not isinstance(said, Failed):
-                        said = Failed("a front end ended while it was starting")
-                    self._failed.set_result(said)
+                self._send_table()
+                answer = await place.begun()
+                if isinstance(answer, messages.ChildReady):
+                    self._report_serving()
+                else:
+                    self._fail(answer or Failed("a front end ended while it was starting"))
                 code = await place.ended()
                 if not self._is_stopping:
                     log.error("front end %d has ended with %d: another takes its place", number, code)
-            self._tell_table()
+            self._send_table()
             await place.pause()
 
-    def _say_serving(self) -> None:
+    def _report_serving(self) -> None:
         if not self._is_serving:
             self._is_serving = True
             log.info("the cluster's folder is %s", self._launch.folder)

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from manylora.cluster import children, messages
+from manylora.cluster.children import Tasks
 from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
-from manylora.cluster.tasks import Tasks
 from manylora.config import ConfigError
 from manylora.protocol import AdapterError, SetTimer, Timer
 from manylora.protocol.routing import (
@@ -84,7 +84,7 @@ class Switchboard:
         self.decisions = Decisions()
         self._hint: ScaleHint | None = None
         self._hint_s = 0.0
-        self.registry = Rollout(adapter_log, self.members, self.tell, self.config.queue_timeout_s)
+        self.registry = Rollout(adapter_log, self.members, self.handle, self.config.queue_timeout_s)
         self._model = launch.model
         self._credentials = credentials_of(launch.secret, launch.cluster.tls, launch.router[0])
         self._engine = launch.engine
@@ -143,7 +143,7 @@ class Switchboard:
 
     # ------------------------------------------------------------ the machine
 
-    def tell(self, event: RouterEvent) -> None:
+    def handle(self, event: RouterEvent) -> None:
         """Have the router decide, and carry it out."""
         now = time.monotonic()
         if self._journal is not None:
@@ -161,7 +161,7 @@ class Switchboard:
             case Assign() | Withdraw() | Refuse():
                 self._order(command)
             case SetTimer(at):
-                self._timer = self._loop.call_later(max(0.0, at - now), self.tell, Timer())
+                self._timer = self._loop.call_later(max(0.0, at - now), self.handle, Timer())
             case Fence(replica, epoch):
                 self._fence(replica, epoch)
             case AskReport(replica):
@@ -207,7 +207,7 @@ class Switchboard:
         for link, each in orders.values():
             link.send(each)
 
-    def tell_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
+    def send_to_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
         """Dropped where the link to it has just ended: it ends with all the rest then."""
         if self.members.supervisor is not None:
             self.members.supervisor.send(message)
@@ -219,13 +219,13 @@ class Switchboard:
 
         def work() -> None:
             answer = solver.solve(problem)
-            self._loop.call_soon_threadsafe(self.tell, answer)
+            self._loop.call_soon_threadsafe(self.handle, answer)
 
         self._solving.submit(work)
 
     def _fence(self, replica: ReplicaId, epoch: int) -> None:
         self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
-        self.tell_supervisor(messages.EndReplica(replica, epoch))
+        self.send_to_supervisor(messages.EndReplica(replica, epoch))
         self._forget_replica(replica, epoch)
 
     def _forget_replica(self, replica: ReplicaId, epoch: int) -> None:
@@ -234,19 +234,19 @@ class Switchboard:
             member.link.abort()
             del self.members.replicas[replica]
             self.registry.pulse()
-        self._tell_endpoints()
+        self._send_endpoints()
 
-    def _tell_endpoints(self) -> None:
+    def _send_endpoints(self) -> None:
         if self._held_back is not None:
             return  # what is not linked yet may serve: front ends keep their links to it
         endpoints = self.members.endpoints(self.router.fleet.up)
         self._could_serve = endpoints.can_serve
-        self.members.tell_frontends(endpoints)
+        self.members.send_to_frontends(endpoints)
 
     def look(self) -> None:
         """Tell front ends where replicas have become silent, drain, or serve again."""
         if can_serve(self.router.fleet.up) != self._could_serve:
-            self._tell_endpoints()
+            self._send_endpoints()
 
     # ------------------------------------------------------------ links
 
@@ -278,19 +278,18 @@ class Switchboard:
             before.link.abort()
         member = self.members.replicas[hello.id] = ReplicaMember(hello.id, hello.epoch, link)
         while (message := await link.receive()) is not None:
-            member.heard_s = time.monotonic()
+            member.received_s = time.monotonic()
             match message:
-                case messages.Up(facts, host, port, adapters, cold_start):
-                    member.facts, member.address = facts, (host, port)
-                    member.cold_start = cold_start
-                    self.registry.greet(member, adapters)
+                case messages.Up():
+                    member.up = message
+                    self.registry.greet(member, message.adapters)
                     self._see_if_up(member)
                 case messages.Alive(sent_s, report):
                     link.send(messages.Lease(sent_s))
                     if report is not None and self._is_up(member):
-                        self.tell(report)
+                        self.handle(report)
                 case messages.AdapterReady() | messages.AdapterGone():
-                    self.registry.hear(member, message)
+                    self.registry.receive(member, message)
                     self._see_if_up(member)
         # One that is up may come back. If it does not, the supervisor says so, or its lease runs out.
         if self.members.replicas.get(hello.id) is member and not self._is_up(member):
@@ -302,17 +301,13 @@ class Switchboard:
         return known is not None and known.epoch == member.epoch
 
     def _see_if_up(self, member: ReplicaMember) -> None:
-        if (
-            member.facts is None
-            or not member.has_answered
-            or self.members.replicas.get(member.id) is not member
-        ):
+        if member.up is None or not member.has_answered or self.members.replicas.get(member.id) is not member:
             return
         up = self.router.fleet.up
         is_last = all(slot.id in up or slot.id == member.id for slot in self.table.slots)
         self.registry.settle(member, is_last=is_last)
         if not self._is_up(member):
-            self.tell(ReplicaUp(member.id, member.epoch, member.facts, self.registry.lacks(member)))
+            self.handle(ReplicaUp(member.id, member.epoch, member.up.facts, self.registry.lacks(member)))
             if not self._is_up(member):
                 return
             member.link.send(messages.AskWhole())
@@ -322,8 +317,8 @@ class Switchboard:
             if self._is_up(each) and each.has_answered:
                 lacks = self.registry.lacks(each)
                 if lacks != tuple(sorted(up[each.id].lacks)):
-                    self.tell(Lacks(each.id, each.epoch, lacks))
-        self._tell_endpoints()
+                    self.handle(Lacks(each.id, each.epoch, lacks))
+        self._send_endpoints()
 
     async def _serve_supervisor(self, link: Link) -> None:
         self.members.supervisor = link
@@ -334,7 +329,7 @@ class Switchboard:
             match message:
                 case messages.ProcessTable():
                     if not self.table.supervisor:  # the first one: of what another router has left
-                        self._loop.call_later(1.2 * self.config.lease_s, self._end_unheard, message.slots)
+                        self._loop.call_later(1.2 * self.config.lease_s, self._end_unlinked, message.slots)
                     self.table = message
                     self._settle_if_all_are_there()
                 case messages.Exited(replica, epoch, reason, is_crash, blamed):
@@ -342,7 +337,7 @@ class Switchboard:
                     log.log(level, "replica %d (epoch %d) has ended: %s", replica, epoch, reason)
                     self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
                     names = None if blamed is None else tuple(blamed)
-                    self.tell(ReplicaDown(replica, epoch, reason, is_crash, names))
+                    self.handle(ReplicaDown(replica, epoch, reason, is_crash, names))
                     self._forget_replica(replica, epoch)
         if self.members.supervisor is link:
             self.members.supervisor = None
@@ -369,12 +364,12 @@ class Switchboard:
                     if self._held_back is not None:
                         self._held_back.append((member, message))
                     else:
-                        self._hear_note(member, message)
+                        self._receive_note(member, message)
                 case messages.Synced():
                     member.is_synced = True
                     self._settle_if_all_are_there()
                 case messages.HasRevision(revision):
-                    self.registry.hear_revision(member, revision)
+                    self.registry.receive_revision(member, revision)
                 case messages.AdapterCall():
                     self._tasks.spawn(self._answer_adapter_call(link, message))
                 case messages.AskStatus(call):
@@ -386,22 +381,22 @@ class Switchboard:
 
     # ------------------------------------------------------------ front ends
 
-    def _hear_note(self, member: FrontendMember, note: messages.Note) -> None:
+    def _receive_note(self, member: FrontendMember, note: messages.Note) -> None:
         member.stale_tokens, member.recomputed_tokens = note.stale_tokens, note.recomputed_tokens
         for asked in note.asked:
             if self._own(member, asked):
-                self.tell(asked)
+                self.handle(asked)
         for held in note.held:
             if self._own(member, held.asked):
-                self.tell(held)
+                self.handle(held)
         news: list[Progress | Withdrawn] = [*note.progress, *note.withdrawn]
         for event in news:
             if event.request in self._owners:
-                self.tell(event)
+                self.handle(event)
         ends: list[Ended | Cancelled] = [*note.ended, *note.cancelled]
         for end in ends:
             if self._disown(end.request, member):
-                self.tell(end)
+                self.handle(end)
 
     def _own(self, member: FrontendMember, asked: Asked) -> bool:
         """Whether the request is this front end's: not if another one has one of the same id."""
@@ -431,7 +426,7 @@ class Switchboard:
         for request, (owner, _) in list(self._owners.items()):
             if owner is member:
                 self._disown(request)
-                self.tell(Cancelled(request))
+                self.handle(Cancelled(request))
 
     async def _answer_adapter_call(self, link: Link, call: messages.AdapterCall) -> None:
         reply = messages.Reply(call.call)
@@ -456,9 +451,9 @@ class Switchboard:
         if self.members.supervisor is not None and are_up and are_synced:
             self._settle()
 
-    def _end_unheard(self, slots: list[messages.Slot]) -> None:
+    def _end_unlinked(self, slots: list[messages.Slot]) -> None:
         """Of those that ran before this router did. Each has had the time of a lease to come back, or to end."""
-        for slot in self.members.unheard(slots):
+        for slot in self.members.unlinked(slots):
             if slot.epoch > self._fenced.get(slot.id, 0):
                 log.error("replica %d has not come back to the router: it is ended", slot.id)
                 self._fence(slot.id, slot.epoch)
@@ -470,8 +465,8 @@ class Switchboard:
         held_back, self._held_back = self._held_back, None
         log.info("the router has taken over")
         for member, note in held_back:
-            self._hear_note(member, note)
-        self._tell_endpoints()
+            self._receive_note(member, note)
+        self._send_endpoints()
 
     def status(self) -> dict[str, Any]:
         """See ``cluster.status``."""

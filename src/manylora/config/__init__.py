@@ -17,7 +17,6 @@ from manylora.config.declaring import (
     parse_size,
     setting_of,
 )
-from manylora.config.lora_sharding import LORA_SHARDINGS, LoraSharding, lora_sharding_of
 from manylora.config.merging import MERGE_MODES, MERGE_POLICIES, MergeConfig, MergeTimes, StepTimes
 from manylora.config.named import is_import_name, place_of
 from manylora.config.policy import (
@@ -30,13 +29,16 @@ from manylora.config.policy import (
 )
 from manylora.config.queueing import LEAST_PRIORITY, MOST_PRIORITY, QueueConfig, as_share
 from manylora.config.sections import (
+    LORA_SHARDINGS,
     MOST_SEQS,
     AdapterSettings,
     CacheSettings,
     EngineSettings,
     HttpSettings,
+    LoraSharding,
     ModelSettings,
     SchedulerSettings,
+    lora_sharding_of,
 )
 
 __all__ = [

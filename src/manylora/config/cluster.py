@@ -4,7 +4,7 @@ import dataclasses
 import ipaddress
 from typing import Annotated, Literal, NamedTuple
 
-from manylora.config.declaring import ConfigError, Count, Section, check_rules, setting
+from manylora.config.declaring import GIVEN, ConfigError, Count, Section, check_rules, only, setting
 from manylora.config.routing import RouterConfig, RouterName, split_setting
 from manylora.rules import FINITE, Rule, at_least, between
 
@@ -57,10 +57,15 @@ class ClusterOptions(Section):
         "local", "what starts replicas: processes of this machine, or Ray"
     )
     ray_address: str | None = setting(
-        None, "Ray's cluster: auto, HOST:PORT, or local for one of its own (default: auto)", "ADDRESS"
+        None,
+        "Ray's cluster: auto, HOST:PORT, or local for one of its own (default: auto)",
+        "ADDRESS",
+        needs=("launcher", only("ray")),
     )
     insecure_ray: bool = setting(
-        False, "use a Ray off this machine that does not ask for a token, and so runs what anyone sends"
+        False,
+        "use a Ray off this machine that does not ask for a token, and so runs what anyone sends",
+        needs=("launcher", only("ray")),
     )
     cluster_host: Annotated[str, Rule("an address of this machine, not all of them", _is_address)] = setting(
         "127.0.0.1",
@@ -87,7 +92,10 @@ class ClusterOptions(Section):
         "DIR",
     )
     adapter_cache_size: Count | None = setting(
-        None, "most that --adapter-cache takes of a machine's disk (default: 50GiB)", is_size=True
+        None,
+        "most that --adapter-cache takes of a machine's disk (default: 50GiB)",
+        is_size=True,
+        needs=("adapter_cache", GIVEN),
     )
     frontends: Annotated[int, between(1, MOST_FRONTENDS)] = setting(
         1, "processes that speak HTTP, on one port"
@@ -117,12 +125,6 @@ class ClusterOptions(Section):
             raise ConfigError(f"--min-replicas {low} is above --max-replicas {high}")
         if self.replicas > high:
             raise ConfigError(f"--replicas {self.replicas} is above --max-replicas {high}")
-        if self.launcher == "local" and self.ray_address is not None:
-            raise ConfigError("--ray-address needs --launcher ray")
-        if self.launcher == "local" and self.insecure_ray:
-            raise ConfigError("--insecure-ray needs --launcher ray")
-        if self.adapter_cache is None and self.adapter_cache_size is not None:
-            raise ConfigError("--adapter-cache-size needs --adapter-cache")
         self.router_config()
         _ = self.tls
 

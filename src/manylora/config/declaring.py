@@ -1,12 +1,15 @@
-"""How a section declares its settings, and the one error for what cannot work."""
+"""How a section declares its settings, and the one error for what cannot work, missing packages among it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import sys
+from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
-from manylora.rules import FINITE, Field, at_least, at_most, broken_rule, more_than
+from manylora.rules import FINITE, Field, Rule, at_least, at_most, broken_rule, fields_of, more_than
 
 _Value = TypeVar("_Value")
 
@@ -64,6 +67,8 @@ class UserSetting:
     """Whether one flag has several values after it."""
     is_internal: bool
     """Whether experiments alone set it (``manylora bench``): no flag of ``serve``, key of a file or keyword."""
+    needs: tuple[str, Rule] | None
+    """Another field of the section, and what it must be for this one to say anything."""
 
 
 def setting(
@@ -77,10 +82,11 @@ def setting(
     default_follows: bool = False,
     takes_several: bool = False,
     is_internal: bool = False,
+    needs: tuple[str, Rule] | None = None,
 ) -> _Value:
     """Declares a field of a section that users set; its type and rules are its annotation."""
     about = UserSetting(
-        help, metavar, name, is_size, takes_numbers, default_follows, takes_several, is_internal
+        help, metavar, name, is_size, takes_numbers, default_follows, takes_several, is_internal, needs
     )
     field: _Value = dataclasses.field(default=default, metadata={UserSetting: about})
     return field
@@ -95,12 +101,33 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def only(value: str) -> Rule:
+    """What another setting must be for one that needs it."""
+    return Rule(value, lambda given: given == value)
+
+
+GIVEN = Rule("", lambda given: given is not None)
+"""The same where any value will do."""
+
+
 def check_rules(section: object) -> None:
-    """Raises ConfigError where a value breaks a rule of its field, naming it as users do."""
+    """Raise ConfigError, naming a field as users do, where it breaks a rule or lacks another that it needs."""
     if broken := broken_rule(section):
         field, must = broken
+        raise ConfigError(f"{_shown(field)} {must}")
+    kind: type = type(section)
+    fields = {field.name: field for field in fields_of(kind)}
+    for field in fields.values():
         about = setting_of(field)
-        raise ConfigError(f"{option_of(about.name or field.name) if about else field.name} {must}")
+        if about is not None and about.needs is not None and getattr(section, field.name) != field.default:
+            needed, rule = about.needs
+            if not rule.holds(getattr(section, needed)):
+                raise ConfigError(f"{_shown(field)} needs {_shown(fields[needed])} {rule.says}".rstrip())
+
+
+def _shown(field: Field) -> str:
+    about = setting_of(field)
+    return field.name if about is None else option_of(about.name or field.name)
 
 
 class Section:
@@ -110,3 +137,28 @@ class Section:
 
     def __post_init__(self) -> None:
         check_rules(self)
+
+
+_DISTRIBUTIONS = {"opentelemetry": "opentelemetry-api", "yaml": "pyyaml"}
+"""By the package that is imported, where the name for pip is another."""
+
+
+@contextlib.contextmanager
+def naming_what_is_missing() -> Iterator[None]:
+    """Raise ConfigError for an import within that fails in another distribution; manylora's own are bugs."""
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package.startswith("manylora") or package in sys.stdlib_module_names:
+            raise
+        raise ConfigError(_reason(error, package)) from error
+
+
+def _reason(error: ImportError, package: str) -> str:
+    if not package:  # raised by hand, in a package that lacks another one
+        return " ".join(str(error).split())
+    distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+    if isinstance(error, ModuleNotFoundError):
+        return f"{package} is not installed: pip install {distribution}"
+    return f"{package} does not work here ({error}): pip install --upgrade {distribution}"

@@ -1,10 +1,10 @@
 """Whether one adapter's weights are merged into the base's while it has the requests, and by which rules."""
 
 import dataclasses
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, option_of, setting
-from manylora.extensions import find_policies
+from manylora.config.declaring import ConfigError, Count, Seconds, Section, check_rules, only, setting
+from manylora.config.named import find_policies
 from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 
 _HERE = "manylora.policy.merging"
@@ -13,26 +13,16 @@ MERGE_POLICIES = {"dlora": f"{_HERE}.dlora:DloraMerging", "manylora": f"{_HERE}.
 """By mode, each with its ``module:Class``."""
 MERGE_MODES = ("unmerged", *MERGE_POLICIES)
 
-_MERGING = MERGE_MODES[1:]
-_OF_DLORA, _OF_MANYLORA = ("dlora",), ("manylora",)
-SETTING_MODES = {
-    "copy": _MERGING, "starve_s": _MERGING, "minority": _OF_MANYLORA,
-    "alpha": _OF_DLORA, "beta": _OF_DLORA, "dec": _OF_DLORA, "mul": _OF_DLORA, "window": _OF_DLORA,
-}  # fmt: skip
-"""For which modes a setting says anything; the first two for another distribution's modes too."""
-
-
-def says_something(name: str, mode: str) -> bool:
-    """Whether a setting has to do with a mode."""
-    modes = SETTING_MODES.get(name, (mode,))
-    return mode in modes or (modes is _MERGING and mode != "unmerged")
-
+_MERGING = "mode", Rule(" or ".join(MERGE_POLICIES), lambda mode: mode != "unmerged")
+"""Another distribution's modes merge, too."""
 
 _MODE = Rule(
     f"one of {', '.join(MERGE_MODES)}, or a baseline of manylora-lab (pip install manylora-lab)",
     lambda mode: mode in MERGE_MODES or mode in find_policies("merge"),
 )
 Ratio = Annotated[float, more_than(0), FINITE]
+_OF_DLORA: dict[str, Any] = {"is_internal": True, "needs": ("mode", only("dlora"))}
+"""Its numbers: experiments alone set them."""
 
 
 class StepTimes(NamedTuple):
@@ -79,51 +69,43 @@ class MergeConfig(Section):
         "where the base's own weights are kept: on the device (a switch takes some ms), in pinned host memory, or "
         "(auto) on the device where they take at most 15%% of what the pool would get",
         name="merge_copy",
+        needs=_MERGING,
     )
     minority: Annotated[str, one_of(("wait", "unmerge"))] = setting(
         "unmerge",
         "--merge manylora: while an adapter is merged, requests of others wait, or end it",
         name="merge_minority",
+        needs=("mode", only("manylora")),
     )
     starve_s: Seconds = setting(
         2.0,
         "how long requests wait at most since they are of another adapter: dlora sets its credits by it, manylora "
         "ends such a wait",
         name="merge_starve",
+        needs=_MERGING,
     )
     alpha: Ratio = setting(
-        1.0,
-        "dlora: merge above this share of a batch, at first",
-        "SHARE",
-        name="merge_alpha",
-        is_internal=True,
+        1.0, "dlora: merge above this share of a batch, at first", "SHARE", name="merge_alpha", **_OF_DLORA
     )
     beta: Ratio = setting(
-        0.556, "dlora: unmerge below this share, at first", "SHARE", name="merge_beta", is_internal=True
+        0.556, "dlora: unmerge below this share, at first", "SHARE", name="merge_beta", **_OF_DLORA
     )
     dec: Annotated[float, more_than(0), less_than(1)] = setting(
-        0.05, "dlora: step by which a threshold comes nearer", "STEP", name="merge_dec", is_internal=True
+        0.05, "dlora: step by which a threshold comes nearer", "STEP", name="merge_dec", **_OF_DLORA
     )
     mul: Annotated[float, more_than(1), FINITE] = setting(
-        1.1, "dlora: factor by which a threshold goes away", "FACTOR", name="merge_mul", is_internal=True
+        1.1, "dlora: factor by which a threshold goes away", "FACTOR", name="merge_mul", **_OF_DLORA
     )
     window: Count = setting(
-        64, "dlora: steps after which the thresholds are tuned", name="merge_window", is_internal=True
+        64, "dlora: steps after which the thresholds are tuned", name="merge_window", **_OF_DLORA
     )
     times: MergeTimes = MergeTimes()
 
     def __post_init__(self) -> None:
         check_rules(self)
-        for name, modes in SETTING_MODES.items():
-            if not says_something(name, self.mode) and getattr(self, name) != _DEFAULTS[name]:
-                option = option_of("merge_" + name.removesuffix("_s"))
-                raise ConfigError(f"{option} needs --merge {' or '.join(modes)}")
         if self.alpha <= self.beta:
             raise ConfigError(f"--merge-alpha ({self.alpha:g}) must be above --merge-beta ({self.beta:g})")
 
     @property
     def is_on(self) -> bool:
         return self.mode != "unmerged"
-
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(MergeConfig)}

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated
 
-from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, option_of, setting
+from manylora.config.declaring import ConfigError, Seconds, Section, check_rules, only, setting
 from manylora.rules import Rule, between, one_of
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
@@ -32,26 +32,34 @@ class QueueConfig(Section):
         "requests have none",
     )
     priority_floor: Annotated[int, between(LEAST_PRIORITY, 0)] = setting(
-        0, "the least `priority` that a request may ask for; a lower one is refused with 400"
+        0,
+        "the least `priority` that a request may ask for; a lower one is refused with 400",
+        needs=("scheduling_policy", only("priority")),
     )
     priority_age_s: Seconds | None = setting(
         None,
         "every S seconds that a request waits, it goes up by one priority, at most to the floor (default: never)",
         name="priority_age",
+        needs=("scheduling_policy", only("priority")),
     )
     fairness: Annotated[str, one_of(("none", "vtc"))] = setting(
         "none",
         "vtc: the client that was served least is next (virtual token counters); none: clients do not matter",
     )
     fair_by: Annotated[str, one_of(("adapter", "key"))] = setting(
-        "adapter", "what a client is for --fairness: all requests for one adapter, or of one API key"
+        "adapter",
+        "what a client is for --fairness: all requests for one adapter, or of one API key",
+        needs=("fairness", only("vtc")),
     )
     fair_weights: Annotated[
         str,
         Rule("three whole numbers such as 1,2,0", lambda text: _WEIGHTS.fullmatch(text) is not None),
         Rule("more than 0 in one of the first two", lambda text: any(map(int, text.split(",")[:2]))),
     ] = setting(
-        "1,2,0", "service of one input token, one output token, and one input token from the cache", "P,Q,C"
+        "1,2,0",
+        "service of one input token, one output token, and one input token from the cache",
+        "P,Q,C",
+        needs=("fairness", only("vtc")),
     )
     fair_share: Annotated[
         tuple[str, ...],
@@ -61,6 +69,7 @@ class QueueConfig(Section):
         "the client gets W times the service of one with the usual share, 1; an adapter's name, the base's, or a "
         "key's place among the --api-key flags, from 0; may be repeated",
         "NAME=W",
+        needs=("fairness", only("vtc")),
     )
     adapter_batch_limit: (
         Annotated[str, Rule("N or N:hard, N at least 1", lambda text: _LIMIT.fullmatch(text) is not None)]
@@ -75,17 +84,6 @@ class QueueConfig(Section):
 
     def __post_init__(self) -> None:
         check_rules(self)
-        for name, needs, value in (
-            ("priority_floor", "scheduling_policy", "priority"),
-            ("priority_age_s", "scheduling_policy", "priority"),
-            ("fair_by", "fairness", "vtc"),
-            ("fair_weights", "fairness", "vtc"),
-            ("fair_share", "fairness", "vtc"),
-        ):
-            is_given = getattr(self, name) != _DEFAULTS[name]
-            if is_given and getattr(self, needs) != value:
-                option = option_of(name.removesuffix("_s"))
-                raise ConfigError(f"{option} needs {option_of(needs)} {value}")
         names = [name for name, _ in _pairs(self.fair_share)]
         for name in names:
             if self.fair_by == "key" and not (name.isdecimal() and name == str(int(name))):
@@ -124,9 +122,6 @@ class QueueConfig(Section):
             return None
         number, colon, _ = self.adapter_batch_limit.partition(":")
         return int(number), bool(colon)
-
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(QueueConfig)}
 
 
 def _pairs(texts: tuple[str, ...]) -> list[tuple[str, float]]:

@@ -42,9 +42,7 @@ class RouterConfig(Section):
     more.
     """
 
-    policy: RouterName = setting(
-        "manylora", "what decides which replica serves a request", "NAME", name="router"
-    )
+    policy: RouterName = setting("manylora", "", name="router")
     settings: tuple[tuple[str, str], ...] = ()
     suspect_s: Seconds = 3.0
     lease_s: Seconds = 5.0

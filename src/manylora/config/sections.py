@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from manylora.config.cold_start import ColdStartConfig, check_host_pool
 from manylora.config.declaring import (
+    GIVEN,
     LARGEST_NUMBER,
     ConfigError,
     Count,
@@ -35,6 +36,18 @@ from manylora.rules import FINITE, Rule, at_least, at_most, between, more_than
 
 MOST_SEQS = 2**15
 """No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
+
+
+LoraSharding = Literal["sharded", "replicated"]
+LORA_SHARDINGS: tuple[LoraSharding, ...] = ("sharded", "replicated")
+
+
+def lora_sharding_of(wanted: str, count: int) -> LoraSharding:
+    """How ``--lora-sharding`` is meant with so many ranks. ``auto``: two replicate, which costs no exchange and a
+    third more bytes; more shard, since replicated adapters would take more than twice the memory."""
+    if wanted == "auto":
+        return "sharded" if count > 2 else "replicated"
+    return "sharded" if wanted == "sharded" else "replicated"
 
 
 def _are_filled(texts: tuple[str, ...]) -> bool:
@@ -275,13 +288,12 @@ class EngineSettings(Section):
         "(default: one file)",
         name="journal_rotate",
         is_size=True,
+        needs=("journal", GIVEN),
     )
 
     def __post_init__(self) -> None:
         check_rules(self)
         check_host_pool(self.scheduler.cold_start, self.cache.host_pool)
-        if self.journal is None and self.journal_part_bytes is not None:
-            raise ConfigError("--journal-rotate needs --journal")
         if self.tensor_parallel_size > 1 and self.scheduler.cold_start.mode == "cpu":
             raise ConfigError("--cold-start cpu does not work with --tensor-parallel-size above 1 yet")
 

@@ -220,7 +220,7 @@ def dummy_loop(
     # They bring torch, which a simulated loop does without.
     from manylora.executor.build import build_worker
     from manylora.models.config import read_model_config
-    from manylora.warmup.random_adapters import write_random_adapters
+    from manylora.warmup import write_random_adapters
     from manylora_lab.bench.dummies import dtype_name, write_model
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,8 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from manylora.flags import ALL_FLAGS
-from manylora.options import add_flag, settings_of
+from manylora.flags import ALL_FLAGS, add_flag, settings_of
 from manylora_lab.bench import clairvoyant_command, simulate_command
 from manylora_lab.bench.kernels.command import add_parser as add_kernels_parser
 from manylora_lab.bench.options import Option, add_options, add_workload, stream_of

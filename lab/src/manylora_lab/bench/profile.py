@@ -33,7 +33,7 @@ from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
 from manylora.protocol import Executor
 from manylora.types import EngineInfo
-from manylora.warmup.random_adapters import write_random_adapters
+from manylora.warmup import write_random_adapters
 from manylora_lab.bench.exchange_times import measure_exchanges
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.profile_cold import GATE_TURNS, measure_cold

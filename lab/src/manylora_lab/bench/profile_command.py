@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from manylora.options import SIZING, add_settings, settings_of
+from manylora.flags import SIZING, add_settings, settings_of
 
 _ENGINE = (*SIZING, "pipeline_depth", "tensor_parallel_size", "lora_sharding", "cuda_graphs")
 _EXAMPLES = """\

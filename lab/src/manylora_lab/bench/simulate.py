@@ -21,11 +21,12 @@ from manylora.config import (
     check_host_pool,
     is_import_name,
     lora_sharding_of,
+    setting_of,
 )
-from manylora.config.merging import says_something
 from manylora.config.policy import CACHE_NUMBERS, cache_numbers
-from manylora.flags import ALL_FLAGS, build_settings
+from manylora.flags import build_settings
 from manylora.policy.cache_policies import find_cache
+from manylora.rules import fields_of
 from manylora_lab.baselines import ALL_CACHE_POLICIES, ALL_MERGE_MODES
 from manylora_lab.bench.picture import check_writable
 from manylora_lab.bench.provenance import Provenance
@@ -448,8 +449,9 @@ def _of_policy(texts: Sequence[str], policy: str) -> list[str]:
 
 def _says_something(name: str, mode: str) -> bool:
     """Whether a setting has to do with that mode of merging, or with none."""
-    fields = {flag.name: flag.field for flag in ALL_FLAGS if flag.section is MergeConfig}
-    return name not in fields or says_something(fields[name], mode)
+    about = {setting.name: setting for field in fields_of(MergeConfig) if (setting := setting_of(field))}
+    needs = about[name].needs if name in about else None
+    return needs is None or needs[1].holds(mode)
 
 
 def with_times(config: PolicyConfig, stream: Stream, target: SimulatedTarget) -> PolicyConfig:

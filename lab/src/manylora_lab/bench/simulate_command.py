@@ -8,8 +8,7 @@ from typing import Any
 
 from manylora.aliases import add_removed
 from manylora.config import ConfigError, parse_size
-from manylora.flags import FLAGS, convert
-from manylora.options import add_settings, settings_of
+from manylora.flags import FLAGS, add_settings, convert, settings_of
 from manylora_lab.bench.options import (
     Option,
     add_options,

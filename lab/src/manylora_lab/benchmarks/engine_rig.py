@@ -39,7 +39,7 @@ from manylora.protocol import (
     SwapPages,
 )
 from manylora.types import CopyId
-from manylora.warmup.random_adapters import write_random_adapters
+from manylora.warmup import write_random_adapters
 from manylora_lab.bench.dummies import DEMO, write_model
 from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.bench.profile import projections_of

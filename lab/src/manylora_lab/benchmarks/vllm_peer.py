@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.models.config import read_model_config
-from manylora.warmup.random_adapters import write_random_adapters
+from manylora.warmup import write_random_adapters
 from manylora_lab.bench.dummies import DEMO, write_model
 from manylora_lab.bench.profile import projections_of
 from manylora_lab.bench.replay import ReplaySettings

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from manylora.config import ConfigError, EngineSettings
 from manylora.engine.client import GenerationRequest
 from manylora.engine.local import LocalEngine
 from manylora.flags import build_settings
+from manylora.kernels.shapes import Projection
 from manylora.main import build_driver
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
-from manylora.models.spec import ModelError
+from manylora.models.spec import ModelConfig, ModelError
 from manylora.progress import Bar
 from manylora.types import SamplingParams
-from manylora.warmup.random_adapters import write_random_adapters
 
 RANKS = (8, 64, 256)
 """One of each of the classes that steps with adapters are captured for."""
@@ -93,3 +97,46 @@ async def _generate(engine: LocalEngine, call: GenerationRequest) -> None:
     async for delta in engine.generate(call):
         if delta.error is not None:
             raise ConfigError(f"a request failed: {delta.error.message}")
+
+
+def write_random_adapters(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    ranks: Sequence[int],
+    count: int,
+    projections: Sequence[Projection] | None = None,
+) -> list[Path]:
+    """Write PEFT adapters of random weights, where only what they cost matters; return their folders.
+
+    Folders ``adapter-0``, ... have ``ranks`` in turn; those of one rank share a file, not pages. ``projections``:
+    the modules that they change in all layers that have them; None: all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if projections is None:
+        projections = [projection for group in config.groups for projection in group.projections]
+    stems = [
+        (f"base_model.model.{config.names.layer_prefix}{layer}.{p.module}", p)
+        for layer, groups in enumerate(config.layer_groups)
+        for p in projections
+        if any(p in group.projections for group in groups)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for rank in ranks[:count]:
+        tensors = {}
+        for stem, p in stems:
+            for side, sizes in (("A", (rank, p.in_features)), ("B", (p.out_features, rank))):
+                values = torch.empty(sizes, dtype=getattr(torch, dtype))
+                tensors[f"{stem}.lora_{side}.weight"] = values.uniform_(-0.02, 0.02, generator=generator)
+        save_file(tensors, folder / f"rank-{rank}.safetensors")
+    modules = sorted({p.module.rpartition(".")[2] for p in projections})
+    paths = []
+    for index in range(count):
+        rank = ranks[index % len(ranks)]
+        own = folder / f"adapter-{index}"
+        own.mkdir()
+        peft = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+        (own / "adapter_config.json").write_text(json.dumps(peft))
+        (own / "adapter_model.safetensors").symlink_to(folder / f"rank-{rank}.safetensors")
+        paths.append(own)
+    return paths

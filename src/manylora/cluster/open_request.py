@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
 from manylora.protocol.hashing import reply_hashes
-from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId
+from manylora.protocol.routing import Asked, Assign, Ended, Held, Progress, ReplicaId, Withdrawn
 from manylora.router.queue import CLEARED_TOKENS
 from manylora.types import AdapterId
 
@@ -17,7 +17,7 @@ PROGRESS_TOKENS = 32
 death, since a request that runs alone has a replica to itself as long as it may be to blame."""
 
 
-class TakenRequest:
+class OpenRequest:
     """``asked``: as the server gave it; ``ledger``: what the client has; ``version``: the adapter's, chosen once.
 
     ``replica``, ``epoch``: where the present attempt is, None while the router has not said.
@@ -43,9 +43,9 @@ class TakenRequest:
         self._failures = 0
         self._deaths = 0
         self._released: set[int] = set()
-        self._has_spoken = False
-        self._told = [0] * asked.params.n
-        self._began: Sequence[int] = self._told
+        self._has_reported = False
+        self._reported = [0] * asked.params.n
+        self._began: Sequence[int] = self._reported
 
     def as_asked(self) -> Asked:
         """What a router is to know of it now."""
@@ -69,6 +69,10 @@ class TakenRequest:
         """The same where a replica has it."""
         assert self.replica is not None
         return Held(self.as_asked(), self.replica, self.epoch)
+
+    def as_withdrawn(self) -> Withdrawn:
+        """What it is to know when the replica has released all that is open."""
+        return Withdrawn(self.asked.id, self.ledger.attempt, self.ledger.positions)
 
     def as_ended(self) -> Ended:
         """What it is to know when all samples have ended."""
@@ -98,9 +102,9 @@ class TakenRequest:
         out = self.ledger.take(delta)
         if out is None:
             return None
-        if self._has_spoken:  # what a first delta brings was said already
+        if self._has_reported:  # what a first delta brings was said already
             return out._replace(timing=Timing(out.timing.spread_s))
-        self._has_spoken = True
+        self._has_reported = True
         return out
 
     @property
@@ -110,11 +114,11 @@ class TakenRequest:
 
     def progress(self, sample: int) -> Progress | None:
         """What the router is to know of the sample's tokens, if anything new."""
-        position, told = self.ledger.positions[sample], self._told[sample]
+        position, reported = self.ledger.positions[sample], self._reported[sample]
         cleared = self._began[sample] + CLEARED_TOKENS
-        is_cleared = self._deaths > 0 and told < cleared <= position
-        is_far = position // PROGRESS_TOKENS > told // PROGRESS_TOKENS
-        if position == told or (told and not is_far and not is_cleared):
+        is_cleared = self._deaths > 0 and reported < cleared <= position
+        is_far = position // PROGRESS_TOKENS > reported // PROGRESS_TOKENS
+        if position == reported or (reported and not is_far and not is_cleared):
             return None
-        self._told[sample] = position
+        self._reported[sample] = position
         return Progress(self.asked.id, sample, position)
