@@ -22,8 +22,7 @@ from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Ops
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.bringing import bring_groups
-from manylora.kernels.triton.gate import await_words, pass_gate
+from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing
 from manylora.memory.bringing import Bringer

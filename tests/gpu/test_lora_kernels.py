@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.triton.lora import AdaptedLinears, LoraKernels, TritonFixedLora
+from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, LoraPlan
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject

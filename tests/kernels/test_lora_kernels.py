@@ -15,8 +15,8 @@ from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, LoraTileConfig
-from manylora.kernels.triton.lora_work import runs_of
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT, LoraConfig, LoraPlan, LoraTileConfig, runs_of
 
 DEVICES = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")

@@ -24,8 +24,9 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench.kernels.tune_lora import as_row
 
-from manylora.kernels.triton import lora, lora_launch
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels
+from manylora.kernels.triton import lora, lora_plan
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig
 
 TRITON = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
@@ -141,14 +142,14 @@ def test_stored_configurations(tmp_path: Path) -> None:
     chosen = dataclasses.replace(
         DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64,
         beside=((128, BESIDE),),
-        mixed=((128, lora_launch.MIXED), (512, dataclasses.replace(lora_launch.MIXED, tile_tokens=32))),
+        mixed=((128, lora_plan.MIXED), (512, dataclasses.replace(lora_plan.MIXED, tile_tokens=32))),
     )  # fmt: skip
     path = tmp_path / "lora.json"
     path.write_text(json.dumps({"Some GPU": as_row(chosen)}))
-    assert lora.stored_config("Some GPU", path) == chosen
-    assert lora.stored_config("Another GPU", path) is None
-    for name in json.loads(lora.TABLE.read_text()):
-        assert isinstance(lora.stored_config(name), LoraConfig)
+    assert lora_plan.stored_config("Some GPU", path) == chosen
+    assert lora_plan.stored_config("Another GPU", path) is None
+    for name in json.loads(lora_plan.TABLE.read_text()):
+        assert isinstance(lora_plan.stored_config(name), LoraConfig)
 
 
 @pytest.mark.parametrize(("major", "told"), [(9, "with dependent launch"), (8, "has no dependent launch")])

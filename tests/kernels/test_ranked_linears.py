@@ -27,7 +27,8 @@ from tests.kernels.test_lora_linear import BESIDE, MIXED, TRITON
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraKernels
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT
 from manylora.kernels.triton.operations import TritonOps
 
 TOKENS = 24

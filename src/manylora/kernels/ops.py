@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -239,6 +240,35 @@ class InLine:
 
 
 IN_LINE = InLine()
+
+
+# ---------------------------------------------------------------- the table of copies in groups of layers
+
+BRING_PROGRAMS = 16
+"""More move no more over PCIe (docs/decisions.md), and take more of the device from its steps."""
+
+MOST_WORDS = 1024
+"""Of a table: head, groups, pages."""
+
+HEAD, PER_GROUP = 4, 2
+
+
+def table_words(num_groups: int, num_pages: int) -> int:
+    """int64 numbers of a table."""
+    return HEAD + PER_GROUP * num_groups + 2 * num_pages
+
+
+def bring_table(
+    number: int, groups: Sequence[tuple[int, int]], targets: Sequence[int], sources: Sequence[int]
+) -> list[int]:
+    """int64 [``table_words``]: its length, pages, groups, the number to write; for each group where it begins
+    within a page, and its length there; for each page where it begins in the target, and for each where in the
+    source."""
+    head = (table_words(len(groups), len(targets)), len(targets), len(groups), number)
+    return [*head, *itertools.chain.from_iterable(groups), *targets, *sources]
+
+
+# ---------------------------------------------------------------- the operations
 
 
 class Ops(Protocol):

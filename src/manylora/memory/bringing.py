@@ -14,7 +14,7 @@ import torch
 
 from manylora.devices.device import CopyLane, Device, Tensors
 from manylora.devices.staging import StagingBuffer, seen_by
-from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
+from manylora.kernels.ops import BRING_PROGRAMS, MOST_WORDS, bring_table, table_words
 from manylora.memory.arena import Arena
 from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.host import HostPool
@@ -45,7 +45,7 @@ class _BringsGroups(Protocol):
         words: torch.Tensor,
         done: torch.Tensor,
     ) -> None:
-        """See ``kernels.triton.bringing``."""
+        """See ``kernels.triton.cold``."""
 
 
 def bringer_of(ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int) -> Bringer | None:
@@ -75,7 +75,7 @@ class Bringer:
         self._host = host
         self._device = device
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
-        self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
+        self._scratch = device.zeros((BRING_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(self.words.groups),), torch.int32)
         self._tables = [StagingBuffer(device.torch_device) for _ in range(_TABLES)]
         self._turn = 0

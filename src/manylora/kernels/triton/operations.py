@@ -20,19 +20,26 @@ from manylora.kernels.ops import (
     Summands,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attending import PagedAttention, flat_heads
-from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
-from manylora.kernels.triton.bringing import bring_groups
-from manylora.kernels.triton.compiling import report_compilation
+from manylora.kernels.triton.attention_plan import (
+    PagedAttention,
+    TritonAttentionPlan,
+    TritonFixedAttention,
+    flat_heads,
+)
+from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.elementwise import rms_norm_kernel, write_kv_kernel
-from manylora.kernels.triton.gate import await_words, pass_gate
-from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
-from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan, gate_mul
+from manylora.kernels.triton.launch import power_of_two, report_compilation
+from manylora.kernels.triton.lora import (
+    AdaptedLinears,
+    LoraKernels,
+    TritonFixedLora,
+    gate_mul,
+    lora_kernels_on,
+)
+from manylora.kernels.triton.lora_plan import LoraPlan
 from manylora.kernels.triton.merging import merge_linears
-from manylora.kernels.triton.placing import rotate_and_store_kernel
-from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
+from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kernel, write_kv_kernel
 from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
