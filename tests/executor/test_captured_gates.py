@@ -50,6 +50,8 @@ from tests.executor.test_graphs import graphs_of, use_triton
 class GatedOps(CpuOps):
     """The CPU's, with plans made anew for each replay."""
 
+    waits = True
+
     def fixed_attention(
         self,
         num_rows: int,
@@ -73,6 +75,8 @@ class GatedOps(CpuOps):
 
 class BringingOps(GatedOps):
     """And copies in groups by the GPU's kernel."""
+
+    brings = True
 
     def __init__(self) -> None:
         super().__init__()

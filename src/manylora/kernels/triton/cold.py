@@ -194,11 +194,7 @@ def bring_groups(
     words: torch.Tensor,
     done: torch.Tensor,
 ) -> None:
-    """Launch it: copy pages of ``source``, pinned, to ``target``, both int64 and flat.
-
-    ``table``, pinned too: see ``bring_table``. ``words`` int64 [G], of any stride: a group's is written once it
-    and all before it have landed. ``scratch`` int64 [BRING_PROGRAMS, MOST_WORDS]; ``done`` int32 [G], zeros.
-    """
+    """Launch it: computes ``Ops.bring_groups``."""
     bring_groups_kernel[(BRING_PROGRAMS,)](
         target, source, table, scratch, words, done,
         HEAD=HEAD, PER_GROUP=PER_GROUP, MOST_WORDS=MOST_WORDS, STRIDE=words.stride(0), BLOCK=_BLOCK,

@@ -16,13 +16,12 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from manylora.kernels.ops import IN_LINE, LoraSegments, Shrunk, Side, Summands, of_adapters
+from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep, of_adapters
 from manylora.kernels.shapes import Activation, AdapterGeometry, ProjectionGroup
 from manylora.kernels.triton.launch import power_of_two
 from manylora.kernels.triton.lora_plan import (
@@ -47,12 +46,8 @@ from manylora.kernels.triton.lora_rows import (
     shrink_kernel,
 )
 from manylora.kernels.triton.small import gate_mul_kernel
-from manylora.kernels.weight import Weight
 
 INTERPRETED_MULTIPROCESSORS = 4
-
-
-Linear = Callable[[torch.Tensor, Weight, "torch.Tensor | None"], torch.Tensor]
 
 
 _log = logging.getLogger(__name__)
@@ -72,6 +67,12 @@ def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
             gate_up, out, gate_up.stride(0), size, BLOCK=block, ACTIVATION=activation
         )
     return out
+
+
+def planned(step: LoraStep) -> LoraPlan:
+    """The plan of a step in which some token has an adapter."""
+    assert isinstance(step.plan, LoraPlan)
+    return step.plan
 
 
 class LoraKernels:
@@ -159,25 +160,23 @@ class LoraKernels:
 
     # ---- launches --------------------------------------------------------------------------------------
 
-    def shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
-    ) -> list[torch.Tensor]:
+    def shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> list[torch.Tensor]:
         """x A of every token's adapter: what ``expand`` takes. x ``[T, in]``."""
-        return [self._shrink(x, pool, layer, group, plan, part) for part in plan.parts]
+        plan = planned(step)
+        return [self._shrink(x, step.pool, site, plan, part) for part in plan.parts]
 
     def expand(
         self,
         y: torch.Tensor,
         partial: list[torch.Tensor],
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
+        site: LoraSite,
+        step: LoraStep,
         add: bool = True,
     ) -> None:
         """y ``[T, sum(out)]`` += v B. Not ``add``: y becomes v B, zero where a token has no adapter."""
+        plan = planned(step)
         for part, planes in zip(plan.parts, partial):
-            self._expand(y, planes, pool, layer, group, plan, part, add)
+            self._expand(y, planes, step.pool, site, plan, part, add)
 
     @staticmethod
     def gated_sum(y: torch.Tensor, delta: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -191,14 +190,9 @@ class LoraKernels:
         return out
 
     def _shrink(
-        self,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-        part: TilePlan,
+        self, x: torch.Tensor, pool: torch.Tensor, site: LoraSite, plan: LoraPlan, part: TilePlan
     ) -> torch.Tensor:
+        group, layer = site.group, site.layer
         config, work = part.config, part.buffer.groups[group.name]
         cell, exact = plan.geometry.cell_elements, x.dtype == torch.float32
         step = block_of(cell, min(64, config.shrink_step) if exact else config.shrink_step, group.in_features)
@@ -243,12 +237,12 @@ class LoraKernels:
         y: torch.Tensor,
         planes: torch.Tensor,
         pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
+        site: LoraSite,
         plan: LoraPlan,
         part: TilePlan,
         add: bool,
     ) -> None:
+        group, layer = site.group, site.layer
         config, work = part.config, part.buffer.groups[group.name]
         outputs = [p.out_features for p in group.projections]
         cell = plan.geometry.cell_elements
@@ -415,122 +409,3 @@ class SideStream:
     def join(self) -> None:
         if self._module is not None:
             self._module.current_stream().wait_stream(self._stream)
-
-
-class AdaptedLinears:
-    """Linears of the base model with each token's own adapter on top, on one device."""
-
-    def __init__(self, kernels: LoraKernels, linear: Linear, device: torch.device) -> None:
-        self.kernels = kernels
-        self._linear = linear
-        self._before, self._behind = SideStream(device, True), SideStream(device, False)
-        """Two streams: for what the device prefers to the product, and for the rest."""
-
-    def plan(self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device) -> LoraPlan:
-        """The plan of one batch, to be run eagerly."""
-        num_tokens = int(segments.start[-1] + segments.length[-1])
-        return self.kernels.plan(segments, geometry, device, num_tokens)
-
-    def add(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> None:
-        """Computes ``Ops.lora``."""
-        partial = self.kernels.shrink(x, pool, layer, group, plan)
-        self.kernels.expand(y, partial, pool, layer, group, plan)
-
-    def side(self, plan: LoraPlan) -> Side:
-        """Computes ``Ops.lora_side``: the device prefers what ranks wait for to the product."""
-        return IN_LINE if plan.beside is None else self._behind
-
-    def shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
-    ) -> Shrunk:
-        """Computes ``Ops.lora_shrink``: what expand would add up as it reads is added up before."""
-        planes = self.kernels.shrink(x, pool, layer, group, plan)
-        sums = [part[0] if len(part) == 1 else part.sum(0) for part in planes]
-        values = sums[0] if len(sums) == 1 else torch.cat(sums)
-        return Shrunk(values, [len(part) for part in sums])
-
-    def expand(
-        self,
-        y: torch.Tensor,
-        shrunk: Shrunk,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> None:
-        """Computes ``Ops.lora_expand``."""
-        planes = [part.view(1, -1) for part in torch.split(shrunk.values, shrunk.parts)]
-        self.kernels.expand(y, planes, pool, layer, group, plan)
-
-    def _in_turn(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> torch.Tensor:
-        """Product and LoRA on one stream, added up."""
-        if bias is None and plan.is_first:
-            y = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
-            y[plan.covered :].zero_()
-            partial = self.kernels.shrink(x, pool, layer, group, plan)
-            self.kernels.expand(y, partial, pool, layer, group, plan, add=False)
-            return y.addmm_(x, weight.data.T)
-        y = self._linear(x, weight, bias)
-        self.add(y, x, pool, layer, group, plan)
-        return y
-
-    def summands(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> Summands:
-        """Computes ``Ops.lora_summands``."""
-        if plan.beside is None:
-            return Summands(self._in_turn(x, weight, bias, pool, layer, group, plan))
-        adapted = torch.empty((x.shape[0], weight.data.shape[0]), dtype=x.dtype, device=x.device)
-        product_first = group.name in plan.beside.product_first
-        side = self._behind if product_first else self._before
-        side.fork()
-        # A captured graph starts first what was launched first.
-        y = self._linear(x, weight, bias) if product_first else None
-        with side.use():
-            partial = self.kernels.shrink(x, pool, layer, group, plan)
-            self.kernels.expand(adapted, partial, pool, layer, group, plan, add=False)
-        if y is None:
-            y = self._linear(x, weight, bias)
-        side.join()
-        return Summands(y, adapted)
-
-    def gated(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-        activation: Activation = "silu",
-    ) -> torch.Tensor:
-        """Computes ``Ops.lora_gated``."""
-        y, adapted = self.summands(x, weight, bias, pool, layer, group, plan)
-        if adapted is None:
-            return gate_mul(y, activation)
-        return self.kernels.gated_sum(y, adapted, activation)
