@@ -25,7 +25,7 @@ from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep
 from manylora.kernels.shapes import Activation, AdapterGeometry, adapter_geometry
 from manylora.kernels.weight import Weight
 
@@ -229,7 +229,7 @@ def test_the_dense_truth_of_lora_is_the_references() -> None:
     for group in geometry.groups:
         x = torch.randn(6, group.in_features, dtype=torch.float64)
         y = torch.zeros(6, group.offsets[-1], dtype=torch.float64)
-        reference.lora(y, x, pool, 2, group, plan)
+        reference.lora(y, x, LoraSite(group, 2), LoraStep(pool, plan))
         torch.testing.assert_close(exact_lora(x, pool, 2, group, segments, geometry).exact, y)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from manylora_lab.bench import rounding
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import Rotary
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Rotary
+from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, attention_case, attention_truth, lora_case
 from tests.kernels.test_lora import geometry_of
@@ -112,17 +114,23 @@ def _adapted(dtype: torch.dtype, group: int) -> tuple[LoraCase, torch.Tensor, to
     return case, normal(dtype, TOKENS, inputs), normal(dtype, outputs, inputs, seed=1) * inputs**-0.5
 
 
+def _given(
+    case: LoraCase, group: ProjectionGroup, weight: torch.Tensor, plan: Any
+) -> tuple[AdaptedLinear, LoraStep]:
+    return AdaptedLinear(group, case.layer, Weight(weight), None), LoraStep(case.pool, plan)
+
+
 def lora(dtype: torch.dtype) -> Made:
     case, x, weight = _adapted(dtype, 0)
     group, plan = case.geometry.groups[0], OPS.plan_lora(case.segments, case.geometry, CPU)
-    out = OPS.lora_summands(x, Weight(weight), None, case.pool, case.layer, group, plan).whole
+    out = OPS.lora_summands(x, *_given(case, group, weight, plan)).whole
     return Made(out, adapted_truth(case, x, weight, None, group))
 
 
 def lora_gated(dtype: torch.dtype) -> Made:
     case, x, weight = _adapted(dtype, 2)
     group, plan = case.geometry.groups[2], OPS.plan_lora(case.segments, case.geometry, CPU)
-    out = OPS.lora_gated(x, Weight(weight), None, case.pool, case.layer, group, plan)
+    out = OPS.lora_gated(x, *_given(case, group, weight, plan))
     truth = adapted_truth(case, x, weight, None, group)
     return Made(out, rounding.silu_mul(truth, dtype).rounded(dtype))
 
@@ -159,7 +167,7 @@ def test_another_tokens_adapter_is_beyond_the_bound() -> None:
     records[4] = records[5]
     swapped = dataclasses.replace(case, segments=dataclasses.replace(case.segments, records=records))
     plan = OPS.plan_lora(swapped.segments, case.geometry, CPU)
-    out = OPS.lora_summands(x, Weight(weight), None, case.pool, case.layer, group, plan).whole
+    out = OPS.lora_summands(x, *_given(case, group, weight, plan)).whole
     assert truth.excess(out) > 4
     right = [token for token in range(TOKENS) if token != 4]
     assert Bounded(truth.exact[right], truth.error[right]).excess(out[right]) <= 1

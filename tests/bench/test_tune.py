@@ -28,12 +28,13 @@ pytestmark = pytest.mark.skipif(
 
 from manylora_lab.bench.kernels import choosing, tune, tune_attention, tune_linear, tune_lora  # noqa: E402
 
-from manylora.kernels.triton import decode_table, lora, products  # noqa: E402
+from manylora.kernels.triton import decode_table, lora_plan, products  # noqa: E402
 from manylora.kernels.triton.decode_table import DecodeConfig  # noqa: E402
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraKernels  # noqa: E402
+from manylora.kernels.triton.lora import LoraKernels  # noqa: E402
+from manylora.kernels.triton.lora_plan import DEFAULT  # noqa: E402
 
 TINY = ModelShape("tiny", 2, 32, 2, 1, 16, 48, 64, itemsize=4, is_tied=True)
-SHIPPED = {"linear": products.TABLE, "attention": decode_table.TABLE, "lora": lora.TABLE}
+SHIPPED = {"linear": products.TABLE, "attention": decode_table.TABLE, "lora": lora_plan.TABLE}
 
 
 def tuned(part: str, out: Path, *words: str) -> int:
@@ -166,7 +167,7 @@ def test_lora_by_kind_of_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tune_lora, "PROMPTS", (tune_lora.Kind("1+2", (1, 2), 4, 2, 128),))
     monkeypatch.setattr(tune_lora, "LONG", (tune_lora.Kind("3", (3,), 3, None, 0),))
     assert tuned("lora", tmp_path) == 0
-    config = lora.stored_config("cpu", tmp_path / "lora.json")
+    config = lora_plan.stored_config("cpu", tmp_path / "lora.json")
     assert config is not None
     assert config.short == tune_lora.TILES[16][1]
     ((most, how),) = config.beside

@@ -22,8 +22,7 @@ from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Ops
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.bringing import bring_groups
-from manylora.kernels.triton.gate import await_words, pass_gate
+from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing
 from manylora.memory.bringing import Bringer
@@ -51,6 +50,8 @@ from tests.executor.test_graphs import graphs_of, use_triton
 class GatedOps(CpuOps):
     """The CPU's, with plans made anew for each replay."""
 
+    waits = True
+
     def fixed_attention(
         self,
         num_rows: int,
@@ -74,6 +75,8 @@ class GatedOps(CpuOps):
 
 class BringingOps(GatedOps):
     """And copies in groups by the GPU's kernel."""
+
+    brings = True
 
     def __init__(self) -> None:
         super().__init__()

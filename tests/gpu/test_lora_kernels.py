@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional
 
 pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels, LoraPlan
+from manylora.kernels.ops import AdaptedLinear, LoraSite, LoraStep
+from manylora.kernels.triton.lora import LoraKernels, TritonFixedLora
+from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, LoraPlan
+from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
@@ -40,8 +41,8 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
 
     def step(which: LoraKernels) -> None:
         for group, x, y in zip(case.geometry.groups, inputs, outputs):
-            partial = which.shrink(x, case.pool, case.layer, group, plan)
-            which.expand(y, partial, case.pool, case.layer, group, plan, add=False)
+            given = LoraSite(group, case.layer), LoraStep(case.pool, plan)
+            which.expand(y, which.shrink(x, *given), *given, add=False)
 
     kernels.refill(plan, part_of(case, [1]).segments, tokens)
     step(kernels)
@@ -64,10 +65,6 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
 GROUPS = ("qkv", "o", "gate_up", "down")
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    return functional.linear(x, weight.data, bias)
-
-
 def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype) -> Linears:
     """A layer's four linears with adapters as models call them, and what they gave last."""
     generator = torch.Generator().manual_seed(5)
@@ -75,14 +72,14 @@ def linears(config: LoraConfig, case: LoraCase, tokens: int, dtype: torch.dtype)
         (torch.randn(group.offsets[-1], group.in_features, generator=generator) * group.in_features**-0.5)
         for group in case.geometry.groups
     ]
-    made = AdaptedLinears(LoraKernels(config, 132), linear, case.pool.device)
+    made = TritonOps(lora=LoraKernels(config, 132))
     inputs = inputs_of(case, Subject("gpu", dtype), tokens)
     return Linears(made, case, inputs, [Weight(w.to(dtype).to(case.pool.device)) for w in weights], [])
 
 
 @dataclasses.dataclass
 class Linears:
-    made: AdaptedLinears
+    made: TritonOps
     case: LoraCase
     inputs: list[torch.Tensor]
     weights: list[Weight]
@@ -92,11 +89,11 @@ class Linears:
         case = self.case
         self.outputs = []
         for group, x, weight in zip(case.geometry.groups, self.inputs, self.weights):
-            given = (x, weight, None, case.pool, case.layer, group, plan)
+            given = AdaptedLinear(group, case.layer, weight, None), LoraStep(case.pool, plan)
             if group.name == "gate_up":
-                self.outputs.append(self.made.gated(*given))
+                self.outputs.append(self.made.lora_gated(x, *given))
             else:
-                self.outputs.append(self.made.summands(*given).whole)
+                self.outputs.append(self.made.lora_summands(x, *given).whole)
 
     def check(self, part: LoraCase, dtype: torch.dtype) -> None:
         for group, x, weight, y in zip(part.geometry.groups, self.inputs, self.weights, self.outputs):
@@ -125,7 +122,9 @@ def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     for pdl in (False, True):
         table = () if beside is None else ((tokens, beside),)
         layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
-        fixed = TritonFixedLora(layer.made.kernels, tokens, 64, case.geometry, case.segments.cells)
+        fixed = TritonFixedLora(
+            layer.made._kernels(subject.device), tokens, 64, case.geometry, case.segments.cells
+        )
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed.plan)
         graph = torch.cuda.CUDAGraph()
@@ -154,7 +153,8 @@ def test_prompts(dtype: torch.dtype, pdl: bool) -> None:
     case = case_of(subject, [(3, 1), (0, 300), (2, 1), (1, 150)], [16, 7, 64])
     config = dataclasses.replace(DEFAULT, pdl=pdl, writes_from=1, mixed=())
     layer = linears(config, case, case.num_tokens + 5, dtype)
-    plan = layer.made.plan(case.segments, case.geometry, subject.device)
+    plan = layer.made.plan_lora(case.segments, case.geometry, subject.device)
+    assert plan is not None
     assert len(plan.parts) == 2
     subject.poison()
     layer.step(plan)

@@ -40,7 +40,7 @@ def test_a_kernel_that_is_compiled_is_preparation() -> None:
     import triton
     import triton.language as tl
 
-    from manylora.kernels.triton.compiling import report_compilation
+    from manylora.kernels.triton.launch import report_compilation
 
     @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
     def fill(out, value, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from manylora.kernels.triton import ahead
 from manylora.kernels.triton.compiler_process import _NoDevice
-from manylora.kernels.triton.elementwise import gate_mul_kernel
+from manylora.kernels.triton.small import gate_mul_kernel
 
 class Driver(_NoDevice):
     """The main process's stands in for a GPU's: nothing is launched."""

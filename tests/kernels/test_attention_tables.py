@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.kernels.triton.attention_tables import (
+from manylora.kernels.triton.attention_plan import (
     BLOCK_TOKENS,
     LEAST_BLOCKS,
     LEAST_TILE_BLOCKS,

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.kernels.bring_table import (
+from manylora.kernels.ops import (
+    BRING_PROGRAMS,
     MOST_WORDS,
-    NUM_PROGRAMS,
     bring_table,
     table_words,
 )
-from manylora.kernels.triton.bringing import bring_groups
+from manylora.kernels.triton.cold import bring_groups
 
 DEVICE = "cpu"
 
@@ -25,7 +25,7 @@ def bring(
 ) -> None:  # fmt: skip
     table = bring_table(number, groups, targets, sources)
     assert len(table) == table_words(len(groups), len(targets)) == table[0]
-    scratch = torch.zeros((NUM_PROGRAMS, MOST_WORDS), dtype=torch.int64, device=target.device)
+    scratch = torch.zeros((BRING_PROGRAMS, MOST_WORDS), dtype=torch.int64, device=target.device)
     bring_groups(target, source, torch.tensor(table, device=target.device), scratch, words, done)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention_plans import TritonFixedAttention
+from manylora.kernels.triton.attention_plan import TritonFixedAttention
 from manylora.kernels.triton.decode_table import DecodeTable
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject

@@ -9,6 +9,7 @@ import torch
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels import cpu
+from manylora.kernels.ops import LoraSite, LoraStep
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import FLOAT64, SLOW, SUBJECTS, Subject
@@ -62,9 +63,11 @@ def check(
         added = lora_truth(case, x, group)
         out, again = y.clone(), y.clone()
         subject.poison()
-        ops.lora(out, x, case.pool, case.layer, group, plan)
+        ops.lora(out, x, LoraSite(group, case.layer), LoraStep(case.pool, plan))
         if not subject.small or group is geometry.groups[0]:
-            ops.lora(again, x, case.pool, case.layer, group, plan)  # a plan serves many steps
+            ops.lora(
+                again, x, LoraSite(group, case.layer), LoraStep(case.pool, plan)
+            )  # a plan serves many steps
             assert torch.equal(out, again)
         assert Bounded.given(y).plus(added).rounded(subject.dtype).excess(out) <= 1
         untouched = added.exact == 0
@@ -165,16 +168,17 @@ def test_the_two_halves_with_a_sum_between(subject: Subject, monkeypatch: pytest
         wide = torch.randn(case.num_tokens, group.offsets[-1] + 24, generator=generator)
         x, wide = x.to(subject.dtype).to(subject.device), wide.to(subject.dtype).to(subject.device)
         parts, shrunk = (slice(8), slice(8, None)), []
+        site, step = LoraSite(group, case.layer), LoraStep(case.pool, plan)
         for other in reversed(parts):
             part = x.clone()
             part[:, other] = 0
             subject.poison()
-            shrunk.append(ops.lora_shrink(part, case.pool, case.layer, group, plan))
+            shrunk.append(ops.lora_shrink(part, site, step))
         assert shrunk[0].values.dtype is (torch.float64 if subject.dtype is torch.float64 else torch.float32)
         shrunk[0].values.add_(shrunk[1].values)
         before = wide.clone()
         y = wide[:, 16 : 16 + group.offsets[-1]]
-        ops.lora_expand(y, shrunk[0], case.pool, case.layer, group, plan)
+        ops.lora_expand(y, shrunk[0], site, step)
         expected = Bounded.given(before[:, 16 : 16 + group.offsets[-1]]).plus(
             lora_truth(case, x, group, parts)
         )
@@ -204,6 +208,6 @@ def test_an_adapter_whose_products_are_infinite_disturbs_no_other(subject: Subje
     plan = ops.plan_lora(case.segments, geometry, subject.device)
     x = torch.ones(10, group.in_features, dtype=subject.dtype, device=subject.device)
     y = torch.zeros(10, group.offsets[-1], dtype=subject.dtype, device=subject.device)
-    ops.lora(y, x, case.pool, case.layer, group, plan)
+    ops.lora(y, x, LoraSite(group, case.layer), LoraStep(case.pool, plan))
     assert not y[:3].isfinite().all()
     assert y[3:].isfinite().all()

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import LoraCase, llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraConfig, LoraKernels, LoraPlan, LoraTileConfig
-from manylora.kernels.triton.lora_work import runs_of
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT, LoraConfig, LoraPlan, LoraTileConfig, runs_of
 
 DEVICES = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
@@ -68,11 +68,12 @@ def check(
             continue
         truth = lora_truth(case, x, group)
         subject.poison()
-        partial = kernels.shrink(x, case.pool, case.layer, group, plan)
+        site, step = LoraSite(group, case.layer), LoraStep(case.pool, plan)
+        partial = kernels.shrink(x, site, step)
         written = torch.full_like(truth.exact, float("nan"), dtype=subject.dtype)
-        kernels.expand(written, partial, case.pool, case.layer, group, plan, add=False)
+        kernels.expand(written, partial, site, step, add=False)
         plus = torch.zeros_like(written)
-        kernels.expand(plus, partial, case.pool, case.layer, group, plan)
+        kernels.expand(plus, partial, site, step)
         assert torch.equal(written, plus)
         assert truth.excess(written) <= 1
 

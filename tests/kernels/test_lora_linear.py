@@ -14,7 +14,7 @@ import torch
 from manylora_lab.bench import rounding
 
 from manylora.devices.staging import upload_buffers
-from manylora.kernels.ops import Ops, Summands
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, Summands
 from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
@@ -24,8 +24,9 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench.kernels.tune_lora import as_row
 
-from manylora.kernels.triton import lora, lora_launch
-from manylora.kernels.triton.lora_launch import DEFAULT, Beside, LoraConfig, LoraKernels
+from manylora.kernels.triton import lora, lora_plan
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig
 
 TRITON = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
@@ -74,18 +75,18 @@ def check(ops: Ops, plan: Any, case: LoraCase, subject: Subject, num_tokens: int
         x = drawn(num_tokens, group.in_features)
         weight = drawn(outputs, group.in_features) * group.in_features**-0.5
         added = drawn(outputs) if bias else None
-        given = (Weight(weight), added, case.pool, case.layer, group)
+        linear, step = AdaptedLinear(group, case.layer, Weight(weight), added), LoraStep(case.pool, plan)
         truth = adapted_truth(case, x, weight, added, group)
         calls = ["lora_summands", *(["lora_gated"] if len(group.projections) == 2 else [])]
         for name in calls:
             subject.poison()
-            out = whole(getattr(ops, name)(x, *given, plan))
+            out = whole(getattr(ops, name)(x, linear, step))
             # The CPU's compiled activation may differ in its last bit from call to call.
             if subject.kind == "gpu":
-                assert torch.equal(out, whole(getattr(ops, name)(x, *given, plan)))
+                assert torch.equal(out, whole(getattr(ops, name)(x, linear, step)))
             if name == "lora_gated":
-                y = whole(ops.lora_summands(x, *given, plan))
-                bent = ops.lora_gated(x, *given, plan, "gelu_tanh")
+                y = whole(ops.lora_summands(x, linear, step))
+                bent = ops.lora_gated(x, linear, step, "gelu_tanh")
                 expected = ops.gate_mul(y, "gelu_tanh")
                 torch.testing.assert_close(bent, expected, rtol=0.0, atol=1e-2 if y.itemsize == 2 else 1e-5)
                 truth = rounding.silu_mul(truth, subject.dtype).rounded(subject.dtype)
@@ -126,7 +127,7 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
     if subject.small and (subject.dtype != torch.float32 or (rows is not None and order != "plain")):
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
-    kernels = ops._adapted(subject.device).kernels  # type: ignore[attr-defined]
+    kernels = ops._kernels(subject.device)  # type: ignore[attr-defined]
     fixed = lora.TritonFixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
     fill_stages(subject.device)
     for chosen in ([1], [0, 1, 2, 3, 4], []):
@@ -141,14 +142,14 @@ def test_stored_configurations(tmp_path: Path) -> None:
     chosen = dataclasses.replace(
         DEFAULT, pdl=True, short=dataclasses.replace(DEFAULT.short, chunk=256), long_run=64,
         beside=((128, BESIDE),),
-        mixed=((128, lora_launch.MIXED), (512, dataclasses.replace(lora_launch.MIXED, tile_tokens=32))),
+        mixed=((128, lora_plan.MIXED), (512, dataclasses.replace(lora_plan.MIXED, tile_tokens=32))),
     )  # fmt: skip
     path = tmp_path / "lora.json"
     path.write_text(json.dumps({"Some GPU": as_row(chosen)}))
-    assert lora.stored_config("Some GPU", path) == chosen
-    assert lora.stored_config("Another GPU", path) is None
-    for name in json.loads(lora.TABLE.read_text()):
-        assert isinstance(lora.stored_config(name), LoraConfig)
+    assert lora_plan.stored_config("Some GPU", path) == chosen
+    assert lora_plan.stored_config("Another GPU", path) is None
+    for name in json.loads(lora_plan.TABLE.read_text()):
+        assert isinstance(lora_plan.stored_config(name), LoraConfig)
 
 
 @pytest.mark.parametrize(("major", "told"), [(9, "with dependent launch"), (8, "has no dependent launch")])

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from manylora.kernels.ops import LoraSegments
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora.kernels.triton.lora_tables import ROWS, WORDS
-from manylora.kernels.triton.lora_work import (
+from manylora.kernels.triton.lora_plan import (
+    ROWS,
+    WORDS,
     BatchWork,
     GroupSize,
     TableSizes,

@@ -19,7 +19,7 @@ from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttentio
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention_plans import attention_plan
+from manylora.kernels.triton.attention_plan import attention_plan
 from manylora.kernels.triton.decode_table import TABLE, DecodeConfig, DecodeTable, stored_table
 from tests.kernels.cases import attention_case, attention_truth
 

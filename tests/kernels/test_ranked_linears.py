@@ -27,7 +27,8 @@ from tests.kernels.test_lora_linear import BESIDE, MIXED, TRITON
 
 pytest.importorskip("triton")
 
-from manylora.kernels.triton.lora_launch import DEFAULT, LoraKernels
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT
 from manylora.kernels.triton.operations import TritonOps
 
 TOKENS = 24
@@ -168,7 +169,7 @@ def test_replicated(subject: Subject) -> None:
     ops, case = NotedOps(log), case_of(subject, MIXED, [3, 20])
     plan = fixed(ops, case)
     for group, one, y in answered(subject, case, ops, plan, log, is_sharded=False):
-        alone = ops.lora_summands(one.x, one.linear.weight, None, case.pool, case.layer, group, plan)
+        alone = ops.lora_summands(one.x, one.linear, one.step.lora)
         if one.linear.share.kind == "row":
             assert y.adapted is None
             assert log.count("base") == 1
@@ -183,5 +184,5 @@ def test_replicated(subject: Subject) -> None:
         assert one.truth.excess(Summands(*y).whole) <= 1
         if group.name == "gate_up":
             gated = one.linear.gated(one.x, one.step, "silu")
-            expected = ops.lora_gated(one.x, one.linear.weight, None, case.pool, case.layer, group, plan)
+            expected = ops.lora_gated(one.x, one.linear, one.step.lora)
             assert torch.equal(gated, expected)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from manylora_lab.bench.reference import ReferenceOps
 
-from manylora.kernels.ops import Rotary
+from manylora.kernels.ops import LoraSite, LoraStep, Rotary
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from tests.kernels.cases import attention_case, error, llama_groups, lora_case
 
@@ -74,7 +74,7 @@ def test_lora_is_dense_products() -> None:
                 delta = x[first : first + length] @ pair[0].T @ pair[1] * scale
                 expected[first : first + length, group.offsets[i] : group.offsets[i + 1]] += delta
             index += 1
-        OPS.lora(y, x, case.pool, case.layer, group, plan)
+        OPS.lora(y, x, LoraSite(group, case.layer), LoraStep(case.pool, plan))
         assert error(y, expected) < 1e-12
 
 

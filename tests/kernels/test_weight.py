@@ -6,6 +6,7 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
+from manylora.kernels.ops import AdaptedLinear, LoraStep
 from manylora.kernels.triton.products import LinearConfig, Products
 from manylora.kernels.weight import Weight, WeightKind
 from tests.kernels.cases import adapted_truth
@@ -54,7 +55,7 @@ def test_operations_read_what_was_rewritten(subject: Subject) -> None:
         x = normal(subject, case.num_tokens, group.in_features, seed=1)
         matrices = [normal(subject, group.offsets[-1], group.in_features, seed=seed) for seed in (2, 3)]
         weight = Weight(matrices[0].clone())
-        given = (x, weight, None, case.pool, case.layer, group, plan)
+        given = (x, AdaptedLinear(group, case.layer, weight, None), LoraStep(case.pool, plan))
         for matrix in matrices:
             weight.rewrite(matrix)
             plain = rounding.linear(x, matrix, None).rounded(subject.dtype)

@@ -67,7 +67,7 @@ def test_threads_that_prepare_side_by_side_count_once() -> None:
 
 def test_triton_reports_what_it_compiles_and_other_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
-    from manylora.kernels.triton import compiling
+    from manylora.kernels.triton import launch
 
     seen: list[str] = []
 
@@ -80,7 +80,7 @@ def test_triton_reports_what_it_compiles_and_other_hooks_stay(monkeypatch: pytes
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook("before"))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook("after"))
-    compiling.report_compilation.__wrapped__()
+    launch.report_compilation.__wrapped__()
     before = PREPARATION.seconds()
     assert knobs.runtime.jit_cache_hook(key="k") is False
     knobs.runtime.jit_post_compile_hook(key="k")

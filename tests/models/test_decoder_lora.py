@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from manylora_lab.bench.reference import ReferenceOps
 
-from manylora.kernels.ops import SampledRows
-from manylora.kernels.shapes import ProjectionGroup
+from manylora.kernels.ops import LoraSite, LoraStep, SampledRows
 from manylora.models.load import load_model
 from tests.models.step_builder import Stepper
 from tests.models.tiny import MAX_POSITIONS, make_model
@@ -31,15 +29,8 @@ class DenseLora(ReferenceOps):
         self.calls: list[tuple[int, str]] = []
         self.rows: list[int] = []
 
-    def lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any,
-    ) -> None:
+    def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
+        group, layer = site.group, site.layer
         self.calls.append((layer, group.name))
         self.rows.append(len(y))
         assert y.is_contiguous()

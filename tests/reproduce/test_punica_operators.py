@@ -10,6 +10,8 @@ from manylora_lab.reproduce.lora_rig import LoraRig
 from manylora_lab.reproduce.punica_fig7 import sgmv_bytes, sgmv_flop
 from manylora_lab.reproduce.punica_fig8 import step_of
 
+from manylora.kernels.ops import LoraSite, LoraStep
+
 RANK = 4
 
 
@@ -27,7 +29,7 @@ def test_operators_add_what_the_reference_adds(rig: LoraRig, operator: str, coun
     reference = ReferenceOps()
     plan = reference.plan_lora(case.segments, rig.geometry, rig.device)
     assert plan is not None
-    reference.lora(expected, case.x, rig.pool, 0, rig.group, plan)
+    reference.lora(expected, case.x, LoraSite(rig.group, 0), LoraStep(rig.pool, plan))
     before = case.y.clone()
     step_of(rig, case, operator)()
     assert (expected - before).norm() > 0.01 * before.norm(), "the adapters do something"

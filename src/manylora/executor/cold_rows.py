@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -111,7 +110,7 @@ class ColdStep:
 
 class ColdRows:
     """The cold rows of one step that the CPU serves. Used by the step loop's thread, layer after layer.
-    ``others``: the segments of other rows, ``lora`` their plan."""
+    ``others``: the segments of other rows."""
 
     def __init__(
         self,
@@ -125,7 +124,6 @@ class ColdRows:
     ) -> None:
         """``chosen``: the segments of the adapters, in their order."""
         self.others = _without(segments, chosen)
-        self.lora: Any | None = None
         self.has_failed = False
         self._cpu = cpu
         self._handover = handover
@@ -232,19 +230,9 @@ def _without(segments: LoraSegments, cold: list[int]) -> LoraSegments | None:
 # ---------------------------------------------------------------- handed over by the device
 
 
-@runtime_checkable
-class AwaitsWords(Protocol):
-    def await_words(
-        self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """What is issued after it begins once each of ``words[:, 0]``, which others write, is at least
-        ``wanted[1:]``, or the step's waits have lasted ``wanted[0]`` nanoseconds. ``told`` [2]: how long they
-        have, and 1 where that was too long; the first wait begins it anew. All int64; words in pinned memory."""
-
-
 def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | None:
     """None where the host has to hand rows over."""
-    if not isinstance(ops, AwaitsWords):
+    if not ops.waits:
         return None
     if not device.can_mark():
         _log.warning("the host hands rows to the CPU's threads: the driver writes no numbers in streams")
@@ -264,7 +252,7 @@ def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | 
 class DeviceHandover:
     """Of one step at a time; of the step loop's thread."""
 
-    def __init__(self, cpu: CpuLora, ops: AwaitsWords, device: Device) -> None:
+    def __init__(self, cpu: CpuLora, ops: Ops, device: Device) -> None:
         """Raises RuntimeError where the device cannot use the memory of rows and results."""
         self.is_busy = False
         """Whether a step has begun that has not ended."""

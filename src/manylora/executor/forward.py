@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,13 +55,6 @@ class Outputs:
             return self
         rows = self.logits[:count], self.best, self.last[:count], self.pending_index[:count]
         return Outputs(*rows, self.scores)
-
-
-@runtime_checkable
-class _Closes(Protocol):
-    """Operations with something that goes on beside the steps, which is to end with the process."""
-
-    def close(self) -> None: ...
 
 
 class Forward:
@@ -139,8 +132,7 @@ class Forward:
 
     def close(self) -> None:
         """Idempotent."""
-        if isinstance(self.decoder.ops, _Closes):
-            self.decoder.ops.close()
+        self.decoder.ops.close()
 
     def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
         """These were sampled, whatever was most likely."""
@@ -178,12 +170,12 @@ class EagerSteps:
                 self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
-        sampled = None
+        lora, sampled = self._lora, None
         if cold is None:
             sampled = self._sampled_rows(inputs)
-        elif cold.others is not None:
-            cold.lora = ops.plan_lora(cold.others, self._geometry, device)
-        plans = attention, self._lora, has_pending, sampled, before_layer, cold
+        else:
+            lora = None if cold.others is None else ops.plan_lora(cold.others, self._geometry, device)
+        plans = attention, lora, has_pending, sampled, before_layer, cold
         return self._forward.compute(numbers, *plans, scored)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:

@@ -15,7 +15,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -138,25 +137,15 @@ NUMBERS = 2
 """Of a step: what its gates wait for (``Awaited.numbers``)."""
 
 
-@runtime_checkable
-class _PassesGates(Protocol):
-    def pass_gate(
-        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
-    ) -> None:
-        """What is issued after it begins once ``landed`` [1] is at least ``wanted[1]``, or the step's gates were
-        shut for ``wanted[0]`` nanoseconds. ``told`` [2]: for how many they were, and 1 where that was too long;
-        the first gate begins it anew. All int64."""
-
-
 def step_gates(ops: Ops, words: LandedWords | None, device: Device) -> StepGates | None:
     """The gates of captured steps; None where there are none."""
-    return StepGates(ops, words, device) if words is not None and isinstance(ops, _PassesGates) else None
+    return StepGates(ops, words, device) if words is not None and ops.waits else None
 
 
 class StepGates:
     """Shared by all captures, which run one after another."""
 
-    def __init__(self, ops: _PassesGates, words: LandedWords, device: Device) -> None:
+    def __init__(self, ops: Ops, words: LandedWords, device: Device) -> None:
         self._ops = ops
         self._words = words
         self._device = device

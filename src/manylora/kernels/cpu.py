@@ -23,10 +23,12 @@ from manylora.kernels import loops
 from manylora.kernels.ops import (
     ACTIVATIONS,
     AttentionRows,
-    ComposedOps,
     LoraSegments,
+    LoraSite,
+    LoraStep,
     MergedLayer,
     MergePlan,
+    Ops,
     Shrunk,
     Summands,
     of_adapters,
@@ -122,8 +124,8 @@ class CpuLoraPlan:
         return _Block(tokens, torch.cat(pieces), torch.from_numpy(np.concatenate(scales, axis=1)), outputs)
 
 
-class CpuOps(ComposedOps):
-    """The Ops protocol on the CPU, in float64, float32, bfloat16 and float16."""
+class CpuOps(Ops):
+    """The operations on the CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"
 
@@ -249,9 +251,9 @@ class CpuOps(ComposedOps):
         others = np.flatnonzero(~is_short).tolist()
         return CpuLoraPlan(segments, geometry, starts, starts + lengths, items, others)
 
-    def lora_shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: CpuLoraPlan
-    ) -> Shrunk:
+    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
+        (pool, plan), group, layer = step, site.group, site.layer
+        assert isinstance(plan, CpuLoraPlan)
         parts = []
         items = plan.items[group.name]
         if x.dtype in _IN_LOOPS and items.size:
@@ -277,15 +279,9 @@ class CpuOps(ComposedOps):
             return Shrunk(parts[0], None)
         return Shrunk(torch.cat(parts) if parts else _wide(x.new_empty(0)), None)
 
-    def lora_expand(
-        self,
-        y: torch.Tensor,
-        shrunk: Shrunk,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: CpuLoraPlan,
-    ) -> None:
+    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
+        (pool, plan), group, layer = step, site.group, site.layer
+        assert isinstance(plan, CpuLoraPlan)
         begin = 0
         items = plan.items[group.name]
         if y.dtype in _IN_LOOPS and items.size:

@@ -24,7 +24,7 @@ import torch
 
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.plans import upload
+from manylora.kernels.triton.launch import upload
 from manylora.types import first_line
 
 LEAST_MEAN_QUERIES = 128

@@ -1,14 +1,16 @@
 """The operations that a decoder needs from a device, and the per-step inputs they share.
 
-One implementation a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
+One subclass of Ops a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
 are built once a step by the executor; ``plan_*`` turns them into whatever an implementation wants, once a step;
 every layer then reuses the plans.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -132,10 +134,7 @@ class SampledRows:
 
 
 class ColdProducts(Protocol):
-    """What is computed beside the device, of rows whose adapters are on their way. ``lora``: the plan of the other
-    rows."""
-
-    lora: Any | None
+    """What is computed beside the device, of rows whose adapters are on their way."""
 
     def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
         """Begin with the rows' products; whether there are any."""
@@ -152,7 +151,8 @@ class StepBatch:
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
     before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
-    cold: where something computes adapters' products beside the device; ``sampled`` is None then.
+    cold: where something computes adapters' products beside the device; ``lora`` is the plan of the other rows
+    and ``sampled`` None then.
     """
 
     token_ids: torch.Tensor
@@ -207,6 +207,30 @@ class Shrunk(NamedTuple):
     parts: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoraSite:
+    """Where adapters act: on the group's projections in this layer."""
+
+    group: ProjectionGroup
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptedLinear(LoraSite):
+    """A fused linear, weight ``[sum(out), in]``, that adapters may be on."""
+
+    weight: Weight
+    bias: torch.Tensor | None
+
+
+class LoraStep(NamedTuple):
+    """What LoRA reads in a step: the pool with the adapters' pages, and whose tokens have which. Plan None: no
+    token has an adapter."""
+
+    pool: torch.Tensor
+    plan: Any | None
+
+
 def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The pool's memory as elements of the adapters' dtype; a view."""
     return pool if pool.dtype == dtype else pool.view(dtype)
@@ -241,30 +265,71 @@ class InLine:
 IN_LINE = InLine()
 
 
-class Ops(Protocol):
+# ---------------------------------------------------------------- the table of copies in groups of layers
+
+BRING_PROGRAMS = 16
+"""More move no more over PCIe (docs/decisions.md), and take more of the device from its steps."""
+
+MOST_WORDS = 1024
+"""Of a table: head, groups, pages."""
+
+HEAD, PER_GROUP = 4, 2
+
+
+def table_words(num_groups: int, num_pages: int) -> int:
+    """int64 numbers of a table."""
+    return HEAD + PER_GROUP * num_groups + 2 * num_pages
+
+
+def bring_table(
+    number: int, groups: Sequence[tuple[int, int]], targets: Sequence[int], sources: Sequence[int]
+) -> list[int]:
+    """int64 [``table_words``]: its length, pages, groups, the number to write; for each group where it begins
+    within a page, and its length there; for each page where it begins in the target, and for each where in the
+    source."""
+    head = (table_words(len(groups), len(targets)), len(targets), len(groups), number)
+    return [*head, *itertools.chain.from_iterable(groups), *targets, *sources]
+
+
+# ---------------------------------------------------------------- the operations
+
+
+class Ops(abc.ABC):
     """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
 
-    Its dtype is that of keys and values. Adapters in its pages have the dtype of x.
+    Its dtype is that of keys and values. Adapters in its pages have the dtype of x. What a device does no
+    better than by other operations is composed of these here.
     """
 
     name: str
 
+    waits = False
+    """Whether kernels wait on the device: ``pass_gate``, ``await_words``."""
+
+    brings = False
+    """Whether a kernel copies pages in groups of layers: ``bring_groups``."""
+
+    def close(self) -> None:
+        """End what goes on beside the steps. Idempotent; with no step in flight."""
+        return
+
+    @abc.abstractmethod
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
 
+    # ---- attention -------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
         """Prepare attention for all layers of a step. Valid for this step only."""
 
-    def plan_lora(
-        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
-    ) -> Any | None:
-        """Prepare LoRA for all layers of a step; None when there is no segment."""
-
+    @abc.abstractmethod
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """Store k, v ``[T, kv_heads, head_dim]`` at ``slots`` of the layer."""
 
+    @abc.abstractmethod
     def attention(
         self,
         q: torch.Tensor,
@@ -279,75 +344,62 @@ class Ops(Protocol):
         written); ``window``: a query at position p sees positions > p - window. ``soft_cap`` (above 0): a score s
         becomes soft_cap * tanh(s / soft_cap). Returns [T, heads*head_dim]."""
 
-    def lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any,
-    ) -> None:
-        """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the group, with
-        t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+    # ---- LoRA ------------------------------------------------------------------------------------------
 
-    def lora_shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: Any
-    ) -> Shrunk:
+    @abc.abstractmethod
+    def plan_lora(
+        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
+    ) -> Any | None:
+        """Prepare LoRA for all layers of a step; None when there is no segment."""
+
+    @abc.abstractmethod
+    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
         """The first half of ``lora``: x A of every projection of the group, as ``lora_expand`` of the same
         plan takes it. Between the two, ranks whose inputs are parts of one add up ``values``."""
 
-    def lora_expand(
-        self,
-        y: torch.Tensor,
-        shrunk: Shrunk,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any,
-    ) -> None:
+    @abc.abstractmethod
+    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
         """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
         columns of a contiguous tensor."""
 
+    def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
+        """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the site, with
+        t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+        self.lora_expand(y, self.lora_shrink(x, site, step), site, step)
+
     def lora_side(self, plan: Any) -> Side:
         """Where the base's product may run, beside ``lora_shrink`` of this plan and what ranks do with it."""
+        return IN_LINE
 
-    def lora_summands(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any | None,
-    ) -> Summands:
+    def lora_summands(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> Summands:
         """``linear`` of a group's projections side by side, and ``lora`` in it or beside it, whatever is fastest;
-        ``[T, sum(out)]``. Without a plan no token has an adapter."""
+        ``[T, sum(out)]``."""
+        y = self.linear(x, linear.weight, linear.bias)
+        if step.plan is not None:
+            self.lora(y, x, linear, step)
+        return Summands(y)
 
     def lora_gated(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any | None,
-        activation: Activation = "silu",
+        self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep, activation: Activation = "silu"
     ) -> torch.Tensor:
         """``gate_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
+        return self.gate_mul(self.lora_summands(x, linear, step).whole, activation)
 
+    @abc.abstractmethod
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
         """In place, in every layer: the rows of ``merged`` of each projection p of the group that the plan wants
         become ``pristine + scale_p * B_p^T A_p``, summed in float32 and rounded once. Waits for nothing."""
 
+    # ---- small operations ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm: rounded before the
         weight is applied. A float32 weight of 16-bit x is applied before: Gemma's."""
 
+    @abc.abstractmethod
     def add_rms_norm(
         self,
         x: torch.Tensor,
@@ -358,6 +410,10 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual); may reuse its arguments' memory. ``adapted``: of the summands
         ``[T, hidden]`` that x is the product of."""
+
+    @abc.abstractmethod
+    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        """activation(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
 
     def rotate_and_store(
         self,
@@ -376,78 +432,6 @@ class Ops(Protocol):
         rotation by ``rotary`` at ``positions`` (two halves, not interleaved), and ``write_kv``, in this order and
         each rounded. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
         ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
-
-    def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        """activation(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
-
-
-class Rotating(Ops, Protocol):
-    """Operations with a rotation of their own."""
-
-    def _rope(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q and k turned; may work in place."""
-
-
-class ComposedOps:
-    """Operations by the ones that they stand for, for implementations of Ops that have a ``_rope``."""
-
-    def lora_side(self, plan: Any) -> Side:
-        return IN_LINE
-
-    def lora(
-        self: Ops,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any,
-    ) -> None:
-        self.lora_expand(y, self.lora_shrink(x, pool, layer, group, plan), pool, layer, group, plan)
-
-    def lora_summands(
-        self: Ops,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any | None,
-    ) -> Summands:
-        y = self.linear(x, weight, bias)
-        if plan is not None:
-            self.lora(y, x, pool, layer, group, plan)
-        return Summands(y)
-
-    def lora_gated(
-        self: Ops,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: Any | None,
-        activation: Activation = "silu",
-    ) -> torch.Tensor:
-        return self.gate_mul(self.lora_summands(x, weight, bias, pool, layer, group, plan).whole, activation)
-
-    def rotate_and_store(
-        self: Rotating,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        rotary: Rotary,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        norm: HeadNorm | None,
-        adapted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         if adapted is not None:
             heads = adapted.view(len(q), -1, q.shape[-1])
             of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
@@ -457,3 +441,44 @@ class ComposedOps:
         q, k = self._rope(q, k, rotary.cos, rotary.sin, positions)
         self.write_kv(pool, layer, k, v, slots)
         return q
+
+    def _rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotation of ``rotate_and_store`` where that is composed; may work in place."""
+        raise NotImplementedError
+
+    # ---- what not every device has ---------------------------------------------------------------------
+
+    def pass_gate(
+        self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """What is issued after it begins once ``landed`` [1] is at least ``wanted[1]``, or the step's gates were
+        shut for ``wanted[0]`` nanoseconds. ``told`` [2]: for how many they were, and 1 where that was too long;
+        the first gate begins it anew. All int64."""
+        raise NotImplementedError
+
+    def await_words(
+        self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
+    ) -> None:
+        """What is issued after it begins once each of ``words[:, 0]``, which others write, is at least
+        ``wanted[1:]``, or the step's waits have lasted ``wanted[0]`` nanoseconds. ``told`` [2]: how long they
+        have, and 1 where that was too long; the first wait begins it anew. All int64; words in pinned memory."""
+        raise NotImplementedError
+
+    def bring_groups(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        table: torch.Tensor,
+        scratch: torch.Tensor,
+        words: torch.Tensor,
+        done: torch.Tensor,
+    ) -> None:
+        """Copy pages of ``source``, pinned, to ``target``, both int64 and flat.
+
+        ``table``, pinned too: see ``bring_table``. ``words`` int64 [G], of any stride: a group's is written once
+        it and all before it have landed. ``scratch`` int64 [BRING_PROGRAMS, MOST_WORDS]; ``done`` int32 [G],
+        zeros.
+        """
+        raise NotImplementedError

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from manylora.devices.device import CopyLane, Device, Tensors
 from manylora.devices.staging import StagingBuffer, seen_by
-from manylora.kernels.bring_table import MOST_WORDS, NUM_PROGRAMS, bring_table, table_words
+from manylora.kernels.ops import BRING_PROGRAMS, MOST_WORDS, Ops, bring_table, table_words
 from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.pool import Arena, HostPool
 from manylora.types import PageId
@@ -33,25 +32,9 @@ _TABLES = 4
 _log = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class _BringsGroups(Protocol):
-    def bring_groups(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        table: torch.Tensor,
-        scratch: torch.Tensor,
-        words: torch.Tensor,
-        done: torch.Tensor,
-    ) -> None:
-        """See ``kernels.triton.bringing``."""
-
-
-def bringer_of(ops: object, arena: Arena, host: HostPool, device: Device, num_groups: int) -> Bringer | None:
+def bringer_of(ops: Ops, arena: Arena, host: HostPool, device: Device, num_groups: int) -> Bringer | None:
     """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel."""
-    if not isinstance(ops, _BringsGroups):
-        return None
-    if host.num_pages == 0 or host.shape.slab_bytes % _WORD:
+    if not ops.brings or host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
     bringer = Bringer(ops, arena, host, device, num_groups)
     bringer.compile()
@@ -65,16 +48,14 @@ class Bringer:
     is captured for each of a few tables, which stay where they are, and replayed.
     """
 
-    def __init__(
-        self, ops: _BringsGroups, arena: Arena, host: HostPool, device: Device, num_groups: int
-    ) -> None:
+    def __init__(self, ops: Ops, arena: Arena, host: HostPool, device: Device, num_groups: int) -> None:
         self.words = LandedWords(host.shape.layers, num_groups, device)
         self._ops = ops
         self._arena = arena
         self._host = host
         self._device = device
         self._target = arena.run(0, arena.num_pages).view(torch.int64)
-        self._scratch = device.zeros((NUM_PROGRAMS, MOST_WORDS), torch.int64)
+        self._scratch = device.zeros((BRING_PROGRAMS, MOST_WORDS), torch.int64)
         self._done = device.zeros((len(self.words.groups),), torch.int32)
         self._tables = [StagingBuffer(device.torch_device) for _ in range(_TABLES)]
         self._turn = 0

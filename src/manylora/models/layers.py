@@ -12,6 +12,7 @@ the sum that the base needs anyway.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,8 +20,17 @@ import torch
 from torch.nn import functional
 
 from manylora.devices.peers import Peers
-from manylora.kernels.ops import ColdProducts, HeadNorm, Ops, Rotary, StepBatch, Summands
-from manylora.kernels.shapes import Activation, ProjectionGroup
+from manylora.kernels.ops import (
+    AdaptedLinear,
+    HeadNorm,
+    LoraSite,
+    LoraStep,
+    Ops,
+    Rotary,
+    StepBatch,
+    Summands,
+)
+from manylora.kernels.shapes import Activation
 from manylora.kernels.weight import Weight
 from manylora.models.share import LinearShare
 
@@ -33,6 +43,10 @@ class Step:
     batch: StepBatch
     pool: torch.Tensor
 
+    @functools.cached_property
+    def lora(self) -> LoraStep:
+        return LoraStep(self.pool, self.batch.lora)
+
     def of_sampled(self) -> Step:
         """The step for parts that run on the rows of ``batch.sample_index`` alone."""
         sampled = self.batch.sampled
@@ -43,40 +57,23 @@ class Step:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoraLinear:
+class LoraLinear(AdaptedLinear):
     """A fused linear, weight ``[sum(out), in]``, and each token's own adapter on top."""
-
-    group: ProjectionGroup
-    layer: int
-    weight: Weight
-    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         """x ``[T, in]`` to ``[T, sum(out)]``, both summands contiguous."""
         cold = step.batch.cold
-        if cold is not None:
-            return self._beside(cold, x, step)
-        return step.ops.lora_summands(
-            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora
-        )
+        has_posted = cold is not None and cold.post(x, self.group)
+        y = step.ops.lora_summands(x, self, step.lora)
+        if cold is not None and has_posted:
+            cold.add(y.product, self.group)
+        return y
 
     def gated(self, x: torch.Tensor, step: Step, activation: Activation) -> torch.Tensor:
         """The gated product of gate and up side by side: activation(gate) * up, ``[T, I]``."""
-        cold = step.batch.cold
-        if cold is not None:
-            return step.ops.gate_mul(self._beside(cold, x, step).whole, activation)
-        return step.ops.lora_gated(
-            x, self.weight, self.bias, step.pool, self.layer, self.group, step.batch.lora, activation
-        )
-
-    def _beside(self, cold: ColdProducts, x: torch.Tensor, step: Step) -> Summands:
-        """The same, where what adapters add to some rows is computed elsewhere meanwhile."""
-        has_posted = cold.post(x, self.group)
-        y = step.ops.lora_summands(x, self.weight, self.bias, step.pool, self.layer, self.group, cold.lora)
-        if has_posted:
-            cold.add(y.product, self.group)
-        return y
+        if step.batch.cold is not None:
+            return step.ops.gate_mul(self(x, step).whole, activation)
+        return step.ops.lora_gated(x, self, step.lora, activation)
 
 
 def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
@@ -339,39 +336,37 @@ class RankedLinear(LoraLinear):
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
         """As LoraLinear. Of a row linear the whole sum, on every rank, in one."""
         if self.share.kind == "column" and not self.is_sharded:
-            return self._summands(x, step)
+            return step.ops.lora_summands(x, self, step.lora)
         y = self._adapted(x, step)
         if self.share.kind == "row":
             self.peers.add_up(y, "base")
         return Summands(y)
 
     def gated(self, x: torch.Tensor, step: Step, activation: Activation) -> torch.Tensor:
-        ops, plan = step.ops, step.batch.lora
-        if plan is not None and self.is_sharded:
-            return ops.gate_mul(self._adapted(x, step), activation)
-        lies = step.pool, self.layer, self.share.adapted
-        return ops.lora_gated(x, self.weight, self.bias, *lies, plan, activation)
+        if step.batch.lora is not None and self.is_sharded:
+            return step.ops.gate_mul(self._adapted(x, step), activation)
+        return step.ops.lora_gated(x, self, step.lora, activation)
 
-    def _summands(self, x: torch.Tensor, step: Step) -> Summands:
-        """Where adapters need no exchange."""
-        lies = step.pool, self.layer, self.share.adapted
-        return step.ops.lora_summands(x, self.weight, self.bias, *lies, step.batch.lora)
+    @functools.cached_property
+    def _site(self) -> LoraSite:
+        """With the adapters' widths, which are the linear's own unless they are sharded."""
+        return LoraSite(self.share.adapted, self.layer)
 
     def _adapted(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         ops, plan, share = step.ops, step.batch.lora, self.share
         if plan is None or not self.is_sharded:
-            return self._summands(x, step).whole
+            return ops.lora_summands(x, self, step.lora).whole
         # The product is what runs beside: exchanges keep to one stream, in the one order of all ranks.
         side = ops.lora_side(plan)
         side.fork()
-        shrunk = ops.lora_shrink(_columns(x, share.read), step.pool, self.layer, share.adapted, plan)
+        shrunk = ops.lora_shrink(_columns(x, share.read), self._site, step.lora)
         with side.use():
             y = ops.linear(x, self.weight, self.bias)
         # None where no adapter of the batch is on these projections, which all ranks see alike.
         if shrunk.values.numel():
             self.peers.add_up(shrunk.values, "lora")
         side.join()
-        ops.lora_expand(_columns(y, share.added), shrunk, step.pool, self.layer, share.adapted, plan)
+        ops.lora_expand(_columns(y, share.added), shrunk, self._site, step.lora)
         return y
 
 

@@ -16,10 +16,12 @@ from torch.nn import functional
 from manylora.kernels.ops import (
     ACTIVATIONS,
     AttentionRows,
-    ComposedOps,
     LoraSegments,
+    LoraSite,
+    LoraStep,
     MergedLayer,
     MergePlan,
+    Ops,
     Shrunk,
     Summands,
     of_adapters,
@@ -68,8 +70,8 @@ def _parts(group: ProjectionGroup, plan: ReferenceLoraPlan) -> Iterator[_Adapted
                 yield _Adapted(segment, tokens, place, index, first_a, first_b, rank)
 
 
-class ReferenceOps(ComposedOps):
-    """The Ops protocol on any device and in any floating dtype."""
+class ReferenceOps(Ops):
+    """The operations on any device and in any floating dtype."""
 
     name = "reference"
 
@@ -130,9 +132,9 @@ class ReferenceOps(ComposedOps):
                 out[first:last, head] = (weights @ wide(v[:, group])).to(q.dtype)
         return out.view(q.shape[0], heads * dim)
 
-    def lora_shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: ReferenceLoraPlan
-    ) -> Shrunk:
+    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
+        (pool, plan), group, layer = step, site.group, site.layer
+        assert isinstance(plan, ReferenceLoraPlan)
         lies = (pool, x.dtype, layer, plan.geometry, plan.segments.cells)
         values = [
             wide(x[part.tokens]) @ wide(self._rows(*lies, part.first_a, part.rank, group.in_features)).T
@@ -141,15 +143,9 @@ class ReferenceOps(ComposedOps):
         empty = wide(x.new_empty(0))
         return Shrunk(torch.cat([empty, *(value.reshape(-1) for value in values)]), None)
 
-    def lora_expand(
-        self,
-        y: torch.Tensor,
-        shrunk: Shrunk,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: ReferenceLoraPlan,
-    ) -> None:
+    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
+        (pool, plan), group, layer = step, site.group, site.layer
+        assert isinstance(plan, ReferenceLoraPlan)
         segments, geometry = plan.segments, plan.geometry
         begin = 0
         for part in _parts(group, plan):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manylora.kernels.ops import LoraSegments, of_adapters
+from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep, of_adapters
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora_lab.bench.kernels.pool import (
@@ -91,7 +91,7 @@ class LoraRig:
 
         def step() -> None:
             for layer in range(self.layers):
-                self.ops.lora(case.y, case.x, self.pool, layer, self.group, plan)
+                self.ops.lora(case.y, case.x, LoraSite(self.group, layer), LoraStep(self.pool, plan))
 
         return step
 
@@ -100,7 +100,7 @@ class LoraRig:
         an element over what rounding may make of it. Leaves y alone."""
         y = torch.zeros_like(case.y)
         plan = self.ops.plan_lora(case.segments, self.geometry, self.device)
-        self.ops.lora(y, case.x, self.pool, 0, self.group, plan)
+        self.ops.lora(y, case.x, LoraSite(self.group, 0), LoraStep(self.pool, plan))
         truth = exact_lora(case.x, self.pool, 0, self.group, case.segments, self.geometry)
         found = errors([(y, truth)])
         return {"error": found.relative, "error_of_bound": found.of_bound}

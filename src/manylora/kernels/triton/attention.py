@@ -1,7 +1,7 @@
 """The Triton kernel for attention over paged keys and values: rows of one query and prompts in one launch.
 
 The host cuts the rows into tiles of neighbouring queries, and long contexts of tiles into pieces
-(``attention_plans``). A program takes one piece and one key head; the HEADS query heads that share it stand side
+(``attention_plan``). A program takes one piece and one key head; the HEADS query heads that share it stand side
 by side with the queries as rows of the tensor-core product. A tile of one query takes as few rows as tensor cores
 allow, so that it reads as fast as memory can; a tile of several fills them. Pieces of a tile are joined, in order,
 by the program that arrives last (flash-decoding), so results do not depend on timing and no second launch is

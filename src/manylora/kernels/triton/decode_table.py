@@ -10,7 +10,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from manylora.kernels.triton.plans import power_of_two
+from manylora.kernels.triton.launch import power_of_two
 
 TABLE = Path(__file__).parents[1] / "tuned" / "attention.json"
 

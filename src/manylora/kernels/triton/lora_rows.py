@@ -1,4 +1,4 @@
-"""Triton kernels for LoRA over paged cells, driven by the tables of ``lora_work``: shrink and expand.
+"""Triton kernels for LoRA over paged cells, driven by the tables of ``lora_plan``: shrink and expand.
 
 Shrink computes v = x A into planes of float32 partial results, one plane a split of the long dimension. Expand
 adds the planes up in order and writes or adds scale * v B: no atomics, so results do not depend on timing.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.elementwise import activated
+from manylora.kernels.triton.small import activated
 
 WORDS = tl.constexpr(16)
 ROWS = tl.constexpr(16)

@@ -20,10 +20,10 @@ import triton.language as tl
 
 from manylora.kernels.ops import MergedLayer, MergePart, MergePlan, of_adapters
 from manylora.kernels.shapes import Projection, ProjectionGroup
-from manylora.kernels.triton.lora_launch import block_of, ceil_div
+from manylora.kernels.triton.launch import upload
+from manylora.kernels.triton.lora import block_of, ceil_div
+from manylora.kernels.triton.lora_plan import MOST_PROJECTIONS
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
-from manylora.kernels.triton.lora_tables import MOST_PROJECTIONS
-from manylora.kernels.triton.plans import upload
 
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 128, 4
 """Of the weight, which a program writes at once: enough that the adapter's rows, read again by every program, cost

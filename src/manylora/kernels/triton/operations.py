@@ -6,43 +6,61 @@ send their tables in one asynchronous copy each; so everything between them can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
 from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import (
+    IN_LINE,
+    AdaptedLinear,
     AttentionRows,
     HeadNorm,
     LoraSegments,
+    LoraSite,
+    LoraStep,
+    MergedLayer,
+    MergePlan,
+    Ops,
     Rotary,
     Shrunk,
     Side,
     Summands,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attending import PagedAttention, flat_heads
-from manylora.kernels.triton.attention_plans import TritonAttentionPlan, TritonFixedAttention
-from manylora.kernels.triton.bringing import bring_groups
-from manylora.kernels.triton.compiling import report_compilation
+from manylora.kernels.triton.attention_plan import (
+    PagedAttention,
+    TritonAttentionPlan,
+    TritonFixedAttention,
+    flat_heads,
+)
+from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.elementwise import rms_norm_kernel, write_kv_kernel
-from manylora.kernels.triton.gate import await_words, pass_gate
-from manylora.kernels.triton.lora import AdaptedLinears, TritonFixedLora, lora_kernels_on
-from manylora.kernels.triton.lora_launch import LoraKernels, LoraPlan, gate_mul
+from manylora.kernels.triton.launch import power_of_two, report_compilation
+from manylora.kernels.triton.lora import (
+    LoraKernels,
+    SideStream,
+    TritonFixedLora,
+    gate_mul,
+    lora_kernels_on,
+    planned,
+)
+from manylora.kernels.triton.lora_plan import LoraPlan
 from manylora.kernels.triton.merging import merge_linears
-from manylora.kernels.triton.placing import rotate_and_store_kernel
-from manylora.kernels.triton.plans import power_of_two
 from manylora.kernels.triton.products import Products
+from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kernel, write_kv_kernel
 from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
 
 
-class TritonOps:
-    """The Ops protocol on CUDA (or, under TRITON_INTERPRET=1, on the CPU), in float32, bfloat16, float16."""
+class TritonOps(Ops):
+    """The operations on CUDA (or, under TRITON_INTERPRET=1, on the CPU), in float32, bfloat16, float16."""
 
     name = "triton"
+    waits = brings = True
 
     def __init__(
         self,
@@ -59,7 +77,9 @@ class TritonOps:
         self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
-        self._linears: AdaptedLinears | None = None
+        self._before: Side = IN_LINE
+        self._behind: Side = IN_LINE
+        """Two streams: for what the device prefers to the product, and for the rest."""
 
     def close(self) -> None:
         """End what compiles beside the steps. Idempotent; with no step in flight."""
@@ -122,18 +142,21 @@ class TritonOps:
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
-    def _adapted(self, device: torch.device) -> AdaptedLinears:
-        """Made for the first device that a plan is asked for; there is only one."""
-        if self._linears is None:
-            self._linears = AdaptedLinears(self._lora or lora_kernels_on(device), self.linear, device)
-        return self._linears
+    def _kernels(self, device: torch.device) -> LoraKernels:
+        """Made with two side streams for the first device that a plan is asked for; there is only one."""
+        if self._lora is None:
+            self._lora = lora_kernels_on(device)
+        if self._before is IN_LINE:
+            self._before, self._behind = SideStream(device, True), SideStream(device, False)
+        return self._lora
 
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
     ) -> LoraPlan | None:
         if len(segments.start) == 0:
             return None
-        return self._adapted(device).plan(segments, geometry, device)
+        num_tokens = int(segments.start[-1] + segments.length[-1])
+        return self._kernels(device).plan(segments, geometry, device, num_tokens)
 
     def fixed_lora(
         self,
@@ -146,75 +169,81 @@ class TritonOps:
     ) -> TritonFixedLora:
         """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
         (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
-        kernels = self._adapted(device).kernels
-        return TritonFixedLora(kernels, num_tokens, max_rank, geometry, cells, num_rows)
-
-    def lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> None:
-        self._adapted(x.device).add(y, x, pool, layer, group, plan)
+        return TritonFixedLora(self._kernels(device), num_tokens, max_rank, geometry, cells, num_rows)
 
     def lora_side(self, plan: LoraPlan) -> Side:
-        return self._adapted(plan.cells.device).side(plan)
+        """The device prefers what ranks wait for to the product."""
+        return IN_LINE if plan.beside is None else self._behind
 
-    def lora_shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, layer: int, group: ProjectionGroup, plan: LoraPlan
-    ) -> Shrunk:
-        return self._adapted(x.device).shrink(x, pool, layer, group, plan)
+    def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
+        kernels = self._kernels(x.device)
+        kernels.expand(y, kernels.shrink(x, site, step), site, step)
 
-    def lora_expand(
-        self,
-        y: torch.Tensor,
-        shrunk: Shrunk,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan,
-    ) -> None:
-        self._adapted(y.device).expand(y, shrunk, pool, layer, group, plan)
+    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
+        """What expand would add up as it reads is added up before."""
+        planes = self._kernels(x.device).shrink(x, site, step)
+        sums = [part[0] if len(part) == 1 else part.sum(0) for part in planes]
+        values = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return Shrunk(values, [len(part) for part in sums])
 
-    def lora_summands(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan | None,
-    ) -> Summands:
-        if plan is None:
-            return Summands(self.linear(x, weight, bias))
-        return self._adapted(x.device).summands(x, weight, bias, pool, layer, group, plan)
+    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
+        planes = [part.view(1, -1) for part in torch.split(shrunk.values, shrunk.parts)]
+        self._kernels(y.device).expand(y, planes, site, step)
+
+    def lora_summands(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> Summands:
+        if step.plan is None:
+            return Summands(self.linear(x, linear.weight, linear.bias))
+        kernels, plan = self._kernels(x.device), planned(step)
+        if plan.beside is None:
+            return Summands(self._in_turn(x, linear, step))
+        adapted = self._empty(x, linear)
+        product_first = linear.group.name in plan.beside.product_first
+        side = self._behind if product_first else self._before
+        side.fork()
+        # A captured graph starts first what was launched first.
+        y = self.linear(x, linear.weight, linear.bias) if product_first else None
+        with side.use():
+            partial = kernels.shrink(x, linear, step)
+            kernels.expand(adapted, partial, linear, step, add=False)
+        if y is None:
+            y = self.linear(x, linear.weight, linear.bias)
+        side.join()
+        return Summands(y, adapted)
+
+    def _in_turn(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> torch.Tensor:
+        """Product and LoRA on one stream, added up."""
+        plan = planned(step)
+        if linear.bias is None and plan.is_first:
+            y, kernels = self._empty(x, linear), self._kernels(x.device)
+            y[plan.covered :].zero_()
+            kernels.expand(y, kernels.shrink(x, linear, step), linear, step, add=False)
+            return y.addmm_(x, linear.weight.data.T)
+        y = self.linear(x, linear.weight, linear.bias)
+        self.lora(y, x, linear, step)
+        return y
+
+    @staticmethod
+    def _empty(x: torch.Tensor, linear: AdaptedLinear) -> torch.Tensor:
+        return torch.empty((x.shape[0], linear.weight.data.shape[0]), dtype=x.dtype, device=x.device)
 
     def lora_gated(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        pool: torch.Tensor,
-        layer: int,
-        group: ProjectionGroup,
-        plan: LoraPlan | None,
-        activation: Activation = "silu",
+        self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep, activation: Activation = "silu"
     ) -> torch.Tensor:
-        if plan is None:
-            return gate_mul(self.linear(x, weight, bias), activation)
-        return self._adapted(x.device).gated(x, weight, bias, pool, layer, group, plan, activation)
+        y, adapted = self.lora_summands(x, linear, step)
+        if adapted is None:
+            return gate_mul(y, activation)
+        return LoraKernels.gated_sum(y, adapted, activation)
 
-    merge_linears = staticmethod(merge_linears)
+    def merge_linears(
+        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
+    ) -> None:
+        merge_linears(layers, pool, group, plan)
 
     # ---- gates -----------------------------------------------------------------------------------------
 
-    pass_gate = staticmethod(pass_gate)  # executor.graphs
-    await_words = staticmethod(await_words)  # executor.cold_rows
-    bring_groups = staticmethod(bring_groups)  # memory.bringing
+    pass_gate = staticmethod(pass_gate)
+    await_words = staticmethod(await_words)
+    bring_groups = staticmethod(bring_groups)
 
     # ---- small operations ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from manylora.kernels.ops import Ops
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.lora_launch import LoraKernels
+from manylora.kernels.triton.lora import LoraKernels
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import Products, products_on
 from manylora_lab.bench.kernels.layers import LayerCase, LayerRig

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from manylora.executor.fixed import FixedLora, fixed_lora
-from manylora.kernels.ops import Ops, Summands
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import exact_lora, segments_for
@@ -80,8 +80,11 @@ class LoraLayer:
 
     def product(self, ops: Ops, layer: int, group: ProjectionGroup, x: torch.Tensor, plan: Any) -> Summands:
         rig = self.rig
-        given = (x, self._weights[layer][group.name], None, rig.pool, layer, group, plan)
-        return Summands(ops.lora_gated(*given)) if group.name == GATED else ops.lora_summands(*given)
+        linear = AdaptedLinear(group, layer, self._weights[layer][group.name], None)
+        step = LoraStep(rig.pool, plan)
+        if group.name == GATED:
+            return Summands(ops.lora_gated(x, linear, step))
+        return ops.lora_summands(x, linear, step)
 
     @functools.cached_property
     def truths(self) -> list[Bounded]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from manylora.config import ConfigError
-from manylora.kernels.triton import decode_table, lora, products
+from manylora.kernels.triton import decode_table, lora_plan, products
 from manylora_lab.bench.kernels import picture, tune_attention, tune_linear, tune_lora
 from manylora_lab.bench.kernels.measuring import Bench, show
 from manylora_lab.bench.kernels.rig import KernelRig
@@ -32,7 +32,7 @@ REHEARSAL = "Triton's interpreter ran: a rehearsal, whose times mean nothing. "
 _PARTS: dict[str, tuple[Path, Callable[[Bench, Any], Any]]] = {
     "linear": (products.TABLE, tune_linear.tune),
     "attention": (decode_table.TABLE, tune_attention.tune),
-    "lora": (lora.TABLE, tune_lora.tune),
+    "lora": (lora_plan.TABLE, tune_lora.tune),
 }
 """The stored table, and what gives this device's entry anew."""
 

@@ -11,15 +11,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.kernels.triton.lora import lora_kernels_on
-from manylora.kernels.triton.lora_launch import (
-    DEFAULT,
-    MIXED,
-    Beside,
-    LoraConfig,
-    LoraKernels,
-    LoraTileConfig,
-)
+from manylora.kernels.triton.lora import LoraKernels, lora_kernels_on
+from manylora.kernels.triton.lora_plan import DEFAULT, MIXED, Beside, LoraConfig, LoraTileConfig
 from manylora_lab.bench.kernels.choosing import fastest, ops_with, text_of
 from manylora_lab.bench.kernels.lora import LoraLayer, LoraProblem
 from manylora_lab.bench.kernels.measuring import Bench

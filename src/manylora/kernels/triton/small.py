@@ -1,4 +1,4 @@
-"""A Triton kernel for what lies between the q, k, v product and attention: head norms, rope, storing K and V."""
+"""Triton kernels for what memory alone limits: norms, activation, head norms with rope, storing K and V."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -8,7 +8,112 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.kernels.triton.elementwise import added, rounded_for
+
+@triton.jit
+def added(one, other):
+    """The sum of both, rounded once."""
+    return (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """An ``Activation`` of float32 values."""
+    if ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    else:
+        y = x / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
+def rounded_for(normal, x, weight):
+    """float32 ``normal`` as a norm's weight is applied to it: rounded to x's type first, as transformers does,
+    unless the weight is kept in float32 (Gemma)."""
+    if weight.dtype.element_ty != tl.float32:
+        normal = normal.to(x.dtype).to(tl.float32)
+    return normal
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    adapted,
+    weight,
+    out,
+    inner,
+    x_outer_stride,
+    x_inner_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    ADAPTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
+    is contiguous in ``residual`` (which becomes x + residual, if ADD), in ``out``, and in ``adapted``, which is
+    added to x first, if ADAPTED."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    ok = column < size
+    begin = row // inner * x_outer_stride + row % inner * x_inner_stride
+    value = tl.load(x + begin + column, mask=ok, other=0.0)
+    if ADAPTED:
+        value = added(value, tl.load(adapted + row * size + column, mask=ok, other=0.0))
+    if ADD:
+        old = tl.load(residual + row * size + column, mask=ok, other=0.0)
+        value = added(value, old)
+        tl.store(residual + row * size + column, value, mask=ok)
+    exact = value.to(tl.float32)
+    normal = exact * tl.rsqrt(tl.sum(exact * exact, 0) / size + eps)
+    factor = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    scaled = rounded_for(normal, value, weight) * factor
+    tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr = "silu"):
+    """Grid (T, blocks of columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < size
+    gate = tl.load(gate_up + token * stride + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * stride + size + column, mask=ok, other=0.0).to(tl.float32)
+    value = activated(gate, ACTIVATION) * up
+    tl.store(out + token * size + column, value.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def write_kv_kernel(
+    k,
+    v,
+    pool,
+    slots,
+    k_stride,
+    v_stride,
+    layer_offset,
+    value_offset,
+    page_stride,
+    PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Stores one token's K and V (``WIDTH`` = kv_heads * head_dim, contiguous), unless its slot is negative;
+    grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    target = pool + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * WIDTH
+    column = tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    tl.store(target + column, tl.load(k + token * k_stride + column, mask=ok), mask=ok)
+    tl.store(target + value_offset + column, tl.load(v + token * v_stride + column, mask=ok), mask=ok)
 
 
 @triton.jit

@@ -1,0 +1,508 @@
+"""What the LoRA kernels are to do in a step, as tables that they read on the device, and the sizes chosen for it.
+
+Owns: the sizes (``LoraConfig``, stored in ``kernels/tuned/lora.json``), how segments are cut into tiles and
+shrink's work into entries, and where partial results lie. The tables have a capacity, and kernels read from them
+how much of it is in use, so a launch captured in a CUDA graph serves every batch that fits.
+
+A *tile* is a run of at most so many tokens with one adapter, or with none (expand may have to write zeros
+there). Those with an adapter come first, of them those of several tokens. An *entry* of shrink is a tile, or as
+many of its tokens as shrink takes at once, and up to BLOCKS blocks of ROWS rank rows each, of any projection of
+a group.
+Programs find all that they need in one record of WORDS int32:
+
+    tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
+           4 rank  5 position of its first B cell  6 first unit
+    entry  0 first token  1 tokens  2-3 unused, then for each block
+           4 rank rows in it  5 position of its first A cell  6 its unit
+
+A *unit* is ROWS float32 partial results of one token: the block's unit u and its token t own
+``[(u + t) * ROWS, (u + t + 1) * ROWS)`` of each split's plane.
+
+Compiled loops write all this. The tables are some hundred numbers, made anew whenever a step's rows or adapters
+change, when the device may have nothing else to do: in numpy, array by array, that took five times as long. The
+loops' arrays are contiguous. ``runs`` int64 [3, n]: as ``runs_of`` gives them. ``columns`` int64 [G, 3]: the
+places of each group's projections among all, -1 where it has fewer. ``records``: LoraSegments'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from manylora.devices.staging import upload_buffers
+from manylora.kernels.loops import loop
+from manylora.kernels.ops import LoraSegments
+from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
+
+WORDS = 16
+ROWS = 16
+MOST_PROJECTIONS = 3
+Ints = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
+BLOCKS = 4
+TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraTileConfig:
+    """Sizes for tiles of one kind.
+
+    ``tile_tokens``: of the matrices in both kernels. ``expand_tokens``: that one item of expand takes, in turns
+    with the same B; 0: ``tile_tokens``.
+    ``chunk``: columns of one split of a shrink; 0: splits only where there are few tiles.
+    ``shrink_columns``, ``expand_columns``: loaded at once by a one-token program; ``*_step`` by one with tensor
+    cores. ``tile_columns``: that an item of expand of several tokens takes; 0: ``expand_columns``.
+    ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item. ``blocks``: of 16 rank
+    rows side by side in a shrink. ``*_registers``: a thread's at most; 0: any.
+    """
+
+    tile_tokens: int
+    chunk: int
+    shrink_columns: int
+    shrink_step: int
+    shrink_warps: int
+    shrink_programs: int
+    expand_columns: int
+    expand_step: int
+    expand_warps: int
+    expand_programs: int
+    blocks: int = 1
+    stages: int = 1
+    vector: bool = True
+    shrink_registers: int = 0
+    expand_registers: int = 0
+    expand_tokens: int = 0
+    tile_columns: int = 0
+
+    @property
+    def item_tokens(self) -> int:
+        """The tokens of one item of expand."""
+        return self.expand_tokens or self.tile_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """LoRA on a second stream beside the product, where the operation that reads the two adds them.
+
+    ``product_first``: groups whose product the device is to prefer to LoRA; of the others it prefers LoRA.
+    ``pdl``: dependent launch of the LoRA kernels.
+    """
+
+    sizes: LoraTileConfig
+    product_first: tuple[str, ...] = ()
+    pdl: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """How LoRA runs on a device, by what a step holds.
+
+    ``short``: for steps without a run of more than ``long_run`` tokens, such as decoding. ``mixed``: (most
+    tokens, sizes) of steps with longer runs, ascending. In steps larger than those, longer runs take ``long``
+    and the others ``short``, each in launches of its own. ``pdl``: dependent launch. ``beside``: (most tokens,
+    how) of captured steps in which LoRA runs beside the products, ascending. ``writes_from``: in steps with
+    long runs and at least so many tokens expand writes and the product adds, instead of the other way round; 0:
+    in none.
+    """
+
+    short: LoraTileConfig
+    long: LoraTileConfig
+    mixed: tuple[tuple[int, LoraTileConfig], ...] = ()
+    long_run: int = 128
+    pdl: bool = False
+    beside: tuple[tuple[int, Beside], ...] = ()
+    writes_from: int = 0
+
+    def of_mixed(self, tokens: int) -> LoraTileConfig | None:
+        """The sizes for steps of so many tokens with long runs among them; None: they are too large."""
+        return next((sizes for most, sizes in self.mixed if tokens <= most), None)
+
+    def of_beside(self, tokens: int) -> Beside | None:
+        """How LoRA runs beside the products of captured steps of so many tokens; None: it does not."""
+        return next((how for most, how in self.beside if tokens <= most), None)
+
+
+SHORT = LoraTileConfig(
+    tile_tokens=16, chunk=512, shrink_columns=512, shrink_step=256, shrink_warps=4, shrink_programs=16,
+    expand_columns=512, expand_step=256, expand_warps=4, expand_programs=16,
+)  # fmt: skip
+
+
+MIXED = dataclasses.replace(SHORT, shrink_programs=8, expand_programs=8, expand_step=128, tile_columns=256)
+
+
+LONG = LoraTileConfig(
+    tile_tokens=64, chunk=0, shrink_columns=128, shrink_step=128, shrink_warps=4, shrink_programs=0,
+    expand_columns=128, expand_step=128, expand_warps=4, expand_programs=0,
+    blocks=4, stages=3, vector=False, expand_tokens=256,
+)  # fmt: skip
+
+
+DEFAULT = LoraConfig(SHORT, LONG, ((2048, MIXED),))
+
+
+def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
+    """What was measured to be best on devices of this name. None for others.
+
+    The file: ``{device name: LoraConfig's fields}``, of which those that are missing have their defaults;
+    ``mixed``: ``[[most tokens, fields], ...]``, ascending;
+    ``beside``: ``[[most tokens, fields], ...]``,
+    its ``sizes`` where they differ from ``short``.
+    """
+    found = json.loads(path.read_text()).get(device_name) if path.is_file() else None
+    if found is None:
+        return None
+    sizes: dict[str, Any] = {
+        kind: dataclasses.replace(getattr(DEFAULT, kind), **found.get(kind, {})) for kind in ("short", "long")
+    }
+    if "mixed" in found:
+        sizes["mixed"] = tuple(
+            (most, dataclasses.replace(MIXED, **fields)) for most, fields in found["mixed"]
+        )
+    if "beside" in found:
+        sizes["beside"] = tuple(
+            (
+                most,
+                Beside(
+                    sizes=dataclasses.replace(sizes["short"], **how["sizes"]),
+                    product_first=tuple(how["product_first"]),
+                    pdl=how["pdl"],
+                ),
+            )
+            for most, how in found["beside"]
+        )
+    return dataclasses.replace(DEFAULT, **{**found, **sizes})
+
+
+# ---------------------------------------------------------------- a step's work
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupWork:
+    """One group's tables. ``counts`` int32 [4]: tiles with an adapter, all tiles, entries, and how many of the
+    tiles with an adapter have several tokens."""
+
+    counts: torch.Tensor
+    tiles: torch.Tensor
+    entries: torch.Tensor
+    size: GroupSize
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BatchWork:
+    """What is to be done in a batch, and how much room its tables take: ``counts`` as GroupWork has them and
+    ``units``, by group. ``entry_tokens``: of which ``tile_tokens`` is a multiple. ``blocks``: how many blocks of
+    rank rows share an entry (at most BLOCKS)."""
+
+    segments: LoraSegments
+    runs: Ints
+    tile_tokens: int
+    entry_tokens: int
+    blocks: int
+    counts: Table
+    units: Ints
+
+    def write(self, geometry: AdapterGeometry, words: Table, tile_places: Ints, entry_places: Ints) -> None:
+        """The tables, into ``words``: of each group its tiles and its entries from these places on."""
+        columns, a_cells = _columns(geometry.groups, geometry.cell_elements)
+        write_tables(
+            self.runs, self.segments.records, columns, a_cells, self.tile_tokens, self.entry_tokens, self.blocks,
+            words, tile_places, entry_places,
+        )  # fmt: skip
+
+
+def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
+    """int64 [3, n]: first token, tokens and segment of every run of tokens in the batch; segment -1: the base
+    model's. Those of segments come first."""
+    runs = np.empty((3, 2 * len(segments.start) + 1), dtype=np.int64)
+    count = write_runs(segments.start, segments.length, num_tokens, runs)
+    return np.ascontiguousarray(runs[:, :count])
+
+
+def work_of(
+    segments: LoraSegments,
+    geometry: AdapterGeometry,
+    runs: Ints,
+    tile_tokens: int,
+    entry_tokens: int,
+    blocks: int,
+) -> BatchWork:
+    """What these runs of the batch take."""
+    columns, _ = _columns(geometry.groups, geometry.cell_elements)
+    counts, units = np.empty((len(columns), 4), dtype=np.int32), np.empty(len(columns), dtype=np.int64)
+    count_work(runs, segments.records, columns, tile_tokens, entry_tokens, blocks, counts, units)
+    return BatchWork(segments, runs, tile_tokens, entry_tokens, blocks, counts, units)
+
+
+@functools.lru_cache(maxsize=8)
+def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[Ints, Ints]:
+    """Of each group: the places of its projections among all, filled up with -1; and the cells that a row of A
+    takes. Not to be changed."""
+    columns = np.full((len(groups), MOST_PROJECTIONS), -1)
+    first = 0
+    for places, group in zip(columns, groups):
+        places[: len(group.projections)] = range(first, first + len(group.projections))
+        first += len(group.projections)
+    return columns, np.array([-(-group.in_features // cell_elements) for group in groups])
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSize:
+    """Records and units that one group's tables have room for."""
+
+    tiles: int
+    entries: int
+    units: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSizes:
+    """Room of the tables: by group, and segments' rows of scales."""
+
+    groups: dict[str, GroupSize]
+    segments: int
+
+
+def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
+    """Exactly what this work takes."""
+    room = zip(geometry.groups, work.counts.tolist(), work.units.tolist(), strict=True)
+    groups = {
+        group.name: GroupSize(max(1, tiles), max(1, entries), max(1, units))
+        for group, (_, tiles, entries, _), units in room
+    }
+    return TableSizes(groups, len(work.segments.start))
+
+
+def largest_sizes(
+    geometry: AdapterGeometry,
+    tokens: int,
+    segments: int,
+    rank: int,
+    tile_tokens: int,
+    entry_tokens: int,
+) -> TableSizes:
+    """Room for every batch of so many tokens and segments with adapters up to the rank.
+
+    A run may begin a tile that is not full; runs are the segments and the gaps around them.
+    """
+    tiles = min(tokens, 2 * segments + 1 + tokens // tile_tokens)
+    pieces = min(tokens, segments + tokens // entry_tokens)
+    blocks = -(-rank // ROWS)
+    groups = {}
+    for group in geometry.groups:
+        count = len(group.projections)
+        groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
+    return TableSizes(groups, segments)
+
+
+class WorkBuffer:
+    """Tables on a device, at addresses that do not change. ``fill`` overwrites them."""
+
+    def __init__(self, geometry: AdapterGeometry, sizes: TableSizes, device: torch.device) -> None:
+        self.geometry = geometry
+        self.sizes = sizes
+        lengths = [4 * len(geometry.groups)]
+        for group in geometry.groups:
+            if len(group.projections) > MOST_PROJECTIONS:
+                raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
+            size = sizes.groups[group.name]
+            lengths += [size.tiles * WORDS, size.entries * WORDS]
+        scales = sizes.segments * len(geometry.projections) * geometry.page.layers
+        lengths.append(-(-scales // 4) * 4)
+        ends = np.cumsum(lengths).tolist()
+        places = list(zip([0, *ends], ends))
+        self._scales_place = places[-1]
+        self._tile_places, self._entry_places = (
+            np.array([begin for begin, _ in places[part:-1:2]]) for part in (1, 2)
+        )
+        self._room = [sizes.groups[group.name] for group in geometry.groups]
+        self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        parts = [self._packed[begin:end] for begin, end in places]
+        self.scales = parts[-1].view(torch.float32)
+        self.groups = {
+            group.name: GroupWork(
+                counts=parts[0][4 * index : 4 * index + 4],
+                tiles=parts[1 + 2 * index],
+                entries=parts[2 + 2 * index],
+                size=sizes.groups[group.name],
+            )
+            for index, group in enumerate(geometry.groups)
+        }
+
+    def fill(self, work: BatchWork) -> None:
+        """Make this the tables' contents, by one asynchronous copy. Raises ValueError where it does not fit."""
+        segments = work.segments
+        for (_, tiles, entries, _), units, room in zip(work.counts.tolist(), work.units.tolist(), self._room):
+            if tiles > room.tiles or entries > room.entries or units > room.units:
+                taken = f"{tiles} tiles, {entries} entries and {units} units"
+                raise ValueError(f"{taken} of LoRA work exceed the tables' room")
+        scales = segments.scales.astype(np.float32, copy=False)
+        begin, end = self._scales_place
+        if scales.size > end - begin:
+            raise ValueError(f"{len(scales)} segments of LoRA work exceed the tables' room")
+        stage = upload_buffers(self._packed.device).stage(self._packed.numel())
+        view = stage.numbers
+        view[: work.counts.size] = work.counts.reshape(-1)
+        work.write(self.geometry, view, self._tile_places, self._entry_places)
+        if not scales.size:
+            # Tiles without an adapter multiply their zeros by the first segment's: it must be a number.
+            view[begin:end] = 0
+        view[begin : begin + scales.size].reshape(scales.shape)[...] = scales.view(np.int32)
+        stage.send(self._packed)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TilePlan:
+    """Tables of the tiles of one kind."""
+
+    buffer: WorkBuffer
+    config: LoraTileConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoraPlan:
+    """``cells`` must stay where it is while a graph that was captured with the plan is replayed.
+
+    ``is_fixed``: it is filled anew for every step. ``covered``: so many of the batch's first tokens have tiles,
+    with an adapter or without; 0: only those with an adapter are known to. ``beside``, ``is_first``: what
+    ``LoraConfig`` says of it. ``pdl``: dependent launch.
+    """
+
+    geometry: AdapterGeometry
+    cells: torch.Tensor
+    num_layers: int
+    align: int
+    parts: tuple[TilePlan, ...]
+    covered: int = 0
+    is_fixed: bool = False
+    beside: Beside | None = None
+    is_first: bool = False
+    pdl: bool = False
+
+
+# ---------------------------------------------------------------- loops that write the tables
+
+
+@loop
+def write_runs(start: np.ndarray, length: np.ndarray, num_tokens: int, runs: np.ndarray) -> int:
+    """The segments, int32 [S], and then the gaps between them and behind them, into ``runs`` [3, 2 * S + 1]; how
+    many there are."""
+    count = len(start)
+    found, end = count, 0
+    for segment in range(count + 1):
+        begin = start[segment] if segment < count else num_tokens
+        if begin > end:
+            runs[0, found], runs[1, found], runs[2, found] = end, begin - end, -1
+            found += 1
+        if segment < count:
+            runs[0, segment], runs[1, segment], runs[2, segment] = begin, length[segment], segment
+            end = begin + length[segment]
+    return found
+
+
+@loop
+def count_work(
+    runs: np.ndarray, records: np.ndarray, columns: np.ndarray, tile_tokens: int, entry_tokens: int, blocks: int,
+    counts: np.ndarray, units: np.ndarray,
+) -> None:  # fmt: skip
+    """``counts`` int32 [G, 4], as GroupWork has them, and ``units`` int64 [G]."""
+    all_tiles, adapted, several = 0, 0, 0
+    for run in range(runs.shape[1]):
+        length = runs[1, run]
+        tiles = -(-length // tile_tokens)
+        all_tiles += tiles
+        if runs[2, run] >= 0:
+            adapted += tiles
+            last = length - (tiles - 1) * tile_tokens
+            several += (tiles - 1) * (tile_tokens > 1) + (last > 1)
+    for group in range(len(columns)):
+        entries, taken = 0, 0
+        for run in range(runs.shape[1]):
+            length, segment = runs[1, run], runs[2, run]
+            if segment < 0:
+                continue
+            rows = 0
+            for column in columns[group]:
+                if column >= 0:
+                    rows += -(-records[segment, column, 2] // ROWS)
+            taken += rows * length
+            pieces = -(-length // entry_tokens)  # of all tiles, which are whole ones but for the last
+            entries += pieces * -(-rows // blocks)
+        counts[group, 0], counts[group, 1] = adapted, all_tiles
+        counts[group, 2], counts[group, 3] = entries, several
+        units[group] = taken
+
+
+@loop
+def write_tables(
+    runs: np.ndarray, records: np.ndarray, columns: np.ndarray, a_cells: np.ndarray, tile_tokens: int,
+    entry_tokens: int, blocks: int, words: np.ndarray, tile_places: np.ndarray, entry_places: np.ndarray,
+) -> None:  # fmt: skip
+    """Into ``words`` int32: each group's tiles from its ``tile_places`` on, its entries from its ``entry_places``.
+    ``a_cells``: by group, the cells that a row of A takes."""
+    for group in range(len(columns)):
+        tile, entry, unit = tile_places[group], entry_places[group] - WORDS, 0
+        for kind in range(4):  # several tokens with an adapter, one, several without, one
+            for run in range(runs.shape[1]):
+                segment = runs[2, run]
+                if (segment < 0) != (kind >= 2):
+                    continue
+                for inside in range(0, runs[1, run], tile_tokens):
+                    length = min(runs[1, run] - inside, tile_tokens)
+                    if (length == 1) != (kind % 2 == 1):
+                        continue
+                    begin, first_unit = runs[0, run] + inside, unit
+                    words[tile : tile + WORDS] = 0
+                    words[tile], words[tile + 1] = begin, length
+                    words[tile + 2] = max(segment, 0) * records.shape[1] + columns[group, 0]
+                    for place in range(MOST_PROJECTIONS):
+                        column, at = columns[group, place], tile + 4 + 3 * place
+                        words[at + 2] = unit
+                        if column >= 0 and segment >= 0:
+                            rank = records[segment, column, 2]
+                            words[at] = rank
+                            if rank > 0:
+                                words[at + 1] = records[segment, column, 1]
+                            unit += -(-rank // ROWS) * length
+                    tile += WORDS
+                    for piece in range(0, length if segment >= 0 else 0, entry_tokens):
+                        entry = _write_piece(
+                            records[segment], columns[group], a_cells[group], begin + piece,
+                            min(length - piece, entry_tokens), first_unit + piece, length, blocks, words, entry,
+                        )  # fmt: skip
+
+
+@loop
+def _write_piece(
+    records: np.ndarray, columns: np.ndarray, a_cells: int, begin: int, tokens: int, unit: int, length: int,
+    blocks: int, words: np.ndarray, entry: int,
+) -> int:  # fmt: skip
+    """The entries of a piece of a tile, which has ``length`` tokens, into ``words`` behind ``entry``; the place of
+    the last one. ``unit``: of the piece's first token's first block."""
+    block = 0
+    for column in columns:
+        rank = records[column, 2] if column >= 0 else 0
+        for row in range(0, rank, ROWS):
+            if block % blocks == 0:
+                entry += WORDS
+                words[entry : entry + WORDS] = 0
+                words[entry], words[entry + 1] = begin, tokens
+            at = entry + 4 + 3 * (block % blocks)
+            words[at] = min(rank - row, ROWS)
+            words[at + 1] = records[column, 0] + row * a_cells
+            words[at + 2] = unit + block * length
+            block += 1
+    return entry
