@@ -32,7 +32,6 @@ from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, cr
 from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
 from manylora.engine.client import CacheScopes
-from manylora.engine.wire import Failed
 from manylora.listening import address_of, bound
 from manylora.main import (
     check_model,
