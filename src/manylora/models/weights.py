@@ -21,7 +21,7 @@ from manylora.tensorfile import StoredTensor, TensorFileError, fill, read_header
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BLOCK_BYTES = 2**23
-"""Bytes of a checkpoint that are read at a time, and so the size of the buffer on the host (8 MiB)."""
+"""Bytes of a checkpoint that are read at a time (8 MiB), unless one row is longer."""
 
 
 class Part(NamedTuple):
@@ -63,7 +63,7 @@ class PlannedWeights:
 
 
 _DUMMY_ELEMENTS = 2**22
-"""Elements of a block of random weights, at most, unless one row is longer. Each block has its own seed."""
+"""The most elements of a block of random weights, unless one row is longer. Each block has its own seed."""
 
 
 class DummyWeights:
