@@ -132,7 +132,7 @@ def _facts(settings: EngineSettings, looks: _Geometries, folder: Path) -> dict[s
     return facts
 
 
-# ---------------------------------------------------------------- what an adapter is, for people
+# ---------------------------------------------------------------- facts about an adapter, for people
 
 
 def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
 
 
 def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, Any]:
-    """Return the facts that extend and replace ``facts`` where there are ``count`` ranks.
+    """Return the facts to add to ``facts``, or to replace in them, for ``count`` ranks.
 
     ``facts``: ``describe``'s, about the first rank. Each rank has a part of every page.
     """

@@ -141,7 +141,10 @@ class Counters:
     cold_start_expected_s: float = 0.0
     """The expected value of ``cold_start_stall_s``, summed over steps that await copies or the CPU."""
     cold_answer_s: float = 0.0
-    """From the decision how a cold request begins to the end of its first step. Next: the expected value."""
+    """From the decision how a cold request begins to the end of its first step.
+
+    ``cold_answer_expected_s``: the forecast of this time.
+    """
     cold_answer_expected_s: float = 0.0
     spoilt_rows: int = 0
     cpu_lora_s: float = 0.0

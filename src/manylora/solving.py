@@ -164,7 +164,7 @@ class SolverProcess:
     """
 
     def __init__(self, wait_s: float | None = None) -> None:
-        """Start no process yet. Raises ConfigError without HiGHS."""
+        """Raise ConfigError if HiGHS is not installed. The first ``solve`` starts the process."""
         if not solver_is_there():
             raise ConfigError("dLoRA's programme is solved by highspy: pip install 'manylora[cluster]'")
         self._wait_s = wait_s

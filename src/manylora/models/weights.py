@@ -143,7 +143,7 @@ class Checkpoint:
 
         The index counts from the first wanted row. Rows are valid until the next ones are read. The file is
         not mapped, so parts that are not wanted take no memory. Raises ModelError where the tensor is
-        missing, quantized or unreadable.
+        missing, unreadable or of an unsupported dtype.
         """
         path, stored = self._find(part.name)
         if stored.dtype not in _DTYPES:
