@@ -1,6 +1,6 @@
-"""Looks at adapters with the model's config alone, before or without loading the model: no weights, no torch.
+"""Inspects adapters against the model's config, before or without loading the model: no weights, no torch.
 
-For ``manylora adapters``, and for the adapters that a start names.
+Serves ``manylora adapters``, and checks the adapters that are named when a server starts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ITEMSIZE = {"auto": 4, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def check_named_adapters(settings: EngineSettings) -> None:
-    """Refuse the adapters that are named from the start for what their names, paths and headers say.
+    """Check the names, paths and headers of the adapters that are named at the start.
 
-    Raises ConfigError. What was found is remembered in the user's cache directory, so that serving them reads no
-    header again.
+    Raises ConfigError at the first adapter that cannot be served. The results are kept in the user's cache
+    directory, so that serving these adapters does not read their headers again.
     """
     adapters = settings.adapters
     if not adapters.adapters:
@@ -55,7 +55,7 @@ def check_named_adapters(settings: EngineSettings) -> None:
 
 
 def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
-    """What the adapter is; raises ConfigError where it cannot be served."""
+    """Describe an adapter as text or JSON. Raises ConfigError if it cannot be served."""
     looks = _geometries(settings)
     try:
         facts = _facts(settings, looks, Path(path))
@@ -65,7 +65,10 @@ def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
 
 
 def list_adapters(settings: EngineSettings, path: str, *, as_json: bool) -> str:
-    """One line an adapter, the ones that do not fit with the reason; raises ConfigError."""
+    """List the adapters in a folder, one a line or as JSON, with the reason for each that does not fit.
+
+    Raises ConfigError where ``path`` is not a folder, and for a model that cannot be served.
+    """
     looks = _geometries(settings)
     if not Path(path).is_dir():
         raise ConfigError(f"{path} is not a folder")
@@ -90,7 +93,10 @@ def _line(name: str, facts: dict[str, Any]) -> str:
 
 
 class _Geometries(NamedTuple):
-    """``whole``: of an adapter's files; ``first``: of the first rank's pages, the same where there is one rank."""
+    """The model's config, and the geometries that its adapters are checked against.
+
+    ``whole``: of adapters' files; ``first``: of the first rank's pages. With one rank the two are the same.
+    """
 
     config: ModelConfig
     whole: AdapterGeometry
@@ -125,14 +131,14 @@ def _facts(settings: EngineSettings, looks: _Geometries, folder: Path) -> dict[s
     return facts
 
 
-# ---------------------------------------------------------------- what an adapter is, for people
+# ---------------------------------------------------------------- facts about an adapter, for people
 
 
 def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry) -> dict[str, Any]:
     """Facts about an adapter that fits its model, as JSON types.
 
-    ``pages``, ``pool_bytes``: what it takes when resident; ``file_bytes``: its weights file; ``slack``: the
-    share of its pages' bytes that holds no weight.
+    ``pages``, ``pool_bytes``: the size of the resident adapter; ``file_bytes``: the size of its weights file;
+    ``slack``: the share of its pages' bytes that holds no weight.
     """
     held = sum(
         rank * (projection.in_features + projection.out_features)
@@ -162,8 +168,10 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
 
 
 def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, Any]:
-    """What there is to say beside, and instead of, ``describe``'s ``facts`` about the first of ``count`` ranks.
-    Each has a part of every page."""
+    """Return the facts to add to ``facts``, or to replace in them, for ``count`` ranks.
+
+    ``facts``: ``describe``'s, about the first rank. Each rank has a part of every page.
+    """
     return {
         "tensor_parallel_size": count,
         "lora_sharding": "sharded" if is_sharded else "replicated",
@@ -174,7 +182,7 @@ def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, A
 
 
 def render(facts: dict[str, Any]) -> str:
-    """``describe``'s facts as a few lines of text."""
+    """Render the facts of ``describe`` as a few lines of text."""
     taken = f"{facts['pages']} pages, {facts['pool_bytes'] / 2**20:.1f} MiB"
     if "tensor_parallel_size" in facts:
         count, size = facts["tensor_parallel_size"], facts["pool_bytes_per_rank"][0]

@@ -1,8 +1,8 @@
-"""What the values of a field must be, said once, in the field's annotation: ``Annotated[int, at_least(1)]``.
+"""Declares what values a field may have, in the field's annotation: ``Annotated[int, at_least(1)]``.
 
-Owns the rules and the question which of them a record breaks; knows neither settings nor requests, nor the errors
-that these raise. A module that declares such fields does not postpone its annotations: each rule is made once, and
-finds the module's own names.
+Owns the rules, and finds the rule that a record breaks. Knows neither settings nor requests, nor the errors
+that they raise. A module that declares such fields must not import ``annotations`` from ``__future__``: its
+annotations are then evaluated in place, so each rule is made once and can use the names around it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ INFINITE = float("inf")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be: ``says`` completes "must be"."""
+    """A condition on a value. ``says`` is its text, which completes "must be"."""
 
     says: str
     holds: Callable[[Any], bool]
     choices: tuple[Any, ...] = ()
-    """Where only these values hold."""
+    """The only allowed values, where the rule is a list of values; else empty."""
 
 
 def at_least(least: float, unit: str = "") -> Rule:
@@ -55,22 +55,22 @@ FINITE = Rule("finite", lambda value: -INFINITE < value < INFINITE)
 
 
 class Field(NamedTuple):
-    """A field as it is declared."""
+    """A field as its record declares it."""
 
     name: str
     kind: Any
-    """Its type without None; of a Literal, one of which must be chosen, the type of these."""
+    """The field's type, without None. For a Literal it is the type of the choices, which become a rule."""
     default: Any
-    """``dataclasses.MISSING`` where it has none."""
+    """The default; ``dataclasses.MISSING`` where there is none."""
     is_optional: bool
-    """Whether None is a value; no rule is asked about it."""
+    """Whether None is allowed. Rules are not applied to None."""
     rules: tuple[Rule, ...]
     metadata: Mapping[Any, Any]
 
 
 @functools.cache
 def fields_of(record: type) -> tuple[Field, ...]:
-    """The fields of a dataclass, in order."""
+    """Return the fields of a dataclass, in order."""
     hints = typing.get_type_hints(record, include_extras=True)
     return tuple(_field(field, hints[field.name]) for field in dataclasses.fields(record))
 
@@ -94,9 +94,9 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def broken_rule(record: object) -> tuple[Field, str] | None:
-    """The first of a record's fields whose value breaks a rule, and what it must be; None where all hold.
+    """Return the record's first field that breaks a rule, and a text ("must be ..."); None if all rules hold.
 
-    Defaults are taken to hold.
+    A value that is the field's default is not checked.
     """
     kind: type = type(record)
     for field in fields_of(kind):
@@ -105,7 +105,7 @@ def broken_rule(record: object) -> tuple[Field, str] | None:
             continue
         for rule in field.rules:
             if not rule.holds(value):
-                # A list may be long, or hold secrets.
+                # Lists are not shown: they may be long or hold secrets.
                 got = f", got {value!r}" if isinstance(value, str | int | float) else ""
                 return field, f"must be {rule.says}{got}"
     return None

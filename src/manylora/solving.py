@@ -1,10 +1,11 @@
-"""dLoRA's programme (§5.2), solved by HiGHS in a process of its own: HiGHS holds memory and ignores interrupts.
+"""Solves dLoRA's programme (§5.2) with HiGHS, in a child process.
 
-The programme as rows and columns is the paper's relaxation: a request may be shared out (x is real), an adapter is
-at a replica or is not (y is binary). One row for each adapter at a replica, n y >= the sum of its n requests' x,
-stands for the paper's y >= x of each of them: with y binary the two say the same. A search ends by its gap or
-after so many nodes, never by a clock, and runs on one thread: equal programmes have equal answers. The process is
-started with the first programme, serves the next ones, and ends with its parent.
+The process is separate because HiGHS holds memory and ignores interrupts. The rows and columns are the
+paper's relaxation: a request may be divided among replicas (x is real), an adapter is at a replica or is not
+(y is binary). For each adapter and replica, one row n y >= the sum of the x of its n requests replaces the
+paper's n rows y >= x. As y is binary, the two are equivalent. A search runs on one thread and ends by its gap
+or its number of nodes, never by a clock, so equal programmes have equal answers. The process starts with the
+first programme, solves the following ones too, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from manylora.protocol.routing import Solve, Solved
 from manylora.types import AdapterId
 
 MOST_NODES = 1000
-"""Of the search tree."""
+"""Nodes of the search tree after which a search ends."""
 LEAST_GAP = 0.01
-"""Share of the value by which a solution may miss the best."""
+"""Relative gap to the best possible value at which a search ends: 1 %."""
 _DIGITS = 6
 
 
 class ProgrammeModel:
-    """A programme's columns: the share of each request at each replica, request by request; each adapter at
-    each replica, adapter by adapter; the pages that exceed each replica; the time T until the last replica is
-    done, which is the objective."""
+    """A programme as a HiGHS model.
+
+    Its columns are, in order: the share of each request at each replica, request by request; whether each
+    adapter is at each replica, adapter by adapter; the pages above each replica's limit; and the time T in
+    seconds until the last replica is done, which is minimised.
+    """
 
     def __init__(self, problem: Solve, most_nodes: int = MOST_NODES, least_gap: float = LEAST_GAP) -> None:
-        import highspy  # which takes long; only the child needs it
+        import highspy  # not at the top: it takes long, and only the child needs it
 
         self.highs = highspy.Highs()
         options = {
@@ -53,11 +57,14 @@ class ProgrammeModel:
         self._add_rows()
 
     def share(self, request: int, place: int) -> int:
-        """The column of a request's share at a replica."""
+        """Return the column of a request's share at a replica."""
         return request * len(self._places) + place
 
     def solve(self) -> Solved:
-        """The shares, and the least value that any plan can have; no shares where the search found none."""
+        """Return the shares, and the least value in seconds that any plan can have.
+
+        There are no shares where the search found no solution.
+        """
         highs, number = self.highs, self._problem.number
         highs.run()
         solution = highs.getSolution()
@@ -113,28 +120,31 @@ class ProgrammeModel:
             self._row(-infinity, 0.0, [*seconds, (over, replica.page_s), (self._last, -1.0)])
 
     def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
-        """least <= the sum of these columns, each times its number, <= most."""
+        """Add the row ``least`` <= sum of each column times its number <= ``most``."""
         columns, numbers = [column for column, _ in entries], [number for _, number in entries]
         self.highs.addRow(least, most, len(entries), columns, numbers)
 
 
 def solve(problem: Solve) -> Solved:
-    """The answer to a programme."""
+    """Solve a programme in this process."""
     return ProgrammeModel(problem).solve()
 
 
 START_S = 30.0
-"""For the child to be there, beside what a solution may take."""
+"""Seconds that the child has to start, beside the time for a solution."""
 
 
 def solver_is_there() -> bool:
-    """Whether HiGHS is installed (``pip install 'manylora[cluster]'``)."""
+    """Return whether HiGHS is installed (``pip install 'manylora[cluster]'``)."""
     return importlib.util.find_spec("highspy") is not None
 
 
 @contextlib.contextmanager
 def solving(wait_s: float | None = None) -> Iterator[Callable[[Solve], Solved] | None]:
-    """What solves programmes as long as the context lasts; None without HiGHS."""
+    """Yield a function that solves programmes while the context lasts, or None without HiGHS.
+
+    ``wait_s``: as for ``SolverProcess``.
+    """
     if not solver_is_there():
         yield None
         return
@@ -146,12 +156,15 @@ def solving(wait_s: float | None = None) -> Iterator[Callable[[Solve], Solved] |
 
 
 class SolverProcess:
-    """One programme at a time; ``solve`` blocks, so a loop calls it on another thread. ``wait_s``: after
-    which a search is given up and its process ended; None: never, so that an answer does not depend on how
-    fast the machine is."""
+    """A child process that solves one programme at a time.
+
+    ``solve`` blocks, so an event loop calls it on another thread. ``wait_s``: seconds after which a search is
+    given up and its process killed; None: never, so that an answer does not depend on the speed of the
+    machine.
+    """
 
     def __init__(self, wait_s: float | None = None) -> None:
-        """Raises ConfigError without HiGHS."""
+        """Raise ConfigError if HiGHS is not installed. The first ``solve`` starts the process."""
         if not solver_is_there():
             raise ConfigError("dLoRA's programme is solved by highspy: pip install 'manylora[cluster]'")
         self._wait_s = wait_s
@@ -159,7 +172,7 @@ class SolverProcess:
         self._pipe: Connection[Any, Any] | None = None
 
     def solve(self, problem: Solve) -> Solved:
-        """The answer; without shares where none came in time, or the process ended."""
+        """Return the answer, without shares where it did not come in time or the process ended."""
         try:
             pipe = self._pipe or self._start()
             pipe.send(problem)
@@ -173,7 +186,7 @@ class SolverProcess:
         return Solved(problem.number)
 
     def close(self) -> None:
-        """End the process, whatever it does. Idempotent; the next programme starts another."""
+        """Kill the process, even during a search. Idempotent. The next programme starts another process."""
         child, pipe, self._child, self._pipe = self._child, self._pipe, None, None
         if pipe is not None:
             pipe.close()
@@ -182,7 +195,7 @@ class SolverProcess:
             child.wait()
 
     def _start(self) -> Connection[Any, Any]:
-        # multiprocessing's own children run the caller's main module again, or have its threads' locks.
+        # Not multiprocessing: its children run the caller's main module again or inherit its threads' locks.
         self._pipe, theirs = Pipe()
         with theirs:
             number = theirs.fileno()
@@ -194,8 +207,8 @@ class SolverProcess:
 
 
 def main() -> None:
-    """The child: answers until the parent has closed its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the parent, which closes its end
+    """Run the child: answer programmes until the parent has closed its end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes its end
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):
         pipe.send("ready")

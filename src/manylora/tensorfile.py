@@ -1,9 +1,9 @@
-"""The safetensors format, read without mapping a file: its header, and where each tensor lies.
+"""Reads the header of a safetensors file, and so the place of each tensor, without mapping the file.
 
-Owns the check that every tensor lies inside the file, so that a truncated, corrupt or hostile file ends in one
-error and never in a crash or in an allocation larger than the file. The package ``safetensors`` maps what it
-opens: a file that is written anew meanwhile ends the process (SIGBUS). Does not know what a tensor means. No torch
-here.
+Owns the check that every tensor is inside the file. So a truncated, corrupt or hostile file leads to one
+error, never to a crash or to an allocation larger than the file. The package ``safetensors`` maps the files
+that it opens: if such a file is rewritten while it is mapped, the process dies (SIGBUS). Does not know what a
+tensor means, and loads no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 MOST_HEADER_BYTES = {"adapter": 2 * 2**20, "model": 100 * 2**20}
-"""An adapter of a 126-layer model with every projection adapted needs 0.3 MiB; a model has the format's bound."""
+"""The largest header that is read, in bytes. An adapter on all projections of a 126-layer model needs
+0.3 MiB; for a model it is the format's own bound."""
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element, of the types that are read."""
+"""Bytes of an element, for each dtype that can be loaded."""
 
 _MOST_DIMENSIONS = 8
 _LENGTH_BYTES = 8
@@ -33,11 +34,14 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class TensorFileError(ValueError):
-    """What is wrong with a file, in one line that names the file but not its folder."""
+    """The error of a file that is unreadable or malformed.
+
+    The message is one line that names the file but not its folder.
+    """
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies: ``[begin, begin + size_bytes)`` of the file, row-major."""
+    """One tensor of a file: its bytes are ``[begin, begin + size_bytes)`` of the file, row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,13 +56,13 @@ class _Entry(msgspec.Struct):
 
 
 def shown(text: str) -> str:
-    """A file's own words for a message: short, on one line, without what a terminal obeys or cannot encode."""
+    """Make text from a file fit for a message: short, one line, no control or unencodable characters."""
     start = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
     return start if start.isprintable() else ascii(start)
 
 
 def status_of(path: Path) -> os.stat_result:
-    """Of a regular file. Raises TensorFileError when it is missing, unreadable or not a file."""
+    """Return the status of a regular file. Raises TensorFileError if it is missing, unreadable or not one."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -69,12 +73,15 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def reason(error: Exception) -> str:
-    """Why the system could not read; without the path, which says where on the server it lies."""
+    """Return the system's reason for a failed read, without the path, which would reveal server folders."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def read_header(path: Path, of: Literal["adapter", "model"]) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises TensorFileError on anything malformed."""
+    """Read the tensors of a file, by name. Raises TensorFileError on anything unreadable or malformed.
+
+    ``of``: the kind of file, which bounds the header's size.
+    """
     size_bytes, name = status_of(path).st_size, path.name
     try:
         with open(path, "rb") as file:
@@ -99,7 +106,7 @@ def read_header(path: Path, of: Literal["adapter", "model"]) -> dict[str, Stored
 
 
 def _foreign_format(start: bytes) -> str | None:
-    # Asked only of a file that proved not to be safetensors: a header length may look like a pickle's start.
+    # Called only after the file failed as safetensors, whose header length may look like a pickle's start.
     if start.startswith(_ZIP_MAGIC):
         return "a zip archive (torch.save)"
     if len(start) > 1 and start[0] == 0x80 and start[1] in _PICKLE_PROTOCOLS:
@@ -109,7 +116,7 @@ def _foreign_format(start: bytes) -> str | None:
 
 def _parsed(raw: bytes, begin: int, size_bytes: int, name: str) -> dict[str, StoredTensor]:
     try:
-        # Not decoded by msgspec: a name may hold half a character, and is to be shown.
+        # Not msgspec, which rejects a lone surrogate in a name: the error must name the entry.
         entries = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise TensorFileError(f"{name}: the safetensors header is corrupt ({error})") from error
@@ -132,7 +139,10 @@ def _parsed(raw: bytes, begin: int, size_bytes: int, name: str) -> dict[str, Sto
 def _checked(
     tensors: dict[str, StoredTensor], begin: int, size_bytes: int, name: str
 ) -> dict[str, StoredTensor]:
-    """Tensors lie end to end from ``begin`` to the end of the file, as the format demands."""
+    """Return the tensors if they fill the file from ``begin`` to its end without gaps, as the format demands.
+
+    Raises TensorFileError otherwise.
+    """
     for tensor in sorted(tensors.values(), key=lambda each: (each.begin, each.size_bytes)):
         if tensor.begin != begin:
             raise TensorFileError(f"{name}: the header is corrupt (tensors overlap or leave a gap)")
@@ -145,7 +155,10 @@ def _checked(
 
 
 def fill(file: int, target: memoryview, begin: int) -> bool:
-    """Read bytes from ``begin`` on into contiguous memory: whether the file had them all. Raises OSError."""
+    """Fill contiguous ``target`` from a file's offset ``begin``; return whether it had all bytes.
+
+    Raises OSError.
+    """
     target = target.cast("B")
     while target:
         count = os.preadv(file, [target], begin)

@@ -1,7 +1,7 @@
 """Reads a model folder's config.json (and generation_config.json) into a ``ModelConfig``. Loads no torch.
 
-Owns the table of families, and what is refused whatever the family. A family like Llama is one function of
-``rotary_families`` and one line here.
+Owns the table of model families, and refuses the settings that no family supports. A family like Llama needs
+one function in ``rotary_families`` and one line here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manylora.models.spec import ModelConfig, ModelError
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family: the architecture names it answers to, and how it reads its config.json.
+    """A model family: its architecture names, and the function that reads its config.json.
 
     ``name`` is config.json's model_type. ``read`` raises ModelError for settings that cannot be served.
     """
@@ -46,11 +46,11 @@ _BY_MODEL_TYPE: dict[str, Family] = {family.name: family for family in FAMILIES}
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """What the folder's JSON files say, missing fields filled in as transformers does.
+    """Read the folder's JSON files, filling in missing fields as transformers does.
 
-    Both on-disk layouts are read, transformers 4's and 5's. End-of-sequence ids come from
-    generation_config.json where it names any, as in transformers' generate, else from config.json.
-    Raises ModelError, in one line, when the model cannot be served.
+    Accepts the on-disk layouts of transformers 4 and 5. End-of-sequence ids are taken from
+    generation_config.json if it names any, as in transformers' generate, else from config.json.
+    Raises ModelError, with a one-line message, when the model cannot be served.
     """
     path = folder / "config.json"
     if not path.is_file():

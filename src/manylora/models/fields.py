@@ -1,6 +1,6 @@
-"""Typed reading of a JSON object (config.json and its parts), with one-line errors that name file and field.
+"""Reads typed fields of a JSON object (config.json and its parts). One-line errors name file and field.
 
-Knows JSON types, not models: what a field means and its default are its reader's business.
+Knows JSON types, not models: the calling code knows what a field means and passes its default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from manylora.models.spec import ModelError
 
 
 class Fields:
-    """The fields of one JSON object; ``origin`` says in errors where it comes from."""
+    """The fields of one JSON object. ``origin`` names the object in error messages.
+
+    Every method that reads a field raises ModelError where the value has the wrong type or range.
+    """
 
     def __init__(self, raw: Mapping[str, Any], origin: str) -> None:
         self._raw = raw
@@ -23,7 +26,7 @@ class Fields:
 
     @classmethod
     def of_file(cls, path: Path) -> Fields:
-        """Read a JSON file that holds an object. Raises ModelError when it cannot be read as one."""
+        """Read a JSON file that holds an object. Raises ModelError if it cannot be read as one."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -35,11 +38,11 @@ class Fields:
         return cls(raw, str(path))
 
     def fail(self, message: str) -> NoReturn:
-        """Raise ModelError about this object."""
+        """Raise ModelError with the object's origin before the message."""
         raise ModelError(f"{self.origin}: {message}")
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self._raw.get(name) is not None
 
     def integer(self, name: str, default: int, minimum: int = 1) -> int:
@@ -60,7 +63,7 @@ class Fields:
         return value
 
     def positive(self, name: str) -> float:
-        """A number above 0 that must be there."""
+        """Read a number above 0. The field is required."""
         if name not in self:
             self.fail(f"{name} is missing")
         value = self.number(name, 0.0)
@@ -69,7 +72,7 @@ class Fields:
         return value
 
     def positive_or_none(self, name: str, default: float | None) -> float | None:
-        """A number above 0; null is None."""
+        """Read a number above 0. Null gives None; an absent field gives the default."""
         if name in self:
             return self.positive(name)
         return None if name in self._raw else default
@@ -78,7 +81,7 @@ class Fields:
         return self.number(name, 0.0) if name in self else None
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """So many numbers above 0."""
+        """Read a list of exactly ``count`` numbers above 0. The field is required."""
         value = self._raw.get(name)
         if not isinstance(value, list) or len(value) != count:
             self.fail(f"{name} must be a list of {count} numbers")
@@ -107,7 +110,7 @@ class Fields:
         return tuple(value)
 
     def object_or_none(self, name: str) -> Fields | None:
-        """A nested object; null and {} are both None."""
+        """Read a nested object. An absent field, null and {} all give None."""
         value = self._raw.get(name)
         if value is None or value == {}:
             return None
@@ -116,15 +119,15 @@ class Fields:
         return Fields(value, f"{self.origin}, {name}")
 
     def strings(self) -> dict[str, str]:
-        """All fields, which must be strings."""
+        """Read all fields. Every value must be a string or null; null gives the empty string."""
         return {name: self.text(name, "") for name in self._raw}
 
     def objects(self) -> tuple[str, ...]:
-        """Names of the fields that are objects themselves."""
+        """Return the names of the fields whose values are objects."""
         return tuple(name for name, value in self._raw.items() if isinstance(value, dict))
 
     def token_ids(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """One token id or a list of them; an absent field is the default, null is none."""
+        """Read one token id or a list, without repeats. Absent gives the default, null gives no ids."""
         if name not in self._raw:
             return default
         value = self._raw[name]

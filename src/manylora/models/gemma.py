@@ -1,6 +1,8 @@
-"""Gemma 2 and 3 (text): four norms a layer, their weights stored less 1; a scaled embedding; windows in some.
+"""Reads the config.json of Gemma 2 and of Gemma 3's text models.
 
-Gemma 2 caps scores and logits softly. Gemma 3 normalises heads, and its layers with a window have their own rope.
+Both have four norms a layer, whose weights are stored minus 1, and a scaled embedding. Some of their layers
+have a sliding window. Gemma 2 caps attention scores and logits softly. Gemma 3 normalises q and k head by
+head, and its layers with a window have their own rope.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _DEFAULTS = Defaults(
 
 
 def read_gemma2(fields: Fields) -> ModelConfig:
-    """Read Gemma 2: every second layer has a window. Raises ModelError."""
+    """Read Gemma 2's config: by default every second layer has a window. Raises ModelError."""
     config = _read(fields, "gemma2", "Gemma2ForCausalLM", _DEFAULTS, pattern=2)
     return dataclasses.replace(
         config,
@@ -47,7 +49,7 @@ def read_gemma2(fields: Fields) -> ModelConfig:
 
 
 def read_gemma3(fields: Fields) -> ModelConfig:
-    """Read the text models of Gemma 3: five layers of six have a window. Raises ModelError."""
+    """Read a Gemma 3 text model's config: by default, five layers of six have a window. Raises ModelError."""
     if "attn_logit_softcapping" in fields:
         fields.fail("attn_logit_softcapping is only supported as null: transformers does not apply it")
     defaults = dataclasses.replace(_DEFAULTS, vocab_size=262208, max_position_embeddings=131072)
@@ -73,7 +75,10 @@ def _read(
     ropes: tuple[RopeConfig, RopeConfig] | None = None,
     has_head_norm: bool = False,
 ) -> ModelConfig:
-    """``pattern``: the last layer of so many has no window, unless layer_types says otherwise."""
+    """Read the settings that Gemma 2 and 3 share. Raises ModelError for settings that cannot be served.
+
+    ``pattern``: where layer_types is absent, each ``pattern``-th layer has no window and all others have one.
+    """
     if "use_bidirectional_attention" in fields and fields.flag("use_bidirectional_attention", False):
         fields.fail("use_bidirectional_attention is not supported")
     num_layers = fields.integer("num_hidden_layers", defaults.num_layers)
@@ -103,10 +108,10 @@ def _read(
 
 
 def _read_ropes(fields: Fields, defaults: Defaults) -> tuple[RopeConfig, RopeConfig]:
-    """Read Gemma 3's ropes: the model's, and that of layers with a window. Raises ModelError."""
+    """Read Gemma 3's two ropes, for layers without and with a window. Raises ModelError."""
     empty = Fields({}, fields.origin)
     max_positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
-    # transformers 5 nests the settings by layer type; 4 has rope_scaling for layers without a window alone.
+    # transformers 5 nests the settings by layer type; rope_scaling of 4 is only for layers without a window.
     nested = fields.object_or_none("rope_parameters") or empty
     of_full = fields.object_or_none("rope_scaling") or nested.object_or_none(_FULL) or empty
     of_local = nested.object_or_none(_SLIDING) or empty
@@ -115,7 +120,7 @@ def _read_ropes(fields: Fields, defaults: Defaults) -> tuple[RopeConfig, RopeCon
     for rope in (of_full, of_local):
         if rope.text("rope_type", rope.text("type", "default")) == "longrope":
             fields.fail("rope type 'longrope' is not supported in this family")
-    head_dim = 0  # longrope's alone
+    head_dim = 0  # only longrope reads it
     return (
         rope_of(of_full, fields, max_positions, head_dim, theta),
         rope_of(of_local, fields, max_positions, head_dim, local_theta),

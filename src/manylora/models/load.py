@@ -1,7 +1,8 @@
-"""From a model folder to a running decoder, and the choice of its dtype.
+"""Loads a model folder into a running decoder, and chooses its dtype.
 
-Owns the order of loading: config, then a plan of every tensor, checked against the checkpoint before any
-memory is taken, then the copies. Does not know which device or operations it is given.
+Owns the order of loading. It reads the config, plans every tensor, checks the plan against the checkpoint
+before it allocates any memory, then copies. Does not depend on the device or on the implementation of the
+operations.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_dtype(name: str, device_type: Literal["cpu", "cuda"], checkpoint_dtype: str) -> torch.dtype:
-    """The dtype to run in. ``auto``: float32 on a CPU; on CUDA the checkpoint's, bfloat16 for float32.
+    """Return the dtype to run in.
 
-    Raises ModelError for names other than auto, float32, float16 and bfloat16.
+    ``auto`` gives float32 on a CPU. On CUDA it gives the checkpoint's dtype, or bfloat16 for float32 and
+    float64. Raises ModelError where the result would not be float32, float16 or bfloat16.
     """
     if name == "auto":
         if device_type == "cpu":
@@ -58,10 +60,10 @@ def load_model(
 ) -> Decoder:
     """Load the model of ``folder`` onto ``device``.
 
-    ``dummy`` needs config.json alone and makes deterministic random weights. ``max_positions`` is the longest
-    context that will run. ``progress(done_bytes, total_bytes)`` is called after every tensor. ``ranked``:
-    load that rank's part alone, while the other ranks load theirs.
-    Raises ModelError, in one line, when the folder cannot be served.
+    ``dummy`` reads only the config and makes deterministic random weights. ``max_positions`` is the longest
+    context that will run. ``progress(done_bytes, total_bytes)`` is called after every tensor of a checkpoint.
+    ``ranked``: load only that rank's part. All ranks must load at the same time, because they compare tied
+    matrices together. Raises ModelError, with a one-line message, when the folder cannot be served.
     """
     config = read_model_config(folder)
     if config.rope is None and max_positions > config.max_position_embeddings:
@@ -82,17 +84,18 @@ def load_model(
 
 
 def share_bytes(config: ModelConfig, ops: Ops, ranked: RankedModel, dtype: torch.dtype) -> int:
-    """What a rank's share of the weights takes. ``config``: as the loaded decoder has it."""
+    """Return the bytes of a rank's share of the weights. ``config`` is the loaded decoder's."""
     plan = PlannedWeights()
     build_decoder(config, plan, ops, torch.device("meta"), max_positions=1, ranked=ranked)
     return planned_bytes(plan.parts, dtype)
 
 
 def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint, ranked: RankedModel | None) -> ModelConfig:
-    """What "tied" means for the tensors that are stored, as transformers 5 decides it.
+    """Decide which stored tensors serve as embedding and head of a tied model, as transformers 5 does.
 
-    Of two equal matrices one is loaded; if only lm_head is stored it serves as embedding too; two that differ
-    show that the config is wrong, and both are used.
+    If both are stored and equal, only the embedding is loaded. If only lm_head is stored, it serves as
+    embedding too. If both are stored and differ, the config is wrong: warn, and return it untied so that both
+    are loaded.
     """
     names = config.names
     embedding, head = f"{names.body}{names.embedding}.weight", f"{names.head}.weight"
@@ -113,7 +116,10 @@ def _resolve_tie(config: ModelConfig, checkpoint: Checkpoint, ranked: RankedMode
 def _are_equal(
     config: ModelConfig, checkpoint: Checkpoint, embedding: str, head: str, ranked: RankedModel | None
 ) -> bool:
-    """Each rank compares its part, and they agree."""
+    """Return whether the two stored matrices are equal. Raises ModelError where a shape is not the config's.
+
+    Each rank compares its own rows; the ranks then add up their findings, so that all return the same.
+    """
     shape, rows = (config.vocab_size, config.embedding_size), None if ranked is None else ranked.share.vocab
     checkpoint.check(Part(name, shape) for name in (embedding, head))
     pairs = zip(*(checkpoint.blocks(Part(name, shape, rows)) for name in (embedding, head)), strict=True)

@@ -1,4 +1,6 @@
-"""OPT: learned positions, LayerNorm, biases, a plain MLP; opt-350m norms after and projects its embeddings.
+"""Reads the config.json of OPT: learned positions, LayerNorm, biases and a plain MLP.
+
+opt-350m has its norms after attention and MLP, and projects its embeddings.
 
 Galactica is published under the same architecture name, with GELU and no biases.
 """
@@ -28,7 +30,7 @@ _LAYER_NORM_EPS = 1e-5
 
 
 def read(fields: Fields) -> ModelConfig:
-    """What config.json says of such a model. Raises ModelError for settings that cannot be served."""
+    """Read an OPT model's config.json. Raises ModelError for settings that cannot be served."""
     hidden_size = fields.integer("hidden_size", 768)
     num_heads = fields.integer("num_attention_heads", 12)
     num_layers = fields.integer("num_hidden_layers", 12)

@@ -1,7 +1,7 @@
-"""Cosine and sine tables of rotary positions, number for number as transformers computes them.
+"""Computes the cosine and sine tables of rotary positions, with exactly the numbers that transformers gets.
 
-Owns the frequency formulas of the supported kinds. Does not rotate anything: that is an operation of the
-kernels room.
+Owns the frequency formulas of the supported kinds of rope. Does not rotate anything: that is one of the
+kernels' operations.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from manylora.models.spec import ModelConfig, RopeConfig
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device, rope: RopeConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), float32 ``[max_positions, head_dim / 2]``, yarn's or longrope's attention factor multiplied in.
+    """Return (cos, sin), each float32 ``[max_positions, head_dim / 2]``.
 
-    ``rope``: if it is not the config's own, which there must be then. Of longrope, rows for short contexts
-    (``original_max_positions`` of them) come before those for long ones.
+    The attention factor of yarn and longrope is multiplied in. ``rope``: the settings to use; None: the
+    config's own. Longrope's tables have ``original_max_positions`` more rows: the rows for short contexts
+    come first, then ``max_positions`` rows for long ones. Raises ValueError where the model has no rope, and
+    where a linear or llama3 rope has no factor.
     """
     rope = rope or config.rope
     if rope is None:
         raise ValueError("the model has learned positions, not rotary ones")
-    # On the CPU whatever the device: pow and cos differ in the last bit between devices.
+    # Computed on the CPU for every device, because pow and cos differ in the last bit between devices.
     inverse, attention_factor = _frequencies(rope, config.head_dim, config.max_position_embeddings)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
     if rope.kind == "longrope":
@@ -37,9 +39,9 @@ def rope_tables(
 
 
 def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
-    """(radians per position, float32 ``[head_dim / 2]``; factor for cos and sin)."""
+    """Return (radians per position, float32 ``[head_dim / 2]``; factor of cos and sin)."""
     theta = rope.theta
-    if rope.kind == "dynamic" and rope.factor is not None:  # up to its original length; 1 but for rounding
+    if rope.kind == "dynamic" and rope.factor is not None:  # at the original length: 1 but for rounding
         scale = rope.factor * max_position_embeddings / max_position_embeddings - (rope.factor - 1)
         theta *= scale ** (head_dim / (head_dim - 2))
     powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -62,7 +64,7 @@ def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) 
 
 
 def _llama3(rope: RopeConfig, inverse: torch.Tensor, factor: float) -> torch.Tensor:
-    """Long wavelengths divided by the factor, short ones kept, those between blended."""
+    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, blend between."""
     original = rope.original_max_positions
     longest = original / rope.low_freq_factor
     shortest = original / rope.high_freq_factor
@@ -75,12 +77,12 @@ def _llama3(rope: RopeConfig, inverse: torch.Tensor, factor: float) -> torch.Ten
 
 
 def _yarn(rope: RopeConfig, powers: torch.Tensor, factor: float) -> torch.Tensor:
-    """Interpolated frequencies blended into extrapolated ones along a ramp over the dimensions."""
+    """Blend extrapolated frequencies into interpolated ones along a ramp over the dimensions."""
     half = len(powers)
     dim = 2 * half
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns so often within the original context."""
+        """Return the dimension that makes this many rotations within the original context."""
         turns = rope.original_max_positions / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -1,7 +1,7 @@
-"""The families with rotary positions, RMSNorm and a gated MLP: how each spells its settings in config.json.
+"""Reads the config.json of the families with rotary positions, RMSNorm and a gated MLP.
 
-Owns their defaults, the two on-disk spellings of rope (transformers 4: rope_theta and rope_scaling; 5:
-rope_parameters), and Qwen's choice of sliding-window layers. Computes no table.
+Owns their defaults, the two on-disk spellings of rope, and Qwen's choice of sliding-window layers.
+transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters. Computes no rope table.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NAMES = TensorNames(
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """Values that transformers' config class of a family fills in for missing fields.
+    """The values that transformers' config class of a family fills in for missing fields.
 
-    ``num_kv_heads=None``: as many as heads; ``head_dim=None``: hidden_size / heads. ``activations``: the supported
-    names of activations in config.json, the default first.
+    ``num_kv_heads=None`` means as many as heads, ``head_dim=None`` means hidden_size / heads. ``activations``
+    maps the supported activation names of config.json to ours, the default first.
     """
 
     vocab_size: int
@@ -64,10 +64,10 @@ def read_rotary(
     mlp_bias: bool = False,
     has_head_norm: bool = False,
 ) -> ModelConfig:
-    """Read the settings that these families share. Raises ModelError.
+    """Read the settings that these families share. Raises ModelError for settings that cannot be served.
 
-    ``windows``: by layer (None: no layer has one). ``ropes``: the model's, and another for layers with a window;
-    None: read here.
+    ``windows``: each layer's sliding window in tokens; None: no layer has one. ``ropes``: the model's rope,
+    and that of layers with a window where it differs; None: one rope for all layers, read from ``fields``.
     """
     hidden_size = fields.integer("hidden_size", defaults.hidden_size)
     num_heads = fields.integer("num_attention_heads", defaults.num_heads)
@@ -121,7 +121,11 @@ def read_rotary(
 def read_head_dim(
     fields: Fields, hidden_size: int, num_heads: int, num_kv_heads: int, default: int | None
 ) -> int:
-    """The size of a head. Raises ModelError where heads do not come out even."""
+    """Return the size of a head.
+
+    Raises ModelError where the heads cannot be divided among the KV heads, hidden_size cannot be divided
+    among the heads, or the size is odd.
+    """
     if num_heads % num_kv_heads:
         fields.fail(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
@@ -140,7 +144,7 @@ def read_head_dim(
 
 
 def read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
-    """Rope settings in either spelling, with transformers' precedence. Raises ModelError."""
+    """Read the rope settings in either spelling, with transformers' precedence. Raises ModelError."""
     empty = Fields({}, fields.origin)
     rope = fields.object_or_none("rope_scaling") or fields.object_or_none("rope_parameters") or empty
     if nested := rope.objects():
@@ -152,7 +156,10 @@ def read_rope(fields: Fields, max_positions: int, head_dim: int) -> RopeConfig:
 def rope_of(
     rope: Fields, fields: Fields, max_positions: int, head_dim: int, default_theta: float
 ) -> RopeConfig:
-    """Rope settings of one object of the config.json that is ``fields``. Raises ModelError."""
+    """Read the rope settings of the object ``rope`` in the config.json ``fields``. Raises ModelError.
+
+    ``max_positions``: the model's own, in tokens. ``default_theta``: used where ``rope`` names no theta.
+    """
     kind = rope.text("rope_type", rope.text("type", "default"))
     supported = get_args(RopeKind)
     if kind not in supported:
@@ -209,8 +216,11 @@ def _read_longrope(rope: Fields, config: RopeConfig, count: int) -> RopeConfig:
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Sliding windows of Qwen 2 and 3: off unless use_sliding_window, then by layer_types or from
-    max_window_layers on. Raises ModelError."""
+    """Read the layers' sliding windows of Qwen 2 and 3. Raises ModelError.
+
+    They are off unless use_sliding_window is set. Then layer_types chooses the layers; without it, the layers
+    from max_window_layers on have the window.
+    """
     window, num_layers = None, fields.integer("num_hidden_layers", 32)
     if fields.flag("use_sliding_window", False):
         window = fields.integer_or_none("sliding_window", 4096)
@@ -224,7 +234,10 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 def windows_of(
     fields: Fields, kinds: tuple[str, ...], num_layers: int, window: int | None
 ) -> tuple[int | None, ...]:
-    """The layers' windows by layer_types: ``window`` where a layer's is sliding_attention. Raises ModelError."""
+    """Return each layer's window: ``window`` where its kind is sliding_attention, else None.
+
+    Raises ModelError where ``kinds`` has the wrong length or an unknown kind, or where a window is missing.
+    """
     if len(kinds) != num_layers:
         fields.fail(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
     for kind in sorted(set(kinds)):
@@ -238,7 +251,7 @@ def windows_of(
 
 
 def read_llama(fields: Fields) -> ModelConfig:
-    """Read Llama 2 and 3.x, and the many models published under its architecture name. Raises ModelError."""
+    """Read Llama 2 and 3.x, and the many models published as LlamaForCausalLM. Raises ModelError."""
     bias = fields.flag("attention_bias", False)
     return read_rotary(
         fields,
@@ -254,7 +267,7 @@ def read_llama(fields: Fields) -> ModelConfig:
 
 
 def read_mistral(fields: Fields) -> ModelConfig:
-    """Read Mistral: one sliding window for all layers if the config sets it. Raises ModelError."""
+    """Read Mistral: all layers have one sliding window unless the config sets null. Raises ModelError."""
     return read_rotary(
         fields,
         "mistral",
@@ -275,7 +288,7 @@ _QWEN = Defaults(vocab_size=151936, intermediate_size=22016, max_position_embedd
 
 
 def read_qwen2(fields: Fields) -> ModelConfig:
-    """Read Qwen2 and Qwen2.5: q, k, v have biases, and later layers may slide. Raises ModelError."""
+    """Read Qwen2 and Qwen2.5: q, k, v have biases, and later layers may have windows. Raises ModelError."""
     windows = _qwen_windows(fields)
     return read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _QWEN, windows=windows, qkv_bias=True)
 

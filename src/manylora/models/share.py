@@ -1,15 +1,15 @@
-"""A rank's share of a model: what it has of each linear, of the heads, of the vocabulary (S-LoRA §6, Megatron).
+"""Decides which part of each linear, of the heads and of the vocabulary a rank has (S-LoRA §6, Megatron).
 
-Column linears (q, k, v; the MLP's first) have all inputs and a part of the outputs; row linears (the attention's
-output, the MLP's second) a part of the inputs and all outputs, of which each rank has a part of the sum. Norms,
-positions and projections of embeddings are whole on every rank.
+A rank has all inputs and a part of the outputs of a column linear (q, k, v; the MLP's first). It has a part
+of the inputs of a row linear (the attention's output, the MLP's second), and computes a summand of all its
+outputs. Norms, positions and projections of embeddings are whole on every rank.
 
-Adapters are cut in one of two ways. **Sharded** (S-LoRA's memory, 1/N a rank): every A by its inputs, every B
-by its outputs; between the two, the ranks' products are added up. S-LoRA cuts the A of column linears by rank
-rows instead; cut by inputs, an adapter of any rank has equal parts, and one kind of exchange serves all
-linears. **Replicated** (Punica §7.2): A and B as the linear is cut, so A is whole beside column linears and B
-beside row linears; nothing is exchanged, since what a row linear's adapter gives is a part of the sum that is
-added up anyway.
+Adapters are cut in one of two ways. **Sharded** (S-LoRA's memory, 1/N a rank): every A is cut by its inputs,
+every B by its outputs, and between the two the ranks add up their products. S-LoRA cuts the A of column
+linears by its rows instead. Cut by inputs, an adapter of any LoRA rank has equal parts, and one kind of
+exchange serves all linears. **Replicated** (Punica §7.2): A and B are cut as the linear is. So A is whole for
+column linears, and B for row linears. The ranks exchange nothing more, since they add up a row linear's
+outputs anyway, the adapter's among them.
 
 Owns these rules. Knows no tensors and no processes.
 """
@@ -35,11 +35,12 @@ from manylora.models.spec import Cut, Heads, LinearSpec, ModelConfig, ModelError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearShare:
-    """What a rank has of one fused linear, and of adapters on it.
+    """A rank's part of one fused linear, and of the adapters on it.
 
-    ``group``: the linear's own widths here. ``outputs``: by projection, of the whole one's; ``inputs``: of
-    the whole linear's. ``adapted``: the adapters' widths here, under the same modules and the group's name.
-    Of x and y as the linear has them here, adapters read the columns ``read`` and add to the columns ``added``.
+    ``group``: the linear's widths on this rank. ``outputs``: for each projection, its outputs on this rank;
+    ``inputs``: the linear's inputs on this rank. ``adapted``: the adapters' widths on this rank, under the
+    same modules and group name. Adapters read the columns ``read`` of this rank's x and add to the columns
+    ``added`` of its y.
     """
 
     kind: Cut
@@ -48,22 +49,25 @@ class LinearShare:
     inputs: range
     adapted: ProjectionGroup
     a_columns: range
-    """Of A's inputs, as its file has them."""
+    """The inputs of A on this rank, counted as in the adapter's file."""
     b_rows: tuple[range, ...]
-    """By projection, of B's outputs."""
+    """For each projection, the outputs of B on this rank."""
     read: range
     added: range
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShare:
-    """``whole``: the model. ``unit``: in how many elements at least intermediate sizes and vocabularies are
-    cut."""
+    """One rank's share of the model ``whole``.
+
+    ``unit``: intermediate sizes and the vocabulary are cut at multiples of this many elements. It is halved
+    where some rank would have none.
+    """
 
     whole: ModelConfig
     place: RankPlace
     is_sharded: bool
-    """Adapters are; else they are replicated."""
+    """Whether adapters are sharded; otherwise they are replicated."""
     unit: int = 1
 
     @cached_property
@@ -80,7 +84,7 @@ class ModelShare:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model as this rank sees it: its own heads and widths. Vocabulary and hidden size are the whole's."""
+        """The model with this rank's heads and widths. Vocabulary and hidden size stay the whole model's."""
 
         def mine(linear: LinearSpec) -> LinearSpec:
             return dataclasses.replace(linear, group=self.linear(linear).group)
@@ -95,21 +99,27 @@ class ModelShare:
         )
 
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """This rank's part of a page."""
+        """Return the shape of this rank's part of a page. ``itemsize``: bytes of an element of the pool."""
         return self.config.page_shape(page_tokens, itemsize)
 
     def whole_page(self, page_tokens: int, itemsize: int) -> PageShape:
-        """A page of all ranks together. Of KV heads that ranks share it has each as often as it is held."""
+        """Return the shape of a page of all ranks together. A KV head counts once per rank that holds it."""
         mine = self.page_shape(page_tokens, itemsize)
         return dataclasses.replace(mine, kv_heads=mine.kv_heads * self.place.num_ranks)
 
     def whole_geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
-        """What adapters' files hold, for inspections. Raises ValueError where a page is too small for one cell."""
+        """Return the geometry of whole adapters in whole pages, to inspect adapters' files with.
+
+        Raises ValueError where a page is too small for one cell.
+        """
         return adapter_geometry(self.whole_page(page_tokens, itemsize), self.whole.layer_groups)
 
     def geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
-        """How adapters are laid into this rank's parts of pages; an adapter has as many pages on every rank.
-        Raises ValueError where a page is too small for one cell."""
+        """Return the geometry of adapters in this rank's parts of pages.
+
+        An adapter takes equally many pages on every rank: as many as on rank 0, which has the longest rows.
+        Raises ValueError where a page is too small for one cell.
+        """
         if self.place.num_ranks == 1:
             return self.whole_geometry(page_tokens, itemsize)
         widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
@@ -121,14 +131,14 @@ class ModelShare:
 
     @cached_property
     def adapted_layers(self) -> tuple[tuple[ProjectionGroup, ...], ...]:
-        """Each layer's groups as adapters have them here."""
+        """Each layer's groups, with the adapters' widths on this rank."""
         return tuple(
             tuple(self.linear(linear).adapted for linear in layer.linears) for layer in self.whole.layers
         )
 
     @cached_property
     def cuts(self) -> tuple[AdapterCut, ...]:
-        """For each projection of the adapters' table, what this rank has of it."""
+        """This rank's part of each projection, in the order of the adapters' table."""
         found = {
             share.adapted: (linear.group, share)
             for layer in self.whole.layers
@@ -142,7 +152,7 @@ class ModelShare:
         )
 
     def linear(self, linear: LinearSpec) -> LinearShare:
-        """Of a linear of the whole model."""
+        """Return this rank's part of a linear of the whole model."""
         group = linear.group
         if linear.cut == "row":
             return self._row(group, self._part(group.in_features, linear.heads[0] if linear.heads else None))
@@ -150,7 +160,7 @@ class ModelShare:
         return self._column(group, [self._part(p.out_features, heads) for p, heads in parts])
 
     def _part(self, features: int, heads: Heads | None) -> range:
-        """Of so many features: those of this rank's heads, or any."""
+        """Return this rank's range of the features: its heads' features, or any where no heads own them."""
         if heads is None:
             return self.place.cut(features, self.unit)
         mine, size = self.heads if heads == "query" else self.kv_heads, self.whole.head_dim
@@ -188,7 +198,7 @@ class ModelShare:
 
 
 def check_count(config: ModelConfig, count: int, most: int = MOST_RANKS) -> None:
-    """Raises ModelError, in one line, where the model cannot be shared out among so many ranks."""
+    """Raise ModelError if ``count`` ranks cannot share the model or are more than ``most``."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     possible = possible_counts(heads, kv_heads, most)
     if count in possible:

@@ -1,6 +1,6 @@
-"""From what the operator typed to a folder on disk: a local directory, else a model of the Hugging Face Hub.
+"""Finds the folder of a model that the operator named: a local directory, else one from the Hugging Face Hub.
 
-Downloads only what serving reads (safetensors, JSON, tokenizer files): never a pickle file, never code.
+Downloads only the files that serving reads (safetensors, JSON, tokenizer files), never a pickle file or code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 
 
 def resolve_model(model: str) -> Path:
-    """The folder of a model named by path or hub id; a hub model is downloaded unless it is cached.
+    """Return the folder of a model given by path or hub id, downloading a hub model unless it is cached.
 
-    Raises ModelError, which says what to do, when there is no such folder and no download is possible.
+    Raises ModelError when there is no such folder and no download is possible. The message says what to do.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -38,8 +38,8 @@ def resolve_model(model: str) -> Path:
     try:
         folder = snapshot_download(model, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
     except Exception as error:
-        # Errors of whatever HTTP package the hub client uses may come. They span paragraphs; the first line
-        # says what happened.
+        # The hub client lets errors of its HTTP package through, so any type is possible. They span several
+        # paragraphs; the first line says what happened.
         reason = first_line(error)
         raise ModelError(
             f"{model}: no such directory, and the hub download failed ({reason}); check the name, the "

@@ -1,8 +1,8 @@
-"""What the rest of the room says about a model: plain frozen data, no torch, no files.
+"""Describes a model as plain frozen data, without torch or files.
 
-Owns ``ModelConfig``, which describes every supported decoder by its parts (which norm, rotary or learned
-positions, and layer by layer which linears ...), so that building and running a model needs no case for a family.
-Does not know how any family spells these things in its config.json: that is the family's own file.
+Owns ``ModelConfig``, which describes every supported decoder by its parts: its norm, rotary or learned
+positions, the linears of each layer and so on. So the code that builds and runs a model needs no case for any
+family. Does not know how a family writes these settings in its config.json: the family's own module does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from manylora.kernels.shapes import Activation, PageShape, Projection, Projectio
 
 
 class ModelError(ValueError):
-    """A model folder that cannot be served; the message is one line for the operator."""
+    """The error of a model folder that cannot be served. The message is one line for the operator."""
 
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -27,10 +27,10 @@ Heads = Literal["query", "key"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position settings; fields that the kind does not use keep their defaults.
+    """The settings of rotary positions. Fields that the kind does not use keep their defaults.
 
-    ``factor=None`` (yarn, longrope) means max_position_embeddings / original_max_positions. ``short_factors``,
-    ``long_factors``: longrope's, for contexts of up to ``original_max_positions`` and for longer ones.
+    ``factor=None`` (yarn, longrope) means max_position_embeddings / original_max_positions. Longrope uses
+    ``short_factors`` for contexts of up to ``original_max_positions`` and ``long_factors`` for longer ones.
     """
 
     kind: RopeKind = "default"
@@ -51,10 +51,11 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """Where a family's checkpoint keeps its tensors.
+    """The names of a family's tensors in a checkpoint.
 
-    ``body`` prefixes everything but lm_head; the rest are modules of the body or of one decoder layer, which
-    lies at ``layer_prefix`` + its number. ``mlp_in`` is (gate, up) in a gated MLP, else the one first linear.
+    ``body`` is the prefix of every name but lm_head's. The other fields name modules of the body, or of a
+    decoder layer, whose prefix is ``layer_prefix`` + its number. ``mlp_in`` is (gate, up) in a gated MLP,
+    else the one first linear.
     """
 
     body: str
@@ -65,7 +66,7 @@ class TensorNames:
     mlp_in: tuple[str, ...]
     mlp_out: str
     attention_after: str | None = None
-    """A norm of what attention adds to the stream; ``mlp_after``: of what the MLP adds. None: there is none."""
+    """The norm of attention's output, before the residual sum (None: no norm). ``mlp_after``: the MLP's."""
     mlp_after: str | None = None
     qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
@@ -83,10 +84,11 @@ class TensorNames:
 
 @dataclasses.dataclass(frozen=True)
 class LinearSpec:
-    """Projections side by side, which one product computes; all of them have biases or none has.
+    """Projections side by side, computed as one product. Either all have biases or none has.
 
-    ``cut``: what ranks have parts of: "column": of the outputs; "row": of the inputs. ``heads``: which heads those
-    features are of, by projection (of a row linear, once); none: they are cut anywhere.
+    ``cut``: whether ranks divide the outputs ("column") or the inputs ("row"). ``heads``: the kind of heads
+    that own these features, for each projection (once for a row linear); empty: the features are cut
+    anywhere.
     """
 
     group: ProjectionGroup
@@ -97,8 +99,12 @@ class LinearSpec:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """``qkv``: of q, k and v. ``window``: how many latest positions a query sees (None: all). ``has_head_norm``: q
-    and k are normalised head by head. ``rope``: where it is not the model's."""
+    """The attention of one layer.
+
+    ``qkv``: the linear of q, k and v. ``window``: how many of the latest positions a query sees (None: all).
+    ``has_head_norm``: whether q and k are normalised head by head. ``rope``: the layer's own; None: the
+    model's.
+    """
 
     qkv: LinearSpec
     out: LinearSpec
@@ -109,7 +115,7 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """``is_gated``: ``first`` is gate and up, else the one first linear."""
+    """The MLP of one layer. ``first`` is gate and up where ``is_gated``, else the one first linear."""
 
     first: LinearSpec
     second: LinearSpec
@@ -119,23 +125,23 @@ class MlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer. Groups of one name are equal in all layers of a model."""
+    """One decoder layer. In all layers of a model, groups with the same name are equal."""
 
     attention: AttentionSpec
     mlp: MlpSpec
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """What LoRA may adapt, in order of use."""
+        """The linears that LoRA may adapt, in order of use."""
         return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
 
     @property
     def groups(self) -> tuple[ProjectionGroup, ...]:
-        """Of its linears."""
+        """The groups of its linears, in the same order."""
         return tuple(linear.group for linear in self.linears)
 
     def with_linears(self, change: Callable[[LinearSpec], LinearSpec]) -> LayerSpec:
-        """The layer with each linear changed so."""
+        """Return the layer with ``change`` applied to each linear."""
         attention, mlp = self.attention, self.mlp
         return LayerSpec(
             dataclasses.replace(attention, qkv=change(attention.qkv), out=change(attention.out)),
@@ -143,7 +149,7 @@ class LayerSpec:
         )
 
     def with_window(self, window: int | None, rope: RopeConfig | None = None) -> LayerSpec:
-        """The layer with this window and, if it is not the model's, this rope."""
+        """Return the layer with this window and this rope. ``rope=None`` means the model's."""
         attention = dataclasses.replace(self.attention, window=window, rope=rope)
         return dataclasses.replace(self, attention=attention)
 
@@ -161,8 +167,11 @@ def dense_layer(
     mlp_bias: bool,
     has_head_norm: bool = False,
 ) -> LayerSpec:
-    """A layer whose linears all see every token. ``queries``, ``keys``: features of all heads together; ``inner``:
-    of the MLP, which is gated where ``names.mlp_in`` are two."""
+    """Build the layer of a dense model, in which every token passes through all linears.
+
+    Sizes are in features. ``queries``, ``keys``: of all heads together; ``inner``: of the MLP, which is gated
+    where ``names.mlp_in`` has two names.
+    """
     is_gated = len(names.mlp_in) == 2
     sizes = (queries, keys, keys)
     qkv = tuple(Projection(module, hidden, size) for module, size in zip(names.qkv, sizes, strict=True))
@@ -188,14 +197,14 @@ def dense_layer(
 class ModelConfig:
     """One decoder, described by its parts.
 
-    ``layers``: in order; they may differ, but all have the same heads. ``intermediate_size``: the widest MLP's.
-    ``rope``: None where positions are learned; their table then starts with ``position_offset`` unused rows.
-    ``embedding_size`` differs from ``hidden_size`` only where the embeddings are projected (opt-350m).
-    ``norm_before``: norms before attention and MLP, rather than after each residual sum. ``norm_offset``: added to
-    the norms' stored weights, in float32.
-    ``own_attention_scale``: where it is not ``head_dim ** -0.5``. ``score_cap``, ``logit_cap``: soft caps c, which
-    turn s into ``c * tanh(s / c)``. ``embedding_scale``: times which a token's embedding enters the stream.
-    ``dtype``: the checkpoint's own, a torch dtype's name.
+    ``layers``: in order; they may differ, but all have the same heads. ``intermediate_size``: the widest
+    MLP's. ``rope``: None where positions are learned; their table then starts with ``position_offset`` unused
+    rows. ``embedding_size`` differs from ``hidden_size`` only where the embeddings are projected (opt-350m).
+    ``norm_before``: whether norms precede attention and MLP, rather than follow each residual sum.
+    ``norm_offset``: added to the norms' stored weights, in float32. ``own_attention_scale``: the factor of
+    attention scores; None: ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap``: soft caps of scores and
+    logits; a cap c turns s into ``c * tanh(s / c)``. ``embedding_scale``: the factor of token embeddings.
+    ``dtype``: the checkpoint's, by its torch name.
     """
 
     family: str
@@ -229,13 +238,13 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Times which scores are taken."""
+        """The factor of attention scores before the softmax."""
         scale = self.own_attention_scale
         return float(self.head_dim**-0.5) if scale is None else scale
 
     @property
     def context(self) -> int:
-        """Positions that a context may have unless more is asked for."""
+        """The longest context, in positions, unless the operator asks for a longer one."""
         rope = self.rope
         if rope is None or rope.kind != "yarn" or rope.factor is None:
             return self.max_position_embeddings
@@ -243,7 +252,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Positions that may be asked for."""
+        """The longest context, in positions, that the operator may ask for."""
         rope, scaled = self.rope, self.context
         if rope is not None and rope.kind == "linear" and rope.factor is not None:
             scaled = int(self.max_position_embeddings * rope.factor)
@@ -251,7 +260,10 @@ class ModelConfig:
 
     @property
     def long_from(self) -> int | None:
-        """A context of more positions is computed with other factors, all of it; None: none is."""
+        """The context length above which longrope uses its long factors, for all positions of the context.
+
+        In positions; None for other ropes.
+        """
         rope = self.rope
         return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
 
@@ -261,7 +273,7 @@ class ModelConfig:
 
     @property
     def groups(self) -> tuple[ProjectionGroup, ...]:
-        """The groups that some layer has, each once, in order of use."""
+        """The groups of all layers, each once, in order of use."""
         return distinct_groups(self.layer_groups)
 
     @property
@@ -270,7 +282,7 @@ class ModelConfig:
         return tuple(layer.groups for layer in self.layers)
 
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
+        """Return the shape of one page of this model's KV. ``itemsize``: bytes of an element of the pool."""
         return PageShape(
             layers=self.num_layers,
             page_tokens=page_tokens,

@@ -1,7 +1,7 @@
-"""Supplies of weights for a decoder under construction: a safetensors checkpoint, or random numbers.
+"""Supplies weights to a decoder under construction, from a safetensors checkpoint or as random numbers.
 
-Owns files, names on disk, dtypes and where each tensor lands. Does not know what the tensors are for. Nothing
-here reads pickle files: they can run code.
+Owns the files, the names on disk, the dtypes and the place of each tensor. Does not know what the tensors are
+for. Never reads pickle files, because they can run code.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from manylora.tensorfile import StoredTensor, TensorFileError, fill, read_header
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BLOCK_BYTES = 2**23
-"""Read at a time."""
+"""Bytes of a checkpoint that are read at a time (8 MiB), unless one row is longer."""
 
 
 class Part(NamedTuple):
-    """One tensor of a checkpoint, as the config implies it, and what is wanted of it: rows, or columns, or all."""
+    """A tensor of a checkpoint, as the config implies it, and its wanted part: rows, columns or all of it."""
 
     name: str
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """The shape of the whole tensor."""
     rows: range | None = None
     columns: range | None = None
 
     @property
     def wanted_shape(self) -> tuple[int, ...]:
-        """Of what is wanted."""
+        """The shape of the wanted part."""
         shape = list(self.shape)
         if self.rows is not None:
             shape[0] = len(self.rows)
@@ -45,14 +45,14 @@ class Part(NamedTuple):
 
 
 class Weights(Protocol):
-    """Where a decoder under construction takes its tensors from, each part once."""
+    """A source of tensors for a decoder under construction, which takes each part once."""
 
     def take(self, *parts: Part) -> torch.Tensor:
-        """The parts stacked along their first dimension, as one new contiguous tensor."""
+        """Return the parts stacked along their first dimension, as one new contiguous tensor."""
 
 
 class PlannedWeights:
-    """Records what a decoder would take; its tensors have shapes and no memory."""
+    """A record of the parts that a decoder would take. Its tensors have shapes and no memory."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -63,14 +63,15 @@ class PlannedWeights:
 
 
 _DUMMY_ELEMENTS = 2**22
-"""A block of random weights: drawn at once, from a seed of its own."""
+"""The most elements of a block of random weights, unless one row is longer. Each block has its own seed."""
 
 
 class DummyWeights:
     """Random weights of sensible scale, the same in every run on a kind of device.
 
-    Drawn in blocks of whole rows, each by the tensor's name and the block's number, so that a part of a
-    tensor holds the numbers of the whole one and no more than a block is held beside it.
+    They are drawn in blocks of whole rows. A block's seed is made of the tensor's name and the block's
+    number, so a part of a tensor has the same numbers as in the whole. At most one block is held beside the
+    tensor.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
@@ -87,7 +88,7 @@ class DummyWeights:
 
     def _fill(self, part: Part, place: torch.Tensor) -> None:
         if place.dim() == 1 and part.name.endswith(".weight"):
-            place.fill_(1.0)  # a norm's
+            place.fill_(1.0)  # a norm's weight
             return
         deviation = 0.02 if place.dim() == 1 else part.shape[-1] ** -0.5
         wanted = range(part.shape[0]) if part.rows is None else part.rows
@@ -95,7 +96,7 @@ class DummyWeights:
         for number in range(wanted.start // rows, -(-wanted.stop // rows)):
             first = number * rows
             end = min(first + rows, part.shape[0])
-            # 32 bits: of more, a CPU's generator takes no notice.
+            # A seed of 32 bits, because a CPU's generator ignores higher bits.
             self._random.manual_seed(zlib.crc32(f"{self._seed} {part.name} {number}".encode()))
             begin, stop = max(first, wanted.start), min(end, wanted.stop)
             target = place[begin - wanted.start : stop - wanted.start]
@@ -111,7 +112,7 @@ class DummyWeights:
 class Checkpoint:
     """The safetensors files of a model folder.
 
-    Raises ModelError, in one line, when the folder has none or one of them is damaged or missing.
+    Raises ModelError, with a one-line message, when the folder has none or one of them is damaged or missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -129,17 +130,21 @@ class Checkpoint:
         return self._stored_name(name) in self._tensors
 
     def _stored_name(self, name: str) -> str:
-        """Checkpoints saved from the body alone lack the leading "model."."""
+        """Return a tensor's name on disk. Checkpoints saved from the body alone lack the leading "model."."""
         name = self._aliases.get(name, name)
         return name if name in self._tensors else name.removeprefix("model.")
 
     def alias(self, name: str, stored: str) -> None:
-        """From now on ``name`` means the tensor ``stored``."""
+        """Make ``name`` another name of the tensor ``stored``."""
         self._aliases[name] = stored
 
     def blocks(self, part: Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """What is wanted of a tensor, as stored, some rows at a time: (the first one's number among them, rows),
-        which are valid until the next. The file is not mapped: what is not wanted takes no memory."""
+        """Yield the wanted part of a tensor, as stored, some rows at a time: (index of the first row, rows).
+
+        The index counts from the first wanted row. Rows are valid until the next ones are read. The file is
+        not mapped, so parts that are not wanted take no memory. Raises ModelError where the tensor is
+        missing, unreadable or of an unsupported dtype.
+        """
         path, stored = self._find(part.name)
         if stored.dtype not in _DTYPES:
             raise ModelError(
@@ -171,7 +176,7 @@ class Checkpoint:
         return self._tensors[stored]
 
     def check(self, parts: Iterable[Part]) -> None:
-        """Raise ModelError unless every part is there in the shape that config.json implies."""
+        """Raise ModelError unless every part's tensor is stored, in the shape that config.json implies."""
         for part in parts:
             shape = self._find(part.name)[1].shape
             if shape != part.shape:
@@ -182,9 +187,9 @@ class Checkpoint:
 
 
 class CheckpointWeights:
-    """Tensors of a checked checkpoint, copied one by one into their fused places on the device.
+    """The tensors of a checked checkpoint, copied one by one into their fused places on the device.
 
-    ``progress(done_bytes, total_bytes)`` counts bytes as they will lie on the device.
+    ``progress(done_bytes, total_bytes)`` is called after each part; it counts bytes on the device.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class CheckpointWeights:
 
 
 def planned_bytes(parts: Iterable[Part], dtype: torch.dtype) -> int:
-    """Bytes that the parts take in this dtype."""
+    """Return the bytes that the parts take in this dtype."""
     return sum(math.prod(part.wanted_shape) for part in parts) * dtype.itemsize
 
 
@@ -224,7 +229,7 @@ def _empty(parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def _places(tensor: torch.Tensor, parts: Iterable[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Each part and where it goes in the tensor of all."""
+    """Yield each part with its view of the tensor that holds all parts."""
     start = 0
     for part in parts:
         end = start + part.wanted_shape[0]
