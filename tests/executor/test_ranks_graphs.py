@@ -17,8 +17,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs
-from manylora.executor.graphs import Bucket, StepGraphs
-from manylora.executor.ranked_graphs import RankedGraphs
+from manylora.executor.graphs import Bucket, RankedGraphs, StepGraphs
 from manylora.executor.ranks import start
 from manylora.executor.ranks.process import _Rank
 from manylora.executor.ranks.wire import Begin

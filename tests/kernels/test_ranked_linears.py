@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manylora.devices.peers import Peers, Purpose
-from manylora.kernels.ops import Shrunk, Summands
+from manylora.kernels.ops import LoraRoom, Shrunk, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.kernels.weight import Weight
 from manylora.models.layers import RankedLinear, Step
@@ -128,9 +128,10 @@ def made(
 
 def fixed(ops: NotedOps, case: LoraCase) -> Any:
     """A captured step's plan of the case."""
-    plan = ops.fixed_lora(TOKENS, 32, case.geometry, case.segments.cells, case.segments.cells.device, 8)
+    cells = case.segments.cells
+    plan = ops.lora_plan(case.geometry, cells.device, LoraRoom(TOKENS, 8, 32, cells))
     plan.fill(case.segments, case.num_tokens)
-    return plan.plan
+    return plan
 
 
 def answered(

@@ -26,9 +26,8 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.cold_rows import ColdStep, DeviceHandover
 from manylora.executor.coming import Coming
 from manylora.executor.cpu_lora import CpuLora
-from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
-from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
+from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs, steps_of_fixed_sizes
 from manylora.executor.inputs import InputBuilder, StepInputs
 from manylora.executor.inspections import Inspections
 from manylora.executor.merging import MergedWeights

@@ -1,8 +1,8 @@
 """The operations that a decoder needs from a device, and the per-step inputs they share.
 
 One subclass of Ops a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
-are built once a step by the executor; ``plan_*`` turns them into whatever an implementation wants, once a step;
-every layer then reuses the plans.
+are built once a step by the executor; a plan is filled with them, whatever an implementation wants to hold, once
+a step; every layer then reuses the plans.
 """
 
 from __future__ import annotations
@@ -76,6 +76,53 @@ class LoraSegments:
         kept, first, count = np.unique(segment[adapted], return_index=True, return_counts=True)
         start, length = adapted[first].astype(np.int32), count.astype(np.int32)
         return LoraSegments(start, length, self.records[kept], self.scales[kept], self.cells)
+
+
+def no_segments(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
+    """Of a batch in which no token has an adapter."""
+    projections, layers = len(geometry.projections), geometry.page.layers
+    empty = np.zeros(0, dtype=np.int32)
+    records = np.zeros((0, projections, 3), dtype=np.int64)
+    return LoraSegments(empty, empty, records, np.zeros((0, projections, layers), dtype=np.float32), cells)
+
+
+class AttentionRoom(NamedTuple):
+    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
+    tokens of a context."""
+
+    num_tokens: int
+    num_rows: int
+    max_context: int
+
+
+class LoraRoom(NamedTuple):
+    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
+    an adapter's rank. ``cells``: LoraSegments', which must stay where it is."""
+
+    num_tokens: int
+    num_rows: int
+    max_rank: int
+    cells: torch.Tensor
+
+
+class AttentionPlan(Protocol):
+    """What ``Ops.attention`` reads of a step's rows."""
+
+    def fill(self, rows: AttentionRows) -> None:
+        """Point the plan at a step's rows. Does not wait for the device; steps in flight are not disturbed.
+
+        Tokens past the rows' get zeros. Raises ValueError where the plan has no room for the rows.
+        """
+
+
+class LoraPlan(Protocol):
+    """What the LoRA operations read of a step's segments."""
+
+    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        """Point the plan at the segments of a batch of so many tokens; None: no token has an adapter.
+
+        Otherwise as ``AttentionPlan.fill``.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -303,6 +350,9 @@ class Ops(abc.ABC):
 
     name: str
 
+    captures = False
+    """Whether launches with plans that have a room depend on that room alone, so that a graph may hold them."""
+
     waits = False
     """Whether kernels wait on the device: ``pass_gate``, ``await_words``."""
 
@@ -320,8 +370,16 @@ class Ops(abc.ABC):
     # ---- attention -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def attention_plan(
+        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+    ) -> AttentionPlan:
+        """A plan to be filled for each step, of all layers. ``room``: as it is captured; None: for any step."""
+
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
-        """Prepare attention for all layers of a step. Valid for this step only."""
+        """A plan of this step alone."""
+        plan = self.attention_plan(page, device)
+        plan.fill(rows)
+        return plan
 
     @abc.abstractmethod
     def write_kv(
@@ -347,10 +405,20 @@ class Ops(abc.ABC):
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def lora_plan(
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+    ) -> LoraPlan:
+        """A plan to be filled, as ``attention_plan``."""
+
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
     ) -> Any | None:
-        """Prepare LoRA for all layers of a step; None when there is no segment."""
+        """A plan of these segments alone; None where there are none."""
+        if len(segments.start) == 0:
+            return None
+        plan = self.lora_plan(geometry, device)
+        plan.fill(segments, int(segments.start[-1] + segments.length[-1]))
+        return plan
 
     @abc.abstractmethod
     def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
