@@ -25,9 +25,8 @@ from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import LoraSite, LoraStep
+from manylora.kernels.ops import LoraSite, LoraStep, Weight
 from manylora.kernels.shapes import Activation, AdapterGeometry, adapter_geometry
-from manylora.kernels.weight import Weight
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,7 @@ from manylora.engine.journal import read_answered
 from manylora.executor import build
 from manylora.executor.ranks.executor import RankedExecutor
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import RankPlace
-from manylora.kernels.shapes import AdapterGeometry, PageShape
+from manylora.kernels.shapes import AdapterGeometry, PageShape, RankPlace
 from manylora.models.share import ModelShare
 from manylora.models.spec import ModelConfig
 from manylora.protocol import (

@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraSite, LoraStep
+from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraSite, LoraStep, Weight
 from manylora.kernels.triton.lora import LoraKernels
 from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, TritonLoraPlan
 from manylora.kernels.triton.operations import TritonOps
-from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import case_of, inputs_of, part_of

@@ -7,11 +7,10 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AttentionRoom, AttentionRows
+from manylora.kernels.ops import AttentionRoom, AttentionRows, Weight
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
-from manylora.kernels.weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,

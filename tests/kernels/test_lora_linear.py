@@ -14,8 +14,7 @@ import torch
 from manylora_lab.bench import rounding
 
 from manylora.devices.staging import upload_buffers
-from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands
-from manylora.kernels.weight import Weight
+from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands, Weight
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of, part_of

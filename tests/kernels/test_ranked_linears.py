@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from manylora.devices.peers import Peers, Purpose
-from manylora.kernels.ops import LoraRoom, Shrunk, Summands
+from manylora.kernels.ops import LoraRoom, Shrunk, Summands, Weight
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.kernels.weight import Weight
 from manylora.models.layers import RankedLinear, Step
 from manylora.models.share import LinearShare
 from tests.kernels.cases import LoraCase, adapted_truth

@@ -14,8 +14,8 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Device
+from manylora.kernels.ops import Weight
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.weight import Weight
 from manylora.memory.arena import Arena
 from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
 from manylora.memory.copier import Copier

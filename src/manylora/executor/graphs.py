@@ -8,8 +8,8 @@ captured for them; does not know what a capture is, which is the device's.
 
 Of several ranks, all capture the same steps, or stop capturing together. A captured step is padded, so its
 exchanges are of other sizes than an eager one's: a rank that replayed where another ran eagerly would exchange
-with it what does not fit. So all is captured before serving, in one order, and a bucket is kept where every rank has
-captured it; later a step's bucket follows from the step alone. Between two buckets ranks ask each other; in a
+with it what does not fit. So all is captured before serving, in one order, and a bucket is kept where every rank
+has captured it; later a step's bucket follows from the step alone. Between two buckets ranks ask each other; in a
 bucket they cannot, since they wait in each other's exchanges there.
 """
 

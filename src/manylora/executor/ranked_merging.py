@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from manylora.adapters.pack import cell_offsets, layout_for
 from manylora.devices.peers import Peers
-from manylora.kernels.cuts import RankPlace
 from manylora.kernels.ops import MergePlan, of_adapters
-from manylora.kernels.shapes import AdapterGeometry, Projection
+from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.models.layers import LoraLinear, RankedLinear
 from manylora.models.share import LinearShare
 

@@ -32,11 +32,11 @@ from manylora.kernels.ops import (
     Ops,
     Shrunk,
     Summands,
+    Weight,
     no_segments,
     of_adapters,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.weight import Weight
 
 SHORT_CONTEXT = 2**20
 """Elements of a row's keys up to which a loop on one thread attends to them; more are for torch's threads."""

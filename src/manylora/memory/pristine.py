@@ -16,7 +16,7 @@ import torch
 
 from manylora.config import ConfigError
 from manylora.devices.device import Device
-from manylora.kernels.weight import Weight, WeightKind
+from manylora.kernels.ops import Weight, WeightKind
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier
 from manylora.memory.host import shared_memory

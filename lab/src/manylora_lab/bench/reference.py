@@ -25,11 +25,11 @@ from manylora.kernels.ops import (
     Ops,
     Shrunk,
     Summands,
+    Weight,
     no_segments,
     of_adapters,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.weight import Weight
 
 
 class ReferenceAttentionPlan:

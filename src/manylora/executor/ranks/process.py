@@ -56,8 +56,8 @@ from manylora.executor.ranks.wire import (
 from manylora.executor.sizes import attention_shape
 from manylora.executor.warm_up import warm_up
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import compiling_ahead, ops_for
+from manylora.kernels.shapes import RankPlace
 from manylora.memory.arena import Arena
 from manylora.memory.budget import pool_bytes
 from manylora.memory.host import HostPool

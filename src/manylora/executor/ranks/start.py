@@ -46,8 +46,7 @@ from manylora.executor.ranks.wire import (
     RankStatus,
 )
 from manylora.executor.sizes import Kind, activation_bytes, engine_info, policy_limits
-from manylora.kernels.cuts import RankPlace
-from manylora.kernels.shapes import AdapterGeometry, PageShape
+from manylora.kernels.shapes import AdapterGeometry, PageShape, RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype

@@ -22,7 +22,7 @@ from manylora.kernels.ops import AttentionRoom, AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
-from manylora.kernels.triton.launch import LaunchCounters, Table, power_of_two, upload
+from manylora.kernels.triton.launch import LaunchCounters, Table, power_of_two, precision, upload
 
 RECORD = 8
 BLOCK_TOKENS = 64
@@ -292,11 +292,6 @@ def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> N
     for number, first in enumerate(range(begin, num_tokens, tile)):
         record = records[number]
         record[1], record[2], record[3], record[5] = first, min(num_tokens - first, tile), -tile, 1
-
-
-def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def flat_heads(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from manylora.kernels.ops import LoraSite, LoraStep, of_adapters
 from manylora.kernels.shapes import Activation, ProjectionGroup
-from manylora.kernels.triton.launch import power_of_two
+from manylora.kernels.triton.launch import ceil_div, power_of_two, precision
 from manylora.kernels.triton.lora_plan import (
     DEFAULT,
     ROWS,
@@ -138,7 +138,7 @@ class LoraKernels:
             STAGES=config.stages,
             VECTOR=config.vector,
             PDL=plan.pdl,
-            PRECISION=_precision(x.dtype),
+            PRECISION=precision(x.dtype),
             num_warps=config.shrink_warps,
             **_launch_options(plan.pdl, config.shrink_registers),
         )
@@ -182,7 +182,7 @@ class LoraKernels:
             VECTOR=config.vector,
             ADD=add,
             PDL=plan.pdl,
-            PRECISION=_precision(y.dtype),
+            PRECISION=precision(y.dtype),
             num_warps=config.expand_warps,
             **_launch_options(plan.pdl, config.expand_registers),
         )  # fmt: skip
@@ -205,15 +205,6 @@ class LoraKernels:
 def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
     options: dict[str, int] = {"launch_pdl": True} if pdl else {}
     return options | ({"maxnreg": registers} if registers else {})
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def ceil_div(n: int, d: int) -> int:
-    return -(-n // d)
 
 
 def block_of(cell: int, most: int, elements: int) -> int:

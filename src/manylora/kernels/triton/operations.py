@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 
 from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import (
@@ -27,6 +26,7 @@ from manylora.kernels.ops import (
     Shrunk,
     Side,
     Summands,
+    Weight,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attention_plan import (
@@ -36,7 +36,7 @@ from manylora.kernels.triton.attention_plan import (
 )
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.launch import power_of_two, report_compilation
+from manylora.kernels.triton.launch import ceil_div, power_of_two, report_compilation
 from manylora.kernels.triton.lora import (
     LoraKernels,
     SideStream,
@@ -48,7 +48,6 @@ from manylora.kernels.triton.lora_plan import TritonLoraPlan
 from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.products import Products
 from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kernel, write_kv_kernel
-from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
@@ -280,7 +279,7 @@ class TritonOps(Ops):
         q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
         heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
         block = min(8, power_of_two(heads))
-        blocks = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
+        blocks = ceil_div(heads, block) + 2 * ceil_div(kv_heads, block)
         if len(positions):
             rotate_and_store_kernel[(len(positions), blocks)](
                 q,

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import AttentionRoom, Ops, Rotary
+from manylora.kernels.ops import AttentionRoom, Ops, Rotary, Weight
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.weight import Weight
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import PAGE_TOKENS, pages_of, random_pool
 from manylora_lab.bench.kernels.rig import COPIES, Errors, KernelCase, KernelRig, errors
