@@ -1,7 +1,7 @@
 """Count the files whose functions run on five paths through the system, in real processes that are traced.
 
-``python -m tools.paths [--device cuda] [--save docs/results/paths.json]``: prints the files of each path by room. A
-path is whatever runs between two moments, background work included, so the counts are upper bounds.
+``python -m tools.paths [--device cuda] [--save FILE]``: prints each path's files by room. A path
+is whatever runs between two moments, background work included, so the counts are upper bounds.
 """
 
 from __future__ import annotations

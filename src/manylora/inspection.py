@@ -13,8 +13,7 @@ from manylora.adapters.peft import AdapterSpec, TextCheck, inspect_adapter
 from manylora.adapters.registry import Registry
 from manylora.adapters.sources import discover
 from manylora.config import ConfigError, EngineSettings, lora_sharding_of
-from manylora.kernels.cuts import RankPlace
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, RankPlace
 from manylora.models.config import read_model_config
 from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model

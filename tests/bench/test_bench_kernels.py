@@ -25,9 +25,8 @@ from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 from manylora.cli import main
 from manylora.config import ConfigError
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep
+from manylora.kernels.ops import LoraSite, LoraStep, Weight
 from manylora.kernels.shapes import Activation, AdapterGeometry, adapter_geometry
-from manylora.kernels.weight import Weight
 
 CPU = torch.device("cpu")
 
@@ -148,15 +147,21 @@ class WritesElsewhereToo(CpuOps):
 
 
 class OtherScales(CpuOps):
-    def plan_lora(self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device) -> Any:
-        scaled = dataclasses.replace(segments, scales=segments.scales * 1.01)
-        return super().plan_lora(scaled, geometry, device)
+    def lora_plan(self, geometry: AdapterGeometry, device: torch.device, room: Any = None) -> Any:
+        plan: Any = super().lora_plan(geometry, device, room)
+        fill = plan.fill
+        plan.fill = lambda segments, num_tokens: fill(
+            dataclasses.replace(segments, scales=segments.scales * 1.01), num_tokens
+        )
+        return plan
 
 
 class SkipsTheNewest(CpuOps):
-    def plan_attention(self, rows: Any, page: Any, device: torch.device) -> Any:
-        one_less = dataclasses.replace(rows, kv_len=rows.kv_len - 1)
-        return super().plan_attention(one_less, page, device)
+    def attention_plan(self, page: Any, device: torch.device, room: Any = None) -> Any:
+        plan: Any = super().attention_plan(page, device, room)
+        fill = plan.fill
+        plan.fill = lambda rows: fill(dataclasses.replace(rows, kv_len=rows.kv_len - 1))
+        return plan
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from manylora_lab.bench import rounding
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import AdaptedLinear, LoraStep, Rotary
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Rotary, Weight
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, attention_case, attention_truth, lora_case
 from tests.kernels.test_lora import geometry_of
 

@@ -14,8 +14,7 @@ from manylora import LLM, SamplingParams
 from manylora.engine.journal import read_answered
 from manylora.executor.ranks.executor import RankedExecutor
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import RankPlace
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, RankPlace
 from manylora.models.share import ModelShare
 from manylora.protocol import (
     AdapterRead,

@@ -18,10 +18,8 @@ import torch
 
 from manylora.devices.device import CopyLane
 from manylora.executor import graphs
-from manylora.executor.fixed import FixedAttention, fixed_attention
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import Ops
-from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing
@@ -50,17 +48,7 @@ from tests.executor.test_graphs import graphs_of, use_triton
 class GatedOps(CpuOps):
     """The CPU's, with plans made anew for each replay."""
 
-    waits = True
-
-    def fixed_attention(
-        self,
-        num_rows: int,
-        max_context: int,
-        page: PageShape,
-        device: torch.device,
-        num_tokens: int | None = None,
-    ) -> FixedAttention:
-        return fixed_attention(CpuOps(), num_rows, num_rows, max_context, page, device)
+    captures = waits = True
 
     def pass_gate(
         self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool

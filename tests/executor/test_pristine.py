@@ -15,8 +15,8 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import CopyLane, Device
 from manylora.executor.merging import DevicePristine, HostPristine, WeightRows, pristine_bytes
+from manylora.kernels.ops import Weight
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.weight import Weight
 from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
 from manylora.memory.copier import Copier
 from manylora.memory.pool import Arena, HostPool

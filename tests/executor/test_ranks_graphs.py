@@ -17,8 +17,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs, plan
-from manylora.executor.graphs import Bucket, StepGraphs
-from manylora.executor.ranked_graphs import RankedGraphs
+from manylora.executor.graphs import Bucket, RankedGraphs, StepGraphs
 from manylora.executor.ranks.process import _Rank
 from manylora.flags import build_settings
 from tests.executor.conftest import Files

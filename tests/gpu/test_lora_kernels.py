@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AdaptedLinear, LoraSite, LoraStep
-from manylora.kernels.triton.lora import LoraKernels, TritonFixedLora
-from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, LoraPlan
+from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraSite, LoraStep, Weight
+from manylora.kernels.triton.lora import LoraKernels
+from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, TritonLoraPlan
 from manylora.kernels.triton.operations import TritonOps
-from manylora.kernels.weight import Weight
 from tests.kernels.cases import LoraCase, adapted_truth, lora_truth
 from tests.kernels.implementations import Subject
 from tests.kernels.test_lora_kernels import case_of, inputs_of, part_of
@@ -35,7 +34,8 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
     inputs = inputs_of(case, subject, tokens)
     kernels = LoraKernels(dataclasses.replace(DEFAULT, pdl=pdl), 132)
     plain = LoraKernels(DEFAULT, 132)
-    plan = kernels.reserve(case.geometry, case.segments.cells, tokens, 64)
+    room = LoraRoom(tokens, tokens, 64, case.segments.cells)
+    plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, room)
     widths = [group.offsets[-1] for group in case.geometry.groups]
     outputs = [torch.zeros(tokens, n, dtype=dtype, device=subject.device) for n in widths]
 
@@ -44,14 +44,14 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
             given = LoraSite(group, case.layer), LoraStep(case.pool, plan)
             which.expand(y, which.shrink(x, *given), *given, add=False)
 
-    kernels.refill(plan, part_of(case, [1]).segments, tokens)
+    plan.fill(part_of(case, [1]).segments, tokens)
     step(kernels)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(kernels)
     for chosen in ([0, 1, 2, 3, 4], [3], [], [2, 4]):
         part = part_of(case, chosen)
-        kernels.refill(plan, part.segments if chosen else None, tokens)
+        plan.fill(part.segments if chosen else None, tokens)
         subject.poison()
         graph.replay()
         found = [y.clone() for y in outputs]
@@ -85,7 +85,7 @@ class Linears:
     weights: list[Weight]
     outputs: list[torch.Tensor]
 
-    def step(self, plan: LoraPlan) -> None:
+    def step(self, plan: TritonLoraPlan) -> None:
         case = self.case
         self.outputs = []
         for group, x, weight in zip(case.geometry.groups, self.inputs, self.weights):
@@ -122,14 +122,13 @@ def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     for pdl in (False, True):
         table = () if beside is None else ((tokens, beside),)
         layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
-        fixed = TritonFixedLora(
-            layer.made._kernels(subject.device), tokens, 64, case.geometry, case.segments.cells
-        )
+        room = LoraRoom(tokens, tokens, 64, case.segments.cells)
+        fixed = layer.made.lora_plan(case.geometry, subject.device, room)
         fixed.fill(part_of(case, [1]).segments, tokens)
-        layer.step(fixed.plan)
+        layer.step(fixed)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            layer.step(fixed.plan)
+            layer.step(fixed)
         for chosen in ([0, 1, 2, 3, 4], [3], [], [2, 4]):
             part = part_of(case, chosen)
             fixed.fill(part.segments if chosen else None, tokens)
@@ -153,8 +152,8 @@ def test_prompts(dtype: torch.dtype, pdl: bool) -> None:
     case = case_of(subject, [(3, 1), (0, 300), (2, 1), (1, 150)], [16, 7, 64])
     config = dataclasses.replace(DEFAULT, pdl=pdl, writes_from=1, mixed=())
     layer = linears(config, case, case.num_tokens + 5, dtype)
-    plan = layer.made.plan_lora(case.segments, case.geometry, subject.device)
-    assert plan is not None
+    plan = layer.made.lora_plan(case.geometry, subject.device)
+    plan.fill(case.segments, case.num_tokens)
     assert len(plan.parts) == 2
     subject.poison()
     layer.step(plan)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRoom, AttentionRows, Weight
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
-from manylora.kernels.weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,15 +98,15 @@ def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int) -> N
         table[row, :count] = np.arange(taken, taken + count)
         taken += count
     rows = AttentionRows(np.arange(len(contexts) + 1, dtype=np.int32), contexts, table)
-    fixed = ops.fixed_attention(8, 4096, page, pool.device)
+    fixed = ops.attention_plan(page, pool.device, AttentionRoom(8, 8, 4096))
     q = normal(8, heads, dim)
     fixed.fill(rows)
-    expected = ops.attention(q, pool, 1, fixed.plan, dim**-0.5, None)
+    expected = ops.attention(q, pool, 1, fixed, dim**-0.5, None)
     truth = rounding.attention(q[: len(contexts)], pool, 1, rows, page, dim**-0.5, None).rounded(q.dtype)
     assert truth.excess(expected[: len(contexts)]) <= 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.attention(q, pool, 1, fixed.plan, dim**-0.5, None)
+        out = ops.attention(q, pool, 1, fixed, dim**-0.5, None)
     for _ in range(REPLAYS):
         out.fill_(float("nan"))
         fixed.fill(rows)

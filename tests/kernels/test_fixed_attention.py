@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRoom, AttentionRows
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention_plan import TritonFixedAttention
+from manylora.kernels.triton.attention_plan import TritonAttentionPlan
 from manylora.kernels.triton.decode_table import DecodeTable
 from tests.kernels.cases import AttentionCase, attention_case, attention_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
@@ -59,12 +59,12 @@ def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: in
     for seed, contexts in enumerate(([7, 64], [1, 300, 65, 128, 500], [250], [600, 3, 3, 3, 3])):
         case = decoding(subject, seed, contexts, window)
         if fixed is None:
-            fixed = ops.fixed_attention(5, 600, case.page, subject.device)
+            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(5, 5, 600))
         fixed.fill(case.rows)
         subject.poison()
         q = padded(case.q, 5)
         out, again = (
-            ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
+            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scale, window) for _ in range(2)
         )
         assert torch.equal(out, again)
         check(case, out)
@@ -80,10 +80,10 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
             seed, device=subject.device, dtype=subject.dtype, lengths=lengths, page_tokens=16
         )
         if fixed is None:
-            fixed = ops.fixed_attention(3, 200, case.page, subject.device, num_tokens=32)
+            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(32, 3, 200))
         fixed.fill(case.rows)
         subject.poison()
-        out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed.plan, case.scale, None)
+        out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed, case.scale, None)
         check(case, out)
         assert not out[len(case.q) :].any()
 
@@ -108,12 +108,12 @@ def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, windo
             dim=16,
         )
         if fixed is None:
-            fixed = ops.fixed_attention(3, 1000, case.page, subject.device, num_tokens=12)
+            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(12, 3, 1000))
         fixed.fill(case.rows)
         subject.poison()
         q = padded(case.q, 12)
         out, again = (
-            ops.attention(q.clone(), case.pool, case.layer, fixed.plan, case.scale, window) for _ in range(2)
+            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scale, window) for _ in range(2)
         )
         assert torch.equal(out, again)
         check(case, out)
@@ -128,13 +128,15 @@ def test_a_captured_step_holds_as_many_prompts_as_tokens_allow() -> None:
         contexts = np.array(lengths, dtype=np.int32) + 800
         rows = AttentionRows(starts, contexts, np.zeros((len(lengths), 70), np.int32))
         for group in (1, 4):
-            fixed = TritonFixedAttention(128, 1100, page, CPU, 528, DecodeTable(group=group), 256)
+            fixed = TritonAttentionPlan(
+                page, CPU, 528, DecodeTable(group=group), room=AttentionRoom(256, 128, 1100)
+            )
             fixed.fill(rows)
-            tokens = fixed.plan.records[:, 2][fixed.plan.records[:, 4] == 0]
+            tokens = fixed.records[:, 2][fixed.records[:, 4] == 0]
             assert tokens.sum() == 256, "each token in the first piece of one tile"
-            used = fixed.plan.records[fixed.plan.records[:, 5] > 1].long()
-            assert not len(used) or (used[:, 6] + used[:, 2] * used[:, 5]).max() <= fixed.plan.places
-            assert not len(used) or used[:, 7].max() < fixed.plan.counters
+            used = fixed.records[fixed.records[:, 5] > 1].long()
+            assert not len(used) or (used[:, 6] + used[:, 2] * used[:, 5]).max() <= fixed.places
+            assert not len(used) or used[:, 7].max() < fixed.counters
 
 
 @pytest.mark.parametrize("contexts", [[1, 1, 1], [65]], ids=["too many rows", "too long a context"])
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_refused(contexts: list[int]) -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = decoding(subject, 0, contexts)
-    fixed = ops_of(subject).fixed_attention(2, 64, case.page, subject.device)
+    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionRoom(2, 2, 64))
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -151,7 +153,7 @@ def test_prompts_do_not_fit_a_decoding_plan() -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = attention_case(0, device=subject.device, dtype=subject.dtype, lengths=[(2, 2)])
-    fixed = ops_of(subject).fixed_attention(2, 64, case.page, subject.device)
+    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionRoom(2, 2, 64))
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -162,13 +164,13 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
     subject = Subject("gpu", torch.bfloat16)
     ops, module = ops_of(subject), torch.get_device_module("cuda")
     first = decoding(subject, 0, [40, 3])
-    fixed = ops.fixed_attention(6, 700, first.page, subject.device)
+    fixed = ops.attention_plan(first.page, subject.device, AttentionRoom(6, 6, 700))
     shape = (64, *first.pool.shape[1:])
     pool = torch.zeros(shape, dtype=subject.dtype, device=subject.device)
     q = torch.zeros((6, *first.q.shape[1:]), dtype=subject.dtype, device=subject.device)
 
     def step() -> torch.Tensor:
-        return ops.attention(q, pool, 1, fixed.plan, first.scale, None)
+        return ops.attention(q, pool, 1, fixed, first.scale, None)
 
     step()
     graph = module.CUDAGraph()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep
+from manylora.kernels.ops import LoraRoom, LoraSegments, LoraSite, LoraStep
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import LoraCase, llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
@@ -16,7 +16,7 @@ from tests.kernels.implementations import SLOW, SUBJECTS, Subject
 pytest.importorskip("triton")
 
 from manylora.kernels.triton.lora import LoraKernels
-from manylora.kernels.triton.lora_plan import DEFAULT, LoraConfig, LoraPlan, LoraTileConfig, runs_of
+from manylora.kernels.triton.lora_plan import DEFAULT, LoraConfig, LoraTileConfig, TritonLoraPlan, runs_of
 
 DEVICES = [
     s for s in SUBJECTS if isinstance(s.values[0], Subject) and s.values[0].kind in ("interpreted", "gpu")
@@ -53,7 +53,7 @@ def inputs_of(case: LoraCase, subject: Subject, num_tokens: int) -> list[torch.T
 
 def check(
     kernels: LoraKernels,
-    plan: LoraPlan,
+    plan: TritonLoraPlan,
     case: LoraCase,
     subject: Subject,
     num_tokens: int,
@@ -91,7 +91,8 @@ def test_mixed_lengths_and_ranks(subject: Subject, programs: int) -> None:
     config = dataclasses.replace(SMALL, short=limited(SMALL.short), long=limited(SMALL.long))
     case = case_of(subject, [(2, 1), (0, 3), (1, 9), (0, 1)], [1, 5, 16, 40])
     kernels = LoraKernels(config, 2)
-    plan = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens)
+    plan = TritonLoraPlan(config, case.geometry, subject.device)
+    plan.fill(case.segments, case.num_tokens)
     assert len(plan.parts) == 2
     check(kernels, plan, case, subject, case.num_tokens)
 
@@ -126,14 +127,15 @@ def check_one_launch(subject: Subject, sizes: LoraTileConfig) -> None:
     config = dataclasses.replace(SMALL, mixed=((64, sizes),))
     case = case_of(subject, [(0, 1), (2, 33), (0, 1), (1, 20), (3, 1)], [5, 20, 16, 40, 3])
     kernels = LoraKernels(config, 2)
-    eager = kernels.plan(case.segments, case.geometry, subject.device, case.num_tokens)
+    eager = TritonLoraPlan(config, case.geometry, subject.device)
+    eager.fill(case.segments, case.num_tokens)
     assert [part.config.item_tokens for part in eager.parts] == [sizes.item_tokens]
     check(kernels, eager, case, subject, case.num_tokens, ("down",))
-    fixed = kernels.reserve(case.geometry, case.segments.cells, 64, 40, 6)
+    fixed = TritonLoraPlan(config, case.geometry, subject.device, LoraRoom(64, 6, 40, case.segments.cells))
     # That tables may be filled again and again is tested below, too.
     for chosen in ([0, 1, 2, 3, 4],) if subject.small else ([1, 2], [0, 1, 2, 3, 4], [], [4]):
         part = part_of(case, chosen)
-        kernels.refill(fixed, part.segments if chosen else None, 64)
+        fixed.fill(part.segments if chosen else None, 64)
         check(kernels, fixed, part, subject, 64, ("qkv",))
 
 
@@ -144,20 +146,20 @@ def test_tables_are_filled_again(subject: Subject) -> None:
         pytest.skip(SLOW)
     case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 3)], [3, 20])
     kernels = LoraKernels(dataclasses.replace(SMALL, long_run=100), 2)
-    plan = kernels.reserve(case.geometry, case.segments.cells, 12, 32)
+    room = LoraRoom(12, 12, 32, case.segments.cells)
+    plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, room)
     for chosen in ([1], [0, 1, 2, 3], [3], []):
         part = part_of(case, chosen)
-        kernels.refill(plan, part.segments if chosen else None, 12)
+        plan.fill(part.segments if chosen else None, 12)
         check(kernels, plan, part, subject, 12, ("down",))
 
 
 def test_tables_that_are_too_small_are_refused() -> None:
     subject = Subject("interpreted", torch.float32)
     case = case_of(subject, [(0, 1), (0, 1), (0, 1)], [20])
-    kernels = LoraKernels(SMALL, 2)
-    plan = kernels.reserve(case.geometry, case.segments.cells, 2, 32)
+    plan = TritonLoraPlan(SMALL, case.geometry, subject.device, LoraRoom(2, 2, 32, case.segments.cells))
     with pytest.raises(ValueError, match="exceed"):
-        kernels.refill(plan, case.segments, 3)
+        plan.fill(case.segments, 3)
 
 
 def test_runs_cover_every_token_once() -> None:

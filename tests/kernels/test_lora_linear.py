@@ -14,8 +14,7 @@ import torch
 from manylora_lab.bench import rounding
 
 from manylora.devices.staging import upload_buffers
-from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, Summands
-from manylora.kernels.weight import Weight
+from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands, Weight
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of, part_of
@@ -127,13 +126,13 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
     if subject.small and (subject.dtype != torch.float32 or (rows is not None and order != "plain")):
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
-    kernels = ops._kernels(subject.device)  # type: ignore[attr-defined]
-    fixed = lora.TritonFixedLora(kernels, 24, 32, case.geometry, case.segments.cells, rows)
+    room = LoraRoom(24, rows or 24, 32, case.segments.cells)
+    fixed = ops.lora_plan(case.geometry, subject.device, room)
     fill_stages(subject.device)
     for chosen in ([1], [0, 1, 2, 3, 4], []):
         part = part_of(case, chosen)
         fixed.fill(part.segments if chosen else None, case.num_tokens)
-        check(ops, fixed.plan, part, subject, 24)
+        check(ops, fixed, part, subject, 24)
     with pytest.raises(ValueError, match="room"):
         fixed.fill(case_of(subject, [(0, 1)] * 24, [40]).segments, 24)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
+from manylora.kernels.ops import Weight
 from manylora.kernels.triton.products import LinearConfig, Products, bucket_of, stored_choices
-from manylora.kernels.weight import Weight
 from tests.kernels.implementations import GPU_MARKS, SUBJECTS, Subject
 from tests.sampled import sampled
 

@@ -19,7 +19,7 @@ from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttentio
 from manylora.kernels.ops import AttentionRows
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.triton.attention_plan import attention_plan
+from manylora.kernels.triton.attention_plan import TritonAttentionPlan
 from manylora.kernels.triton.decode_table import TABLE, DecodeConfig, DecodeTable, stored_table
 from tests.kernels.cases import attention_case, attention_truth
 
@@ -277,7 +277,9 @@ def test_plans_are_cut_as_the_table_says() -> None:
     page = PageShape(1, 16, 2, 64, 2)
 
     def pieces(table: DecodeTable) -> int:
-        return len(attention_plan(rows, page, CPU, 8, table).records)
+        plan = TritonAttentionPlan(page, CPU, 8, table)
+        plan.fill(rows)
+        return len(plan.records)
 
     assert pieces(DecodeTable()) == 4
     assert pieces(DecodeTable(((2, DecodeConfig(programs=32)),))) == 16

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from manylora.devices.peers import Peers, Purpose
-from manylora.kernels.ops import Shrunk, Summands
+from manylora.kernels.ops import LoraRoom, Shrunk, Summands, Weight
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.kernels.weight import Weight
 from manylora.models.layers import RankedLinear, Step
 from manylora.models.share import LinearShare
 from tests.kernels.cases import LoraCase, adapted_truth
@@ -128,9 +127,10 @@ def made(
 
 def fixed(ops: NotedOps, case: LoraCase) -> Any:
     """A captured step's plan of the case."""
-    plan = ops.fixed_lora(TOKENS, 32, case.geometry, case.segments.cells, case.segments.cells.device, 8)
+    cells = case.segments.cells
+    plan = ops.lora_plan(case.geometry, cells.device, LoraRoom(TOKENS, 8, 32, cells))
     plan.fill(case.segments, case.num_tokens)
-    return plan.plan
+    return plan
 
 
 def answered(

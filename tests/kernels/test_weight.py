@@ -6,9 +6,8 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AdaptedLinear, LoraStep
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Weight, WeightKind
 from manylora.kernels.triton.products import LinearConfig, Products
-from manylora.kernels.weight import Weight, WeightKind
 from tests.kernels.cases import adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of

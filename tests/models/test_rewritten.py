@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.kernels.weight import Weight
+from manylora.kernels.ops import Weight
 from manylora.models.config import read_model_config
 from manylora.models.decoder import Decoder, build_decoder
 from manylora.models.weights import DummyWeights

@@ -23,7 +23,7 @@ import sys, types
 from pathlib import Path
 import torch
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.cuts import RankPlace
+from manylora.kernels.shapes import RankPlace
 from manylora.models.config import read_model_config
 from manylora.models.decoder import RankedModel
 from manylora.models.load import load_model

@@ -35,9 +35,8 @@ from manylora.executor.plan import (
 from manylora.executor.probing import Pretends, measure_merging, warm_up
 from manylora.executor.sampling import RankedSampling
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import RankPlace
 from manylora.kernels.select import compiling_ahead, ops_for
-from manylora.kernels.shapes import AdapterGeometry
+from manylora.kernels.shapes import AdapterGeometry, RankPlace
 from manylora.memory.budget import in_mib, pool_bytes, pristine_place
 from manylora.memory.pool import Arena, HostPool
 from manylora.models.config import read_model_config

@@ -3,8 +3,14 @@
 Decoding steps, and steps with prompts whose kernels take less time than their launches. A step is padded to its
 bucket. Padding tokens read and write a page that holds no data, belong to no row and to no adapter, and what they
 give is thrown away. Everything that changes between steps is in device memory at fixed addresses: numbers in a
-mirror, tables in the operations' fixed plans. Gates stand in steps with prompts only. Owns the buckets and what
-was captured for them; does not know what a capture is, which is the device's.
+mirror, tables in the operations' plans. Gates stand in steps with prompts only. Owns the buckets and what was
+captured for them; does not know what a capture is, which is the device's.
+
+Of several ranks, all capture the same steps, or stop capturing together. A captured step is padded, so its
+exchanges are of other sizes than an eager one's: a rank that replayed where another ran eagerly would exchange
+with it what does not fit. So all is captured before serving, in one order, and a bucket is kept where every rank
+has captured it; later a step's bucket follows from the step alone. Between two buckets ranks ask each other; in a
+bucket they cannot, since they wait in each other's exchanges there.
 """
 
 from __future__ import annotations
@@ -15,18 +21,27 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from manylora.config import PolicyConfig
 from manylora.devices.device import Device, Tensors
+from manylora.devices.peers import Exchange, Peers
 from manylora.executor.batch import StepInputs
-from manylora.executor.fixed import FixedAttention, FixedLora, fixed_attention, fixed_lora, has_fixed_plans
 from manylora.executor.forward import Forward, Numbers, Outputs
 from manylora.executor.sampling import Best
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import AttentionRows, LoraSegments, Ops
+from manylora.kernels.ops import (
+    AttentionPlan,
+    AttentionRoom,
+    AttentionRows,
+    LoraPlan,
+    LoraRoom,
+    LoraSegments,
+    Ops,
+)
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.gates import Awaited, LandedWords
 from manylora.types import first_line
@@ -48,6 +63,9 @@ MAX_BYTES = 2**30
 _RANKED_LAYER_BYTES = 48 * 2**20
 """With several ranks, for each layer: a capture holds about twice as much where products run beside exchanges
 (11 MiB for 32 layers, of 108 captures)."""
+
+_MOST_CELLS = 2**22
+"""Cells that the table has room for from the start where it may still grow: 32 MiB."""
 
 Progress = Callable[[int, int], None]
 
@@ -105,8 +123,8 @@ class GraphLimits:
 class Prepared:
     """A bucket's plans, on padding, and what runs a step of it. Nothing of it has run."""
 
-    attention: FixedAttention
-    lora: FixedLora | None
+    attention: AttentionPlan
+    lora: LoraPlan | None
     cells: torch.Tensor
     pending_index: torch.Tensor
     run: Callable[[], Tensors]
@@ -114,8 +132,8 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Captured:
-    attention: FixedAttention
-    lora: FixedLora | None
+    attention: AttentionPlan
+    lora: LoraPlan | None
     cells: torch.Tensor | None
     replay: Callable[[], Outputs]
 
@@ -185,8 +203,8 @@ class StepGraphs:
     ) -> None:
         """``scratch_page``: a pool page for padding alone. ``words``: for gates in steps with prompts. Raises
         ValueError where nothing can be captured."""
-        if device.captures and not has_fixed_plans(forward.decoder.ops):
-            raise ValueError(f"{forward.decoder.ops.name} kernels have no fixed plans")
+        if device.captures and not forward.decoder.ops.captures:
+            raise ValueError(f"{forward.decoder.ops.name} kernels cannot be captured")
         self._forward = forward
         self._tables = tables
         self._geometry = geometry
@@ -202,7 +220,7 @@ class StepGraphs:
         most_tokens = max([limits.max_num_seqs, *self._mixed])
         self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs + NUMBERS)
         self._gates = step_gates(forward.decoder.ops, words, device)
-        self._attention: dict[tuple[int, int], FixedAttention] = {}
+        self._attention: dict[tuple[int, int], AttentionPlan] = {}
         self._captured: dict[Bucket, Captured] = {}
         self.is_full = False
         """Nothing more is captured."""
@@ -403,20 +421,19 @@ class StepGraphs:
         tokens, rows = bucket.num_tokens, bucket.num_rows
         attention = self._attention.get((tokens, rows))
         if attention is None:
-            longest = self._limits.max_model_len
-            attention = fixed_attention(ops, tokens, rows, longest, geometry.page, device)
+            attention_room = AttentionRoom(tokens, rows, self._limits.max_model_len)
+            attention = ops.attention_plan(geometry.page, device, attention_room)
             self._attention[tokens, rows] = attention
         cells = self._tables.cells
         lora = None
         if bucket.max_rank:
-            lora = fixed_lora(ops, tokens, rows, bucket.max_rank, geometry, cells, device)
+            lora = ops.lora_plan(geometry, device, LoraRoom(tokens, rows, bucket.max_rank, cells))
         numbers, wanted = self._numbers(bucket)
         gates = self._gates_of(bucket)
         before_layer = None if gates is None else gates.before_layer(wanted)
 
         def run() -> Tensors:
-            plan = None if lora is None else lora.plan
-            found = forward.compute(numbers, attention.plan, plan, before_layer=before_layer)
+            found = forward.compute(numbers, attention, lora, before_layer=before_layer)
             return found.logits, found.best.packed, found.last
 
         # Captured on nothing but padding: the capture runs too, and must leave no trace.
@@ -425,3 +442,110 @@ class StepGraphs:
             lora.fill(None, tokens)
         self._send(None, bucket)
         return Prepared(attention, lora, cells, numbers.pending_index, run)
+
+
+# ---------------------------------------------------------------- several ranks
+
+ELSEWHERE = "another rank could not capture more"
+
+
+class CapturingFailed(Exception):
+    """A rank has failed where the others wait for it."""
+
+
+class RankedGraphs(StepGraphs):
+    """StepGraphs of a rank. The table of cells must stay where it is (``AdapterTables.fix``)."""
+
+    def __init__(self, *args: Any, peers: Peers) -> None:
+        """As StepGraphs."""
+        super().__init__(*args)
+        self._peers = peers
+
+    def capture_all(self, progress: Progress | None = None) -> None:
+        """As StepGraphs; nothing is captured afterwards. Raises CapturingFailed."""
+        super().capture_all(progress)
+        self.is_full = True
+
+    def _capture(self, bucket: Bucket) -> Captured:
+        """As StepGraphs; RuntimeError on all ranks alike."""
+        prepared: Prepared | None = None
+        why = ELSEWHERE
+        try:
+            prepared = self._with_room(bucket)
+        except RuntimeError as error:
+            why = first_line(error)
+        if not self._all(prepared is not None) or prepared is None:
+            raise RuntimeError(why)
+
+        exchanges: list[Exchange] = []
+        num_runs = 0
+
+        def run() -> Tensors:
+            nonlocal num_runs
+            with self._peers.listed(exchanges):
+                tensors = prepared.run()
+            num_runs += 1
+            return tensors
+
+        replay: Callable[[], Tensors] | None = None
+        try:
+            replay = self._device.capture(run)
+        except RuntimeError as error:
+            why = first_line(error)
+            if not num_runs:
+                raise CapturingFailed(
+                    f"a step could not be run to be captured, and --cuda-graphs auto does without: {why}"
+                ) from error
+        if not self._all(replay is not None) or replay is None:
+            raise RuntimeError(why)
+        made = replay
+
+        def noted() -> Tensors:
+            try:
+                return made()
+            finally:
+                self._peers.note_all(exchanges)
+
+        return self._replaying(prepared, noted)
+
+    def _all(self, can: bool) -> bool:
+        """Whether this holds on every rank."""
+        found = self._peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
+        return all(bool(one.item()) for one in found)
+
+
+# ---------------------------------------------------------------- the making
+
+
+def steps_of_fixed_sizes(
+    forward: Forward,
+    tables: AdapterTables,
+    limits: GraphLimits,
+    scratch_page: int,
+    words: LandedWords | None,
+    *,
+    progress: Progress | None = None,
+    rehearse: Rehearse | None = None,
+    peers: Peers | None = None,
+) -> StepGraphs | None:
+    """See ``Worker.use_graphs``. None, with a warning, where the operations offer none. Raises CapturingFailed."""
+    arena, geometry, device = forward.arena, forward.geometry, forward.device
+    kind = StepGraphs if peers is None else functools.partial(RankedGraphs, peers=peers)
+    try:
+        graphs = kind(forward, tables, geometry, device, limits, scratch_page, words)
+    except ValueError as error:
+        _log.warning("decoding steps run eagerly: %s", error)
+        return None
+    num_cells = arena.num_pages * geometry.cells_per_page
+    if peers is not None:
+        tables.fix(num_cells)
+    elif device.captures:
+        # A table that moves must be captured again: make room for all that the pool can hold, within reason.
+        tables.reserve(min(num_cells, _MOST_CELLS))
+    else:
+        return graphs
+    if rehearse is not None:
+        decoder = forward.decoder.rehearsal()
+        rehearse(*graphs.rehearsals(Forward(decoder, arena, geometry, device, forward.ranked)))
+    graphs.capture_all(progress)
+    return graphs

@@ -32,10 +32,8 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.cuts import RankPlace
-from manylora.kernels.ops import MergedLayer, MergePlan, of_adapters
-from manylora.kernels.shapes import AdapterGeometry, Projection
-from manylora.kernels.weight import Weight, WeightKind
+from manylora.kernels.ops import MergedLayer, MergePlan, Weight, WeightKind, of_adapters
+from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
 from manylora.memory.pool import Arena, shared_memory

@@ -27,9 +27,8 @@ from manylora.config import (
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.device import Device, open_device
 from manylora.executor.graphs import graph_bytes
-from manylora.kernels.cuts import RankPlace
 from manylora.kernels.flashinfer_attention import AttentionShape
-from manylora.kernels.shapes import AdapterGeometry, PageShape
+from manylora.kernels.shapes import AdapterGeometry, PageShape, RankPlace
 from manylora.memory.budget import host_pool_pages, in_mib, pool_bytes, pool_pages
 from manylora.models.config import read_model_config
 from manylora.models.load import resolve_dtype

@@ -27,9 +27,8 @@ from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable,
 from manylora.executor.cold_rows import ColdStep, DeviceHandover
 from manylora.executor.coming import Coming
 from manylora.executor.cpu_lora import CpuLora
-from manylora.executor.fixed_steps import steps_of_fixed_sizes
 from manylora.executor.forward import EagerSteps, Forward, Outputs
-from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs
+from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs, steps_of_fixed_sizes
 from manylora.executor.merging import MergedWeights, Pristine, RankedMerging
 from manylora.executor.reading import AdapterReader, Inspections
 from manylora.executor.sampling import RankedSampling, Results, ScoredTokens, draw, most_likely

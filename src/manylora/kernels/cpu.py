@@ -11,7 +11,6 @@ arithmetic, so no garbage, NaN or infinity can reach a result.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,9 @@ import torch.nn.functional as F
 from manylora.kernels import loops
 from manylora.kernels.ops import (
     ACTIVATIONS,
+    AttentionRoom,
     AttentionRows,
+    LoraRoom,
     LoraSegments,
     LoraSite,
     LoraStep,
@@ -31,10 +32,11 @@ from manylora.kernels.ops import (
     Ops,
     Shrunk,
     Summands,
+    Weight,
+    no_segments,
     of_adapters,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.weight import Weight
 
 SHORT_CONTEXT = 2**20
 """Elements of a row's keys up to which a loop on one thread attends to them; more are for torch's threads."""
@@ -51,17 +53,22 @@ _MERGED_ELEMENTS = 2**18
 """Elements of a weight that are merged at a time."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CpuAttentionPlan:
     """Rows for the loop: ``tokens``, ``lengths`` and ``page_table`` are their places in the batch, contexts and
     pages. ``others``: what is left of ``everything``, all rows that have queries."""
 
-    rows: AttentionRows
-    tokens: np.ndarray
-    lengths: np.ndarray
-    page_table: np.ndarray
-    others: list[int]
-    everything: list[int]
+    def __init__(self, page: PageShape) -> None:
+        self._short = SHORT_CONTEXT // (page.kv_heads * page.head_dim)
+
+    def fill(self, rows: AttentionRows) -> None:
+        counts, is_short = np.diff(rows.query_start), rows.kv_len <= self._short
+        singles = np.flatnonzero((counts == 1) & is_short)
+        self.rows = rows
+        self.tokens = rows.query_start[singles].astype(np.int64)
+        self.lengths = rows.kv_len[singles].astype(np.int64)
+        self.page_table = np.ascontiguousarray(rows.page_table[singles])
+        self.others: list[int] = np.flatnonzero((counts > 1) | (counts == 1) & ~is_short).tolist()
+        self.everything: list[int] = np.flatnonzero(counts).tolist()
 
 
 class _Items(NamedTuple):
@@ -84,18 +91,36 @@ class _Block(NamedTuple):
     outputs: list[tuple[slice, int, torch.Tensor]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CpuLoraPlan:
     """Segments for the loops: tokens ``[starts, stops)`` and each group's ``items``. ``others``: the segments that
     are left. A plan may be used as long as the cells that it names hold the same adapters."""
 
-    segments: LoraSegments
-    geometry: AdapterGeometry
-    starts: np.ndarray
-    stops: np.ndarray
-    items: dict[str, _Items]
-    others: list[int]
-    blocks: dict[str, list[_Block]] = dataclasses.field(default_factory=dict)
+    def __init__(self, geometry: AdapterGeometry) -> None:
+        self.geometry = geometry
+
+    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        geometry = self.geometry
+        if segments is None:
+            segments = no_segments(geometry, torch.empty(0, dtype=torch.int64))
+        widths = np.array([p.in_features + p.out_features for p in geometry.projections])
+        is_short = segments.length * (segments.records[:, :, 2] @ widths) <= SHORT_SEGMENT
+        starts, lengths = (n[is_short].astype(np.int64) for n in (segments.start, segments.length))
+        records, scales = segments.records[is_short], segments.scales[is_short]
+        self.segments = segments
+        self.starts, self.stops = starts, starts + lengths
+        self.items: dict[str, _Items] = {}
+        first = 0
+        for group in geometry.groups:
+            last = first + len(group.projections)
+            self.items[group.name] = _Items(
+                np.ascontiguousarray(records[:, first:last]),
+                np.ascontiguousarray(scales[:, first:last].transpose(2, 0, 1)),
+                np.array(group.offsets, np.int64),
+                int(lengths @ records[:, first:last, 2].sum(axis=1)),
+            )
+            first = last
+        self.others: list[int] = np.flatnonzero(~is_short).tolist()
+        self.blocks: dict[str, list[_Block]] = {}
 
     def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> list[_Block]:
         """What no loop takes of the group."""
@@ -138,18 +163,10 @@ class CpuOps(Ops):
 
     # ---- attention -------------------------------------------------------------------------------------
 
-    def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> CpuAttentionPlan:
-        counts = np.diff(rows.query_start)
-        is_short = rows.kv_len <= SHORT_CONTEXT // (page.kv_heads * page.head_dim)
-        singles = np.flatnonzero((counts == 1) & is_short)
-        return CpuAttentionPlan(
-            rows,
-            rows.query_start[singles].astype(np.int64),
-            rows.kv_len[singles].astype(np.int64),
-            np.ascontiguousarray(rows.page_table[singles]),
-            np.flatnonzero((counts > 1) | (counts == 1) & ~is_short).tolist(),
-            np.flatnonzero(counts).tolist(),
-        )
+    def attention_plan(
+        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+    ) -> CpuAttentionPlan:
+        return CpuAttentionPlan(page)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -229,27 +246,10 @@ class CpuOps(Ops):
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
-    def plan_lora(
-        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
-    ) -> CpuLoraPlan | None:
-        if len(segments.start) == 0:
-            return None
-        widths = np.array([p.in_features + p.out_features for p in geometry.projections])
-        is_short = segments.length * (segments.records[:, :, 2] @ widths) <= SHORT_SEGMENT
-        starts, lengths = (n[is_short].astype(np.int64) for n in (segments.start, segments.length))
-        records, scales = segments.records[is_short], segments.scales[is_short]
-        items, first = {}, 0
-        for group in geometry.groups:
-            last = first + len(group.projections)
-            items[group.name] = _Items(
-                np.ascontiguousarray(records[:, first:last]),
-                np.ascontiguousarray(scales[:, first:last].transpose(2, 0, 1)),
-                np.array(group.offsets, np.int64),
-                int(lengths @ records[:, first:last, 2].sum(axis=1)),
-            )
-            first = last
-        others = np.flatnonzero(~is_short).tolist()
-        return CpuLoraPlan(segments, geometry, starts, starts + lengths, items, others)
+    def lora_plan(
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+    ) -> CpuLoraPlan:
+        return CpuLoraPlan(geometry)
 
     def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
         (pool, plan), group, layer = step, site.group, site.layer

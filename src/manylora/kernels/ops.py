@@ -1,8 +1,8 @@
 """The operations that a decoder needs from a device, and the per-step inputs they share.
 
 One subclass of Ops a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
-are built once a step by the executor; ``plan_*`` turns them into whatever an implementation wants, once a step;
-every layer then reuses the plans.
+are built once a step by the executor; a plan is filled with them, whatever an implementation wants to hold, once
+a step; every layer then reuses the plans.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,6 @@ import torch
 from torch.nn import functional
 
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, Projection, ProjectionGroup
-from manylora.kernels.weight import Weight
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -28,6 +28,49 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+
+
+class WeightKind(enum.Enum):
+    """How ``Weight.data`` holds the matrix."""
+
+    PLAIN = "plain"
+    """The matrix itself, in the dtype of the activations."""
+
+
+@dataclasses.dataclass(eq=False)
+class Weight:
+    """``data`` ``[out, in]``, as ``kind`` says; ``version`` counts the rewrites.
+
+    The memory stays the same for the weight's whole life: captured graphs hold its address, and operations read it
+    anew at every call. An operation that keeps something derived from the numbers keeps the version beside it.
+    """
+
+    data: torch.Tensor
+    kind: WeightKind = WeightKind.PLAIN
+    version: int = 0
+
+    def rewrite(self, data: torch.Tensor) -> None:
+        """Copy these numbers over the weight's, ordered with the device's other work; for the weight's owner.
+
+        Raises ValueError where shape or dtype differ from the weight's, which then stays as it is.
+        """
+        mine = self.data
+        if data.shape != mine.shape or data.dtype != mine.dtype:
+            raise ValueError(
+                f"a weight of shape {list(mine.shape)} and {mine.dtype} cannot hold "
+                f"shape {list(data.shape)} and {data.dtype}"
+            )
+        with self.rewriting():
+            mine.copy_(data)
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Iterator[torch.Tensor]:
+        """The memory, for its owner to write to; ordered with the device's other work. A new version afterwards,
+        whether or not all went well."""
+        try:
+            yield self.data
+        finally:
+            self.version += 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +119,53 @@ class LoraSegments:
         kept, first, count = np.unique(segment[adapted], return_index=True, return_counts=True)
         start, length = adapted[first].astype(np.int32), count.astype(np.int32)
         return LoraSegments(start, length, self.records[kept], self.scales[kept], self.cells)
+
+
+def no_segments(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
+    """Of a batch in which no token has an adapter."""
+    projections, layers = len(geometry.projections), geometry.page.layers
+    empty = np.zeros(0, dtype=np.int32)
+    records = np.zeros((0, projections, 3), dtype=np.int64)
+    return LoraSegments(empty, empty, records, np.zeros((0, projections, layers), dtype=np.float32), cells)
+
+
+class AttentionRoom(NamedTuple):
+    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
+    tokens of a context."""
+
+    num_tokens: int
+    num_rows: int
+    max_context: int
+
+
+class LoraRoom(NamedTuple):
+    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
+    an adapter's rank. ``cells``: LoraSegments', which must stay where it is."""
+
+    num_tokens: int
+    num_rows: int
+    max_rank: int
+    cells: torch.Tensor
+
+
+class AttentionPlan(Protocol):
+    """What ``Ops.attention`` reads of a step's rows."""
+
+    def fill(self, rows: AttentionRows) -> None:
+        """Point the plan at a step's rows. Does not wait for the device; steps in flight are not disturbed.
+
+        Tokens past the rows' get zeros. Raises ValueError where the plan has no room for the rows.
+        """
+
+
+class LoraPlan(Protocol):
+    """What the LoRA operations read of a step's segments."""
+
+    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        """Point the plan at the segments of a batch of so many tokens; None: no token has an adapter.
+
+        Otherwise as ``AttentionPlan.fill``.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -303,6 +393,9 @@ class Ops(abc.ABC):
 
     name: str
 
+    captures = False
+    """Whether launches with plans that have a room depend on that room alone, so that a graph may hold them."""
+
     waits = False
     """Whether kernels wait on the device: ``pass_gate``, ``await_words``."""
 
@@ -320,8 +413,16 @@ class Ops(abc.ABC):
     # ---- attention -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def attention_plan(
+        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+    ) -> AttentionPlan:
+        """A plan to be filled for each step, of all layers. ``room``: as it is captured; None: for any step."""
+
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
-        """Prepare attention for all layers of a step. Valid for this step only."""
+        """A plan of this step alone."""
+        plan = self.attention_plan(page, device)
+        plan.fill(rows)
+        return plan
 
     @abc.abstractmethod
     def write_kv(
@@ -347,10 +448,20 @@ class Ops(abc.ABC):
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def lora_plan(
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+    ) -> LoraPlan:
+        """A plan to be filled, as ``attention_plan``."""
+
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
     ) -> Any | None:
-        """Prepare LoRA for all layers of a step; None when there is no segment."""
+        """A plan of these segments alone; None where there are none."""
+        if len(segments.start) == 0:
+            return None
+        plan = self.lora_plan(geometry, device)
+        plan.fill(segments, int(segments.start[-1] + segments.length[-1]))
+        return plan
 
     @abc.abstractmethod
     def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:

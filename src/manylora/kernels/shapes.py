@@ -1,7 +1,9 @@
 """The shapes that kernels, models, adapters and the pool agree on. No tensors here.
 
-Owns: what one page is, which projections a decoder layer has, how they group, and the cell: the unit in
-which adapter rows are laid into pages. Does not know which adapter lies where.
+Owns: what one page is, which projections a decoder layer has, how they group, the cell (the unit in which
+adapter rows are laid into pages), and the one rule by which N ranks cut a length. A rank (of an engine; an
+adapter's rank is another thing) is one of N equal processes, each with a part of every matrix. Does not know which
+adapter lies where.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
+
+MOST_RANKS = 16
+"""More processes of one host exchange more than they compute."""
 
 CELL_ALIGNMENT_BYTES = 16
 LARGEST_CELL_ELEMENTS = 1024
@@ -87,6 +92,41 @@ class AdapterCut:
     whole: Projection
     a_columns: range
     b_rows: range
+
+
+class RankPlace(NamedTuple):
+    """Which of how many ranks."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def cut(self, length: int, unit: int = 1) -> range:
+        """This rank's part of ``length`` elements: whole units, the first ranks having one more where they do not
+        come out even. Units are halved until every rank has one."""
+        while unit > 1 and length < unit * self.num_ranks:
+            unit //= 2
+        units = -(-length // unit)
+        size, over = divmod(units, self.num_ranks)
+        begin = self.rank * size + min(self.rank, over)
+        end = begin + size + (self.rank < over)
+        return range(min(begin * unit, length), min(end * unit, length))
+
+    def heads(self, heads: int) -> range:
+        """This rank's part of ``heads``; of fewer heads than ranks the one that it shares with its neighbours."""
+        if heads >= self.num_ranks:
+            return self.cut(heads)
+        first = self.rank * heads // self.num_ranks
+        return range(first, first + 1)
+
+
+def possible_counts(heads: int, kv_heads: int, most: int) -> list[int]:
+    """The numbers of ranks, up to ``most``, among which the heads can be shared out: equal parts of the query
+    heads, and equal parts of the KV heads or equal numbers of ranks to each."""
+    return [
+        count
+        for count in range(1, most + 1)
+        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    ]
 
 
 def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[ProjectionGroup, ...]:

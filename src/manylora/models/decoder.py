@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from manylora.devices.peers import Peers
-from manylora.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotary, StepBatch, Summands
+from manylora.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotary, StepBatch, Summands, Weight
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.weight import Weight
 from manylora.models.layers import (
     Attention,
     Embedding,

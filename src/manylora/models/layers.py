@@ -29,9 +29,9 @@ from manylora.kernels.ops import (
     Rotary,
     StepBatch,
     Summands,
+    Weight,
 )
 from manylora.kernels.shapes import Activation
-from manylora.kernels.weight import Weight
 from manylora.models.share import LinearShare
 
 

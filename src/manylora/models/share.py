@@ -20,15 +20,17 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
-from manylora.kernels.cuts import MOST_RANKS, RankPlace, possible_counts
 from manylora.kernels.shapes import (
+    MOST_RANKS,
     AdapterCut,
     AdapterGeometry,
     PageShape,
     Projection,
     ProjectionGroup,
+    RankPlace,
     adapter_geometry,
     distinct_groups,
+    possible_counts,
 )
 from manylora.models.spec import Cut, Heads, LinearSpec, ModelConfig, ModelError
 

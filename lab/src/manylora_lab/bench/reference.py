@@ -6,7 +6,6 @@ float32 (float64 for float64 inputs) and rounded once, so it is at least as exac
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,9 @@ from torch.nn import functional
 
 from manylora.kernels.ops import (
     ACTIVATIONS,
+    AttentionRoom,
     AttentionRows,
+    LoraRoom,
     LoraSegments,
     LoraSite,
     LoraStep,
@@ -24,22 +25,30 @@ from manylora.kernels.ops import (
     Ops,
     Shrunk,
     Summands,
+    Weight,
+    no_segments,
     of_adapters,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.weight import Weight
 
 
-@dataclasses.dataclass(frozen=True)
 class ReferenceAttentionPlan:
     rows: AttentionRows
-    page: PageShape
+
+    def fill(self, rows: AttentionRows) -> None:
+        self.rows = rows
 
 
-@dataclasses.dataclass(frozen=True)
 class ReferenceLoraPlan:
     segments: LoraSegments
-    geometry: AdapterGeometry
+
+    def __init__(self, geometry: AdapterGeometry) -> None:
+        self.geometry = geometry
+
+    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        if segments is None:
+            segments = no_segments(self.geometry, torch.empty(0, dtype=torch.int64))
+        self.segments = segments
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -78,15 +87,15 @@ class ReferenceOps(Ops):
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return functional.linear(wide(x), wide(weight.data), None if bias is None else wide(bias)).to(x.dtype)
 
-    def plan_attention(
-        self, rows: AttentionRows, page: PageShape, device: torch.device
+    def attention_plan(
+        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
     ) -> ReferenceAttentionPlan:
-        return ReferenceAttentionPlan(rows, page)
+        return ReferenceAttentionPlan()
 
-    def plan_lora(
-        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
-    ) -> ReferenceLoraPlan | None:
-        return ReferenceLoraPlan(segments, geometry) if len(segments.start) else None
+    def lora_plan(
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+    ) -> ReferenceLoraPlan:
+        return ReferenceLoraPlan(geometry)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor

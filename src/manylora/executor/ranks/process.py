@@ -46,7 +46,7 @@ from manylora.executor.ranks.wire import (
     StepAnswer,
 )
 from manylora.executor.worker import Worker
-from manylora.kernels.cuts import RankPlace
+from manylora.kernels.shapes import RankPlace
 from manylora.models.spec import ModelError
 from manylora.protocol import DeviceEvent, RunStep, StepResult
 from manylora.types import RankTraffic

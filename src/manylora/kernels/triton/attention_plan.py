@@ -18,11 +18,11 @@ import torch
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.flashinfer_attention import ComingPrompts, PlannedPrompts, PromptAttention
 from manylora.kernels.loops import loop
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRoom, AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
-from manylora.kernels.triton.launch import LaunchCounters, Table, power_of_two, upload
+from manylora.kernels.triton.launch import LaunchCounters, Table, power_of_two, precision, upload
 
 RECORD = 8
 BLOCK_TOKENS = 64
@@ -33,13 +33,14 @@ LEAST_TILE_BLOCKS = 12
 """The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
 
 
-@dataclasses.dataclass(frozen=True)
 class TritonAttentionPlan:
     """``page_table`` int32: the rows' pages, one row after the other. ``records`` int32 [pieces, RECORD], of which
     the first ``of_prompts`` belong to rows with several queries. ``num_tokens``: all that the records are of.
 
     ``tile``: the most queries of a record; ``places``, ``counters``: what partial results take, 0: there are none.
     ``prompts``: serves rows with several queries too, in some layers.
+
+    With a ``room`` memory and launch sizes never change. Without, each ``fill`` takes memory of its own.
     """
 
     page_table: torch.Tensor
@@ -50,104 +51,94 @@ class TritonAttentionPlan:
     counters: int
     config: DecodeConfig
     num_tokens: int
-    prompts: PlannedPrompts | None = None
-
-
-def attention_plan(
-    rows: AttentionRows, page: PageShape, device: torch.device, programs: int, decoding: DecodeTable
-) -> TritonAttentionPlan:
-    length = np.diff(rows.query_start)
-    config = decoding.choice(int((length == 1).sum()))
-    tile = decoding.tile if (length > 1).any() else 1
-    found = _counted(rows, page, tile, _Wanted.of(page.kv_heads, config, programs))
-    pieces = np.empty((found.records, RECORD), dtype=np.int32)
-    pages = np.empty(found.pages, dtype=np.int32)
-    _write(rows, page, tile, found, pieces, pages)
-    page_table, records = upload([pages, pieces], device)
-    return TritonAttentionPlan(
-        page_table,
-        records.view(-1, RECORD),
-        found.of_prompts,
-        tile,
-        found.places,
-        found.counters,
-        config,
-        int(rows.query_start[-1]),
-    )
-
-
-class TritonFixedAttention:
-    """A plan whose memory and launch sizes never change, for steps of at most so many rows and tokens.
-
-    ``plan`` is what attention is given under capture; it stays valid with the object. ``fill`` it before each
-    replay. Tokens of no row get zeros. ``num_tokens``: None where every row has one token.
-    """
+    prompts: PlannedPrompts | None
 
     def __init__(
         self,
-        num_rows: int,
-        max_context: int,
         page: PageShape,
         device: torch.device,
         programs: int,
         decoding: DecodeTable,
-        num_tokens: int | None = None,
+        prompts: ComingPrompts | PromptAttention | None = None,
+        room: AttentionRoom | None = None,
     ) -> None:
-        config = decoding.choice(num_rows)
+        """``prompts``: for steps without a room."""
         self._page = page
-        self._wanted = wanted = _Wanted.of(page.kv_heads, config, programs)
-        self._num_rows = num_rows
-        self._max_context = max_context
-        self._num_tokens = num_rows if num_tokens is None else num_tokens
-        self._tile = 1 if num_tokens is None else decoding.tile
+        self._device = device
+        self._programs = programs
+        self._decoding = decoding
+        self._prompts = prompts
+        self._room = room
+        self.prompts = None
+        if room is not None:
+            self._reserve(room)
+            self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))
+
+    def fill(self, rows: AttentionRows) -> None:
+        """As ``AttentionPlan.fill``; what is sent is ordered after earlier work."""
+        if self._room is None:
+            self._make(rows)
+        else:
+            self._refill(rows, self._room)
+
+    def _make(self, rows: AttentionRows) -> None:
+        length = np.diff(rows.query_start)
+        self.config = self._decoding.choice(int((length == 1).sum()))
+        self.tile = self._decoding.tile if (length > 1).any() else 1
+        wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
+        found = _counted(rows, self._page, self.tile, wanted)
+        pieces = np.empty((found.records, RECORD), dtype=np.int32)
+        pages = np.empty(found.pages, dtype=np.int32)
+        _write(rows, self._page, self.tile, found, pieces, pages)
+        self.page_table, records = upload([pages, pieces], self._device)
+        self.records = records.view(-1, RECORD)
+        self.of_prompts, self.places, self.counters = found.of_prompts, found.places, found.counters
+        self.num_tokens = int(rows.query_start[-1])
+        if self._prompts is not None:
+            self.prompts = self._prompts.plan(rows, self._page)
+
+    def _reserve(self, room: AttentionRoom) -> None:
+        num_tokens, num_rows, max_context = room
+        is_decoding = num_tokens == num_rows
+        self.config = self._decoding.choice(num_rows)
+        self._wanted = wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
+        self.tile = 1 if is_decoding else self._decoding.tile
         # Each row's last tile, and the padding's, may be any part of one.
-        whole = 0 if num_tokens is None else self._num_tokens // self._tile + 1
+        whole = 0 if is_decoding else num_tokens // self.tile + 1
         longest = -(-max_context // BLOCK_TOKENS)
         more = min(wanted.rows, num_rows * (-(-longest // LEAST_BLOCKS) - 1))
         more_tiles = (
             min(wanted.tiles, (whole + num_rows) * (-(-longest // LEAST_TILE_BLOCKS) - 1)) if whole else 0
         )
-        self._num_records = num_rows + whole + more + more_tiles
+        num_records = num_rows + whole + more + more_tiles
+        most_pages = num_rows * -(-max_context // self._page.page_tokens)
+        size = num_records * RECORD
+        self._memory = torch.zeros(size + most_pages, dtype=torch.int32, device=self._device)
+        self.page_table, self.records = self._memory[size:], self._memory[:size].view(-1, RECORD)
+        self.of_prompts, self.num_tokens = 0, num_tokens
         # A tile in pieces has at least one more than a whole one.
-        places = 2 * (more + more_tiles * min(self._num_tokens, self._tile))
-        most_pages = num_rows * -(-max_context // page.page_tokens)
-        size = self._num_records * RECORD
-        self._memory = torch.zeros(size + most_pages, dtype=torch.int32, device=device)
-        self.plan = TritonAttentionPlan(
-            self._memory[size:],
-            self._memory[:size].view(-1, RECORD),
-            0,
-            self._tile,
-            places,
-            more + more_tiles,
-            config,
-            self._num_tokens,
-        )
-        self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))
+        self.places = 2 * (more + more_tiles * min(num_tokens, self.tile))
+        self.counters = more + more_tiles
 
-    def fill(self, rows: AttentionRows) -> None:
-        """Send the rows of the next replay in one copy, ordered after earlier work.
-
-        Raises ValueError for more rows, tokens or context than there is room for.
-        """
-        found = _counted(rows, self._page, self._tile, self._wanted)
-        self._check(rows, found)
-        size = self._num_records * RECORD
+    def _refill(self, rows: AttentionRows, room: AttentionRoom) -> None:
+        found = _counted(rows, self._page, self.tile, self._wanted)
+        self._check(rows, found, room)
+        size = len(self.records) * RECORD
         stage = upload_buffers(self._memory.device).stage(size + found.pages)
         records, pages = stage.numbers[:size].reshape(-1, RECORD), stage.numbers[size:]
-        _write(rows, self._page, self._tile, found, records[: found.records], pages)
-        write_rest(records[found.records :], rows.query_start[-1], self._num_tokens, self._tile)
+        _write(rows, self._page, self.tile, found, records[: found.records], pages)
+        write_rest(records[found.records :], rows.query_start[-1], room.num_tokens, self.tile)
         stage.send(self._memory[: len(stage.numbers)])
 
-    def _check(self, rows: AttentionRows, found: Pieces) -> None:
+    def _check(self, rows: AttentionRows, found: Pieces, room: AttentionRoom) -> None:
         """Nothing is written where there is no room."""
-        padding = -(-(self._num_tokens - int(rows.query_start[-1])) // self._tile)
+        padding = -(-(room.num_tokens - int(rows.query_start[-1])) // self.tile)
         fits = (
-            len(rows.kv_len) <= self._num_rows
-            and found.records + padding <= self._num_records
-            and rows.query_start[-1] <= self._num_tokens
-            and found.longest <= self._max_context
-            and (self._tile > 1 or found.single == len(rows.kv_len))
+            len(rows.kv_len) <= room.num_rows
+            and found.records + padding <= len(self.records)
+            and rows.query_start[-1] <= room.num_tokens
+            and found.longest <= room.max_context
+            and (self.tile > 1 or found.single == len(rows.kv_len))
         )
         if not fits:
             raise ValueError("the step is larger than what was captured")
@@ -303,11 +294,6 @@ def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> N
         record[1], record[2], record[3], record[5] = first, min(num_tokens - first, tile), -tile, 1
 
 
-def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
 def flat_heads(x: torch.Tensor) -> torch.Tensor:
     """x ``[T, heads, D]`` with each token's heads side by side: itself, or a copy where it must be."""
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
@@ -338,23 +324,8 @@ class PagedAttention:
         if isinstance(self._prompts, ComingPrompts):
             self._prompts.close()
 
-    def plan(self, rows: AttentionRows, page: PageShape, device: torch.device) -> TritonAttentionPlan:
-        plan = attention_plan(rows, page, device, self._programs, self._decoding)
-        if self._prompts is None:
-            return plan
-        return dataclasses.replace(plan, prompts=self._prompts.plan(rows, page))
-
-    def fixed(
-        self,
-        num_rows: int,
-        max_context: int,
-        page: PageShape,
-        device: torch.device,
-        num_tokens: int | None = None,
-    ) -> TritonFixedAttention:
-        return TritonFixedAttention(
-            num_rows, max_context, page, device, self._programs, self._decoding, num_tokens
-        )
+    def plan(self, page: PageShape, device: torch.device, room: AttentionRoom | None) -> TritonAttentionPlan:
+        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, room)
 
     def __call__(
         self,

@@ -76,3 +76,12 @@ def report_compilation() -> None:
         return after(**what) if after else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begin, end
+
+
+def ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -15,30 +15,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
-from typing import Any
 
-import numpy as np
 import torch
 
-from manylora.kernels.ops import LoraSegments, LoraSite, LoraStep, of_adapters
-from manylora.kernels.shapes import Activation, AdapterGeometry, ProjectionGroup
-from manylora.kernels.triton.launch import power_of_two
+from manylora.kernels.ops import LoraSite, LoraStep, of_adapters
+from manylora.kernels.shapes import Activation, ProjectionGroup
+from manylora.kernels.triton.launch import ceil_div, power_of_two, precision
 from manylora.kernels.triton.lora_plan import (
     DEFAULT,
     ROWS,
-    BatchWork,
-    Ints,
     LoraConfig,
-    LoraPlan,
     LoraTileConfig,
     TilePlan,
-    WorkBuffer,
-    largest_sizes,
-    runs_of,
-    sizes_of,
+    TritonLoraPlan,
     stored_config,
-    work_of,
 )
 from manylora.kernels.triton.lora_rows import (
     expand_kernel,
@@ -69,9 +59,9 @@ def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return out
 
 
-def planned(step: LoraStep) -> LoraPlan:
+def planned(step: LoraStep) -> TritonLoraPlan:
     """The plan of a step in which some token has an adapter."""
-    assert isinstance(step.plan, LoraPlan)
+    assert isinstance(step.plan, TritonLoraPlan)
     return step.plan
 
 
@@ -81,84 +71,6 @@ class LoraKernels:
     def __init__(self, config: LoraConfig, multiprocessors: int) -> None:
         self.config = config
         self._sms = multiprocessors
-
-    # ---- plans -----------------------------------------------------------------------------------------
-
-    def plan(
-        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device, num_tokens: int
-    ) -> LoraPlan:
-        """The plan of one batch."""
-        config = self.config
-        has_long = int(segments.length.max()) > config.long_run
-        is_first = self._writes_first(num_tokens, has_long)
-        runs = runs_of(segments, num_tokens)
-        # Tokens in no segment get tiles too where results are not added.
-        wanted = (runs[2] >= 0) | is_first
-        chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
-        if has_long:
-            mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
-            chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
-            if mixed is not None:
-                chosen = [(mixed, wanted)]
-        parts = []
-        for sizes, members in chosen:
-            if not members.any():
-                continue
-            sizes = _for_dtype(sizes, geometry)
-            work = _work(segments, geometry, np.ascontiguousarray(runs[:, members]), sizes)
-            buffer = WorkBuffer(geometry, sizes_of(work, geometry), device)
-            buffer.fill(work)
-            parts.append(TilePlan(buffer, sizes))
-        plan = self._plan(segments.cells, geometry, tuple(parts))
-        return dataclasses.replace(plan, covered=num_tokens if is_first else 0, is_first=is_first)
-
-    def reserve(
-        self,
-        geometry: AdapterGeometry,
-        cells: torch.Tensor,
-        tokens: int,
-        max_rank: int,
-        rows: int | None = None,
-    ) -> LoraPlan:
-        """A plan for batches of up to so many tokens and segments (``rows``; None: one a token), to be captured
-        and then filled step by step. With fewer rows than tokens: for steps with prompts."""
-        config, has_long = self.config, rows is not None and rows < tokens
-        sizes = config.short
-        if has_long:
-            sizes = config.of_mixed(tokens) or (config.mixed[-1][1] if config.mixed else sizes)
-        is_first = self._writes_first(tokens, has_long)
-        beside = None if is_first else config.of_beside(tokens)
-        sizes = _for_dtype(sizes if beside is None else beside.sizes, geometry)
-        segments = tokens if rows is None else rows
-        room = largest_sizes(geometry, tokens, segments, max_rank, sizes.item_tokens, sizes.tile_tokens)
-        part = TilePlan(WorkBuffer(geometry, room, cells.device), sizes)
-        return dataclasses.replace(
-            self._plan(cells, geometry, (part,)),
-            is_fixed=True,
-            covered=tokens,
-            beside=beside,
-            is_first=is_first,
-            pdl=config.pdl and (beside is None or beside.pdl),
-        )
-
-    def refill(self, plan: LoraPlan, segments: LoraSegments | None, num_tokens: int) -> None:
-        """Point a reserved plan at a batch. None: no token has an adapter. ValueError where it has no room.
-
-        ``num_tokens``: of the results that are written and not added to.
-        """
-        (part,) = plan.parts
-        if segments is None:
-            segments = _none(plan.geometry, plan.cells)
-        part.buffer.fill(_work(segments, plan.geometry, runs_of(segments, num_tokens), part.config))
-
-    def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
-        return has_long and 0 < self.config.writes_from <= num_tokens
-
-    def _plan(self, cells: torch.Tensor, geometry: AdapterGeometry, parts: tuple[TilePlan, ...]) -> LoraPlan:
-        align = math.gcd(geometry.alignment, 16)
-        return LoraPlan(geometry, cells, geometry.page.layers, align, parts, pdl=self.config.pdl)
-
-    # ---- launches --------------------------------------------------------------------------------------
 
     def shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> list[torch.Tensor]:
         """x A of every token's adapter: what ``expand`` takes. x ``[T, in]``."""
@@ -190,7 +102,7 @@ class LoraKernels:
         return out
 
     def _shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, site: LoraSite, plan: LoraPlan, part: TilePlan
+        self, x: torch.Tensor, pool: torch.Tensor, site: LoraSite, plan: TritonLoraPlan, part: TilePlan
     ) -> torch.Tensor:
         group, layer = site.group, site.layer
         config, work = part.config, part.buffer.groups[group.name]
@@ -226,7 +138,7 @@ class LoraKernels:
             STAGES=config.stages,
             VECTOR=config.vector,
             PDL=plan.pdl,
-            PRECISION=_precision(x.dtype),
+            PRECISION=precision(x.dtype),
             num_warps=config.shrink_warps,
             **_launch_options(plan.pdl, config.shrink_registers),
         )
@@ -238,7 +150,7 @@ class LoraKernels:
         planes: torch.Tensor,
         pool: torch.Tensor,
         site: LoraSite,
-        plan: LoraPlan,
+        plan: TritonLoraPlan,
         part: TilePlan,
         add: bool,
     ) -> None:
@@ -270,7 +182,7 @@ class LoraKernels:
             VECTOR=config.vector,
             ADD=add,
             PDL=plan.pdl,
-            PRECISION=_precision(y.dtype),
+            PRECISION=precision(y.dtype),
             num_warps=config.expand_warps,
             **_launch_options(plan.pdl, config.expand_registers),
         )  # fmt: skip
@@ -286,7 +198,7 @@ class LoraKernels:
         return min(items, self._sms * programs) if programs else items
 
     @staticmethod
-    def _layer(plan: LoraPlan, layer: int) -> int:
+    def _layer(plan: TritonLoraPlan, layer: int) -> int:
         return layer * plan.geometry.slab_elements
 
 
@@ -295,41 +207,11 @@ def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
     return options | ({"maxnreg": registers} if registers else {})
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def _for_dtype(config: LoraTileConfig, geometry: AdapterGeometry) -> LoraTileConfig:
-    """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
-    return dataclasses.replace(config, tile_tokens=16) if geometry.itemsize > 2 else config
-
-
-def _work(segments: LoraSegments, geometry: AdapterGeometry, runs: Ints, sizes: LoraTileConfig) -> BatchWork:
-    return work_of(segments, geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
-
-
-def ceil_div(n: int, d: int) -> int:
-    return -(-n // d)
-
-
 def block_of(cell: int, most: int, elements: int) -> int:
     """Columns to load at once: within one cell where cells are long enough: then a row needs one pointer."""
     most = max(16, min(most, power_of_two(elements)))
     divisor = cell & -cell
     return min(most, divisor) if divisor >= 32 else min(64, most)
-
-
-def _none(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
-    projections, layers = len(geometry.projections), geometry.page.layers
-    empty = np.zeros(0, dtype=np.int32)
-    return LoraSegments(
-        empty,
-        empty,
-        np.zeros((0, projections, 3), dtype=np.int64),
-        np.zeros((0, projections, layers), dtype=np.float32),
-        cells,
-    )
 
 
 def can_depend(device: torch.device) -> bool:
@@ -355,38 +237,6 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
     else:
         _log.info("LoRA kernels of %s, %s dependent launch", found, "with" if config.pdl else "without")
     return LoraKernels(config, properties.multi_processor_count)
-
-
-class TritonFixedLora:
-    """A plan at fixed addresses for captured steps of at most so many tokens and ranks up to ``max_rank``.
-
-    ``num_rows``: of at most so many segments; None: one a token, as decoding steps have them.
-    """
-
-    def __init__(
-        self,
-        kernels: LoraKernels,
-        num_tokens: int,
-        max_rank: int,
-        geometry: AdapterGeometry,
-        cells: torch.Tensor,
-        num_rows: int | None = None,
-    ) -> None:
-        self.plan = kernels.reserve(geometry, cells, num_tokens, max_rank, num_rows)
-        self._kernels = kernels
-        self._filled: tuple[LoraSegments | None, int] | None = None
-
-    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
-        """Point the plan at a batch, as ``Ops.lora_summands`` wants it; None: no token has an adapter.
-
-        Raises ValueError where it does not fit. Does not wait for the device.
-        """
-        if self._filled is not None and self._filled[0] is segments and self._filled[1] == num_tokens:
-            return  # the tables say so already: batches seldom change between decoding steps
-        self._filled = None
-        # Padding too is given tiles: what is written for it must not be left to chance.
-        self._kernels.refill(self.plan, segments, max(num_tokens, self.plan.covered))
-        self._filled = segments, num_tokens
 
 
 class SideStream:

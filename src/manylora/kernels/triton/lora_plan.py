@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ import torch
 
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.loops import loop
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraRoom, LoraSegments, no_segments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 
 WORDS = 16
@@ -372,25 +373,110 @@ class TilePlan:
     config: LoraTileConfig
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoraPlan:
-    """``cells`` must stay where it is while a graph that was captured with the plan is replayed.
+class TritonLoraPlan:
+    """Tables of a step's ``parts``. ``covered``: so many of the batch's first tokens have tiles, with an adapter
+    or without; 0: only those with an adapter are known to. ``beside``, ``is_first``: what ``LoraConfig`` says of
+    it. ``pdl``: dependent launch.
 
-    ``is_fixed``: it is filled anew for every step. ``covered``: so many of the batch's first tokens have tiles,
-    with an adapter or without; 0: only those with an adapter are known to. ``beside``, ``is_first``: what
-    ``LoraConfig`` says of it. ``pdl``: dependent launch.
+    With a ``room`` memory and launch sizes never change. Without, each ``fill`` takes memory of its own.
     """
 
-    geometry: AdapterGeometry
     cells: torch.Tensor
-    num_layers: int
-    align: int
-    parts: tuple[TilePlan, ...]
-    covered: int = 0
-    is_fixed: bool = False
-    beside: Beside | None = None
-    is_first: bool = False
-    pdl: bool = False
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        geometry: AdapterGeometry,
+        device: torch.device,
+        room: LoraRoom | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.num_layers = geometry.page.layers
+        self.align = math.gcd(geometry.alignment, 16)
+        self.parts: tuple[TilePlan, ...] = ()
+        self.covered = 0
+        self.beside: Beside | None = None
+        self.is_first = False
+        self.pdl = config.pdl
+        self._config = config
+        self._device = device
+        self._is_fixed = room is not None
+        self._filled: tuple[LoraSegments | None, int] | None = None
+        if room is not None:
+            self._reserve(room)
+
+    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        """As ``LoraPlan.fill``. ``num_tokens``: of results that are written and not added to."""
+        if self._is_fixed:
+            self._refill(segments, num_tokens)
+        else:
+            self._make(segments, num_tokens)
+
+    def _make(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        self.parts, self.covered, self.is_first = (), 0, False
+        if segments is None:
+            return
+        config = self._config
+        has_long = int(segments.length.max()) > config.long_run
+        self.is_first = self._writes_first(num_tokens, has_long)
+        runs = runs_of(segments, num_tokens)
+        # Tokens in no segment get tiles too where results are not added.
+        wanted = (runs[2] >= 0) | self.is_first
+        chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
+        if has_long:
+            mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
+            chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
+            if mixed is not None:
+                chosen = [(mixed, wanted)]
+        parts = []
+        for sizes, members in chosen:
+            if not members.any():
+                continue
+            sizes = self._for_dtype(sizes)
+            work = self._work(segments, np.ascontiguousarray(runs[:, members]), sizes)
+            buffer = WorkBuffer(self.geometry, sizes_of(work, self.geometry), self._device)
+            buffer.fill(work)
+            parts.append(TilePlan(buffer, sizes))
+        self.cells, self.parts = segments.cells, tuple(parts)
+        self.covered = num_tokens if self.is_first else 0
+
+    def _reserve(self, room: LoraRoom) -> None:
+        """With fewer rows than tokens: for steps with prompts."""
+        config, tokens, has_long = self._config, room.num_tokens, room.num_rows < room.num_tokens
+        sizes = config.short
+        if has_long:
+            sizes = config.of_mixed(tokens) or (config.mixed[-1][1] if config.mixed else sizes)
+        self.is_first = self._writes_first(tokens, has_long)
+        self.beside = None if self.is_first else config.of_beside(tokens)
+        sizes = self._for_dtype(sizes if self.beside is None else self.beside.sizes)
+        largest = largest_sizes(
+            self.geometry, tokens, room.num_rows, room.max_rank, sizes.item_tokens, sizes.tile_tokens
+        )
+        self.cells = room.cells
+        self.parts = (TilePlan(WorkBuffer(self.geometry, largest, self._device), sizes),)
+        self.covered = tokens
+        self.pdl = config.pdl and (self.beside is None or self.beside.pdl)
+
+    def _refill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+        if self._filled is not None and self._filled[0] is segments and self._filled[1] == num_tokens:
+            return  # the tables say so already: batches seldom change between decoding steps
+        self._filled = None
+        given = no_segments(self.geometry, self.cells) if segments is None else segments
+        (part,) = self.parts
+        # Padding too is given tiles: what is written for it must not be left to chance.
+        runs = runs_of(given, max(num_tokens, self.covered))
+        part.buffer.fill(self._work(given, runs, part.config))
+        self._filled = segments, num_tokens
+
+    def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
+        return has_long and 0 < self._config.writes_from <= num_tokens
+
+    def _for_dtype(self, config: LoraTileConfig) -> LoraTileConfig:
+        """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
+        return dataclasses.replace(config, tile_tokens=16) if self.geometry.itemsize > 2 else config
+
+    def _work(self, segments: LoraSegments, runs: Ints, sizes: LoraTileConfig) -> BatchWork:
+        return work_of(segments, self.geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
 
 
 # ---------------------------------------------------------------- loops that write the tables

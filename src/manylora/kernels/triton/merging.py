@@ -20,8 +20,8 @@ import triton.language as tl
 
 from manylora.kernels.ops import MergedLayer, MergePart, MergePlan, of_adapters
 from manylora.kernels.shapes import Projection, ProjectionGroup
-from manylora.kernels.triton.launch import upload
-from manylora.kernels.triton.lora import block_of, ceil_div
+from manylora.kernels.triton.launch import ceil_div, precision, upload
+from manylora.kernels.triton.lora import block_of
 from manylora.kernels.triton.lora_plan import MOST_PROJECTIONS
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 
@@ -162,7 +162,7 @@ def merge_linears(
         WEIGHT_ALIGN=align,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        PRECISION="ieee" if merged.dtype == torch.float32 else "tf32",
+        PRECISION=precision(merged.dtype),
         num_warps=WARPS,
     )
 

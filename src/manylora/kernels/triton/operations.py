@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 
 from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
 from manylora.kernels.ops import (
     IN_LINE,
     AdaptedLinear,
-    AttentionRows,
+    AttentionRoom,
     HeadNorm,
-    LoraSegments,
+    LoraRoom,
     LoraSite,
     LoraStep,
     MergedLayer,
@@ -27,30 +26,28 @@ from manylora.kernels.ops import (
     Shrunk,
     Side,
     Summands,
+    Weight,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 from manylora.kernels.triton.attention_plan import (
     PagedAttention,
     TritonAttentionPlan,
-    TritonFixedAttention,
     flat_heads,
 )
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.launch import power_of_two, report_compilation
+from manylora.kernels.triton.launch import ceil_div, power_of_two, report_compilation
 from manylora.kernels.triton.lora import (
     LoraKernels,
     SideStream,
-    TritonFixedLora,
     gate_mul,
     lora_kernels_on,
     planned,
 )
-from manylora.kernels.triton.lora_plan import LoraPlan
+from manylora.kernels.triton.lora_plan import TritonLoraPlan
 from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.products import Products
 from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kernel, write_kv_kernel
-from manylora.kernels.weight import Weight
 
 # Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
@@ -60,7 +57,7 @@ class TritonOps(Ops):
     """The operations on CUDA (or, under TRITON_INTERPRET=1, on the CPU), in float32, bfloat16, float16."""
 
     name = "triton"
-    waits = brings = True
+    captures = waits = brings = True
 
     def __init__(
         self,
@@ -90,21 +87,10 @@ class TritonOps(Ops):
 
     # ---- attention -------------------------------------------------------------------------------------
 
-    def plan_attention(
-        self, rows: AttentionRows, page: PageShape, device: torch.device
+    def attention_plan(
+        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
     ) -> TritonAttentionPlan:
-        return self._attention.plan(rows, page, device)
-
-    def fixed_attention(
-        self,
-        num_rows: int,
-        max_context: int,
-        page: PageShape,
-        device: torch.device,
-        num_tokens: int | None = None,
-    ) -> TritonFixedAttention:
-        """A plan for captured steps of at most so many rows: of one token each, or of ``num_tokens`` in all."""
-        return self._attention.fixed(num_rows, max_context, page, device, num_tokens)
+        return self._attention.plan(page, device, room)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -150,28 +136,12 @@ class TritonOps(Ops):
             self._before, self._behind = SideStream(device, True), SideStream(device, False)
         return self._lora
 
-    def plan_lora(
-        self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
-    ) -> LoraPlan | None:
-        if len(segments.start) == 0:
-            return None
-        num_tokens = int(segments.start[-1] + segments.length[-1])
-        return self._kernels(device).plan(segments, geometry, device, num_tokens)
+    def lora_plan(
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+    ) -> TritonLoraPlan:
+        return TritonLoraPlan(self._kernels(device).config, geometry, device, room)
 
-    def fixed_lora(
-        self,
-        num_tokens: int,
-        max_rank: int,
-        geometry: AdapterGeometry,
-        cells: torch.Tensor,
-        device: torch.device,
-        num_rows: int | None = None,
-    ) -> TritonFixedLora:
-        """A plan for captured steps of at most so many tokens, in at most ``num_rows`` segments of any length
-        (None: decoding, one a token), and ranks up to ``max_rank``; ``cells`` must stay where it is."""
-        return TritonFixedLora(self._kernels(device), num_tokens, max_rank, geometry, cells, num_rows)
-
-    def lora_side(self, plan: LoraPlan) -> Side:
+    def lora_side(self, plan: TritonLoraPlan) -> Side:
         """The device prefers what ranks wait for to the product."""
         return IN_LINE if plan.beside is None else self._behind
 
@@ -309,7 +279,7 @@ class TritonOps(Ops):
         q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
         heads, kv_heads, half = q.shape[1], k.shape[1], q.shape[2] // 2
         block = min(8, power_of_two(heads))
-        blocks = triton.cdiv(heads, block) + 2 * triton.cdiv(kv_heads, block)
+        blocks = ceil_div(heads, block) + 2 * ceil_div(kv_heads, block)
         if len(positions):
             rotate_and_store_kernel[(len(positions), blocks)](
                 q,

@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from manylora.kernels.triton.launch import LaunchCounters, power_of_two
-from manylora.kernels.weight import Weight
+from manylora.kernels.ops import Weight
+from manylora.kernels.triton.launch import LaunchCounters, ceil_div, power_of_two, precision
 
 
 @triton.jit(do_not_specialize=["num_tokens", "share"])
@@ -264,10 +264,10 @@ class Products:
         matrix = weight.data
         (num_tokens, inputs), outputs = x.shape, matrix.shape[0]
         block_m = max(16, power_of_two(num_tokens))
-        tile_steps = triton.cdiv(inputs, config.block_k)
-        tiles = triton.cdiv(outputs, config.block_n)
-        share = triton.cdiv(tiles * tile_steps, config.programs * self._multiprocessors)
-        programs = triton.cdiv(tiles * tile_steps, share)
+        tile_steps = ceil_div(inputs, config.block_k)
+        tiles = ceil_div(outputs, config.block_n)
+        share = ceil_div(tiles * tile_steps, config.programs * self._multiprocessors)
+        programs = ceil_div(tiles * tile_steps, share)
         out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
         arrivals = self._counters.take(tiles, x.device)
         partial = arrivals.view(torch.float32)  # of the right type, where nothing is summed up
@@ -295,7 +295,7 @@ class Products:
             DESCRIBED=config.described,
             ROWS_DESCRIBED=config.rows_described,
             EVEN_K=inputs % config.block_k == 0,
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            PRECISION=precision(x.dtype),
             num_warps=config.warps,
             num_stages=config.stages,
         )

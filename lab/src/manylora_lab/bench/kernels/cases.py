@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from manylora.executor.fixed import FixedAttention, fixed_attention
-from manylora.kernels.ops import Ops, Rotary
+from manylora.kernels.ops import AttentionRoom, Ops, Rotary, Weight
 from manylora.kernels.shapes import PageShape
-from manylora.kernels.weight import Weight
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import PAGE_TOKENS, pages_of, random_pool
 from manylora_lab.bench.kernels.rig import COPIES, Errors, KernelCase, KernelRig, errors
@@ -137,7 +135,6 @@ class AttentionProblem:
         self.tokens = tokens or self._num_tokens
         # Large queries: with small ones every key weighs the same, and it would not show which was read.
         self._q = rig.normal(self.tokens, rig.decoder.heads, rig.decoder.head_dim) * 20
-        self._fixed: list[FixedAttention] = []
 
     @property
     def _scale(self) -> float:
@@ -153,10 +150,9 @@ class AttentionProblem:
     def fixed(self, ops: Ops, num_rows: int, max_context: int) -> Any:
         """The plan that a captured step for so many rows has, where the operations know such."""
         rig = self._rig
-        fixed = fixed_attention(ops, self.tokens, num_rows, max_context, rig.page, rig.device)
-        fixed.fill(self.rows)
-        self._fixed.append(fixed)  # it has the plan's memory
-        return fixed.plan
+        plan = ops.attention_plan(rig.page, rig.device, AttentionRoom(self.tokens, num_rows, max_context))
+        plan.fill(self.rows)
+        return plan
 
     def eager(self, ops: Ops) -> Any:
         return ops.plan_attention(self.rows, self._rig.page, self._rig.device)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from manylora.executor.fixed import FixedLora, fixed_lora
-from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, Summands
+from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import exact_lora, segments_for
@@ -106,16 +105,14 @@ class LoraProblem:
         self._segments = segments_for(
             rig.geometry, list(counts), [rank] * len(counts), len(rig.pool), rig.device
         )
-        self._fixed: list[FixedLora] = []
 
     def fixed(self, ops: Ops, num_rows: int, max_rank: int) -> Any:
         """The plan that captured steps have, where the operations know such. ``num_rows``: as many as the tokens
         where each has one."""
         rig, tokens, cells = self._layer.rig, self._layer.tokens, self._segments.cells
-        fixed = fixed_lora(ops, tokens, num_rows, max_rank, rig.geometry, cells, rig.device)
-        fixed.fill(self._segments, tokens)
-        self._fixed.append(fixed)  # it has the plan's memory
-        return fixed.plan
+        plan = ops.lora_plan(rig.geometry, rig.device, LoraRoom(tokens, num_rows, max_rank, cells))
+        plan.fill(self._segments, tokens)
+        return plan
 
     def eager(self, ops: Ops) -> Any:
         return ops.plan_lora(self._segments, self._layer.rig.geometry, self._layer.rig.device)

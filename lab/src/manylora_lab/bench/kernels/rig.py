@@ -19,10 +19,9 @@ import torch
 from manylora.config import ConfigError
 from manylora.devices.device import open_device
 from manylora.kernels.flashinfer_attention import AttentionShape
-from manylora.kernels.ops import AttentionRows, Ops
+from manylora.kernels.ops import AttentionRows, Ops, Weight
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import adapter_geometry
-from manylora.kernels.weight import Weight
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.kernels.pool import (
     cells_for,

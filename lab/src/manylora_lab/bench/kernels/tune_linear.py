@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from manylora.kernels.ops import Weight
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import (
     BUCKETS,
@@ -23,7 +24,6 @@ from manylora.kernels.triton.products import (
     Shape,
     other_library,
 )
-from manylora.kernels.weight import Weight
 from manylora_lab.bench.kernels.cases import EPS, ProductProblem, products
 from manylora_lab.bench.kernels.choosing import WholeLayers, fastest, text_of
 from manylora_lab.bench.kernels.measuring import Bench
