@@ -471,29 +471,32 @@ class _Sampled:
         self.tokens = self.tokens.index_copy(0, _to(draws, where), draws.view(-1)[_to(draws, source)])
 
     def packed(self, logits: torch.Tensor) -> Draws:
+        """All that the host is to know in one tensor: float64 holds token ids and float32 values exactly."""
         asked = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None and row.samples]
-        if not asked:
-            # Bits in int64, beside the tokens.
-            packed = torch.cat((self.tokens, self.values.double().view(torch.int64)))
-            return Draws(self._first(), packed, self._read_tokens)
-        width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
-        logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
-        top = logprobs.topk(width, dim=-1)
         draws = [(a, d) for a, i in enumerate(asked) for d in range(self.starts[i], self.starts[i + 1])]
-        own = logprobs[_to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]]
-        # One copy to the host for all: float64 holds token ids and float32 values exactly.
-        parts = (self.tokens, own, top.values.reshape(-1), top.indices.reshape(-1), self.values)
+        width, parts = 0, [self.tokens, self.values]
+        if asked:
+            width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
+            logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
+            top = logprobs.topk(width, dim=-1)
+            own = logprobs[
+                _to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]
+            ]
+            parts += [own, top.values.reshape(-1), top.indices.reshape(-1)]
         ends = np.cumsum([len(part) for part in parts])[:-1]
 
         def read(packed: np.ndarray) -> Results:
-            tokens, own, values, indices, largest = np.split(packed, ends)
+            tokens, largest, *others = np.split(packed, ends)
             ids = tokens.astype(int).tolist()
             found: list[TokenLogprobs | None] = [None] * len(ids)
-            for (a, d), logprob in zip(draws, own.tolist()):
+            for (a, d), logprob in zip(draws, others[0].tolist() if others else ()):
+                _, values, indices = others
                 wanted = slice(a * width, a * width + min(self.rows[asked[a]].params.logprobs or 0, width))
                 alternatives = zip(indices[wanted].astype(int).tolist(), values[wanted].tolist())
                 found[d] = TokenLogprobs(ids[d], logprob, tuple(alternatives))
-            return self._by_row(ids, largest, found)
+            ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
+            said = [found[part] for part in ranges] if asked else None
+            return Results([ids[part] for part in ranges], said, unsound_rows(largest))
 
         return Draws(self._first(), torch.cat([part.double() for part in parts]), read)
 
@@ -503,17 +506,6 @@ class _Sampled:
             return self.tokens if len(self.tokens) else self.best
         last = len(self.tokens) - 1
         return self.tokens[_to(self.tokens, [min(start, last) for start in self.starts[:-1]])]
-
-    def _read_tokens(self, packed: np.ndarray) -> Results:
-        count = self.starts[-1]
-        return self._by_row(packed[:count].tolist(), packed[count:].view(np.float64))
-
-    def _by_row(
-        self, tokens: list[int], values: np.ndarray, found: list[TokenLogprobs | None] | None = None
-    ) -> Results:
-        ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
-        said = None if found is None else [found[part] for part in ranges]
-        return Results([tokens[part] for part in ranges], said, unsound_rows(values))
 
 
 LOGITS_AT_A_TIME = 2**23

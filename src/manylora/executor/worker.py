@@ -387,10 +387,11 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            spec = self.inspections.find(command.adapter)
             self._coming.claim(command)
-            self._reader.start(spec, command, self._tell)
-        except (AdapterError, RuntimeError, ValueError) as error:
+            self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
+        except AdapterError as error:
+            self._tell(AdapterRead(command.adapter, False, str(error)))
+        except (RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
 
