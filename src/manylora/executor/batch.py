@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from manylora.config import MOST_SEQS
-from manylora.executor.sampling import Bias, SampledRow, ScoredTokens, is_greedy
+from manylora.executor.sampling import Bias, SampledRow, ScoredTokens, has_penalties, is_greedy
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
@@ -150,9 +150,7 @@ class SequenceTable:
             slot=slot,
             sample=start.sample,
             num_prompt_tokens=start.num_prompt_tokens,
-            has_penalties=bool(
-                params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-            ),
+            has_penalties=has_penalties(params),
             drawing=SampledRow(params, _NONE, _NONE, start.stop_ids, (), self._bias_of(params)),
         )
 

@@ -64,10 +64,6 @@ class Inspections:
         # By ranks and scales: most adapters share one.
         self._layouts: weakref.WeakValueDictionary[object, AdapterLayout] = weakref.WeakValueDictionary()
 
-    def find(self, adapter: AdapterId) -> AdapterSpec | None:
-        known = self._known.get(adapter)
-        return None if known is None else known[0]
-
     def spec(self, adapter: AdapterId) -> AdapterSpec:
         """Raises AdapterError where the adapter is not known."""
         return self._found_of(adapter)[0]
@@ -190,15 +186,12 @@ class AdapterReader:
 
     def start(
         self,
-        spec: AdapterSpec | None,
+        spec: AdapterSpec,
         command: ReadAdapter,
         done: Callable[[AdapterRead], None],
     ) -> None:
-        """Read into the command's pages; ``done`` is called once.
-
-        ``spec`` None stands for an unknown adapter. Raises RuntimeError after ``close``; then ``done`` is not
-        called.
-        """
+        """Read into the command's pages; ``done`` is called once. Raises RuntimeError after ``close``; then it is
+        not called."""
         writer = self._device.page_writer() if command.tier == "device" else None
         self._threads.submit(self._run, spec, command, writer, done)
 
@@ -211,7 +204,7 @@ class AdapterReader:
 
     def _run(
         self,
-        spec: AdapterSpec | None,
+        spec: AdapterSpec,
         command: ReadAdapter,
         writer: PageWriter | None,
         done: Callable[[AdapterRead], None],
@@ -219,14 +212,12 @@ class AdapterReader:
         began = time.perf_counter()
         error, is_at_fault = "", False
         try:
-            if spec is None:
-                raise AdapterError("the adapter is not known")
             self._read(spec, command, writer)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
             error = str(failure)
-            is_at_fault = spec is not None and not isinstance(failure, FilesChanged)
+            is_at_fault = not isinstance(failure, FilesChanged)
             _log.warning("adapter %d could not be read: %s", command.adapter, error)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"

@@ -174,12 +174,11 @@ def draw(
     or logit_bias, are ignored. Where every token is ruled out, token 0 is sampled.
     """
     best = greedy(logits) if best is None else best
-    if all(_is_plain(row) for row in rows):
-        counts = [len(row.samples) for row in rows]
-        return Draws(best.tokens, best.packed, lambda found: _repeated(found, counts))
+    if all(_is_plain(row.params) and not _is_edited(row) for row in rows):
+        return most_likely(best, [len(row.samples) for row in rows])
     edited = _edited(logits, rows, pending)
-    most_likely = best.tokens[: len(rows)] if edited is logits else greedy(edited).tokens
-    sampled = _Sampled(most_likely, best.values[: len(rows)], rows)
+    tokens = best.tokens[: len(rows)] if edited is logits else greedy(edited).tokens
+    sampled = _Sampled(tokens, best.values[: len(rows)], rows)
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0 and row.samples]
     if random:
         chosen = [rows[i] for i in random]
@@ -188,30 +187,24 @@ def draw(
     return sampled.packed(logits)
 
 
-def most_likely(best: Best, count: int) -> Draws:
-    """One draw for each of ``count`` rows that ``is_greedy`` holds for: the first of ``best``."""
+def most_likely(best: Best, counts: Sequence[int]) -> Draws:
+    """So many draws of each row, the first of ``best``, that are all its most likely token."""
 
     def read(found: np.ndarray) -> Results:
-        tokens, unsound = Best.unpack(found, count)
-        return Results(list(zip(tokens)), None, unsound)
+        tokens, unsound = Best.unpack(found, len(counts))
+        return Results([[token] * count for token, count in zip(tokens, counts)], None, unsound)
 
     return Draws(best.tokens, best.packed, read)
 
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether every draw is the most likely token of the logits as they are, and no more is asked."""
-    return (
-        params.temperature == 0
-        and params.logprobs is None
-        and params.repetition_penalty == 1
-        and not (params.presence_penalty or params.frequency_penalty)
-        and not (params.logit_bias or params.min_tokens)
-    )
+    return _is_plain(params) and not (has_penalties(params) or params.logit_bias or params.min_tokens)
 
 
-def _repeated(packed: np.ndarray, counts: list[int]) -> Results:
-    tokens, unsound = Best.unpack(packed, len(counts))
-    return Results([[token] * n for token, n in zip(tokens, counts)], None, unsound)
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the tokens so far change the logits."""
+    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
 
 
 def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -234,21 +227,14 @@ def draw_key(seed: int, sample_index: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
-def _is_plain(row: SampledRow) -> bool:
-    """Greedy, from the logits as they are, with no log-probabilities."""
-    params = row.params
-    return params.temperature == 0 and params.logprobs is None and not _is_edited(row)
+def _is_plain(params: SamplingParams) -> bool:
+    """Greedy, with no log-probabilities."""
+    return params.temperature == 0 and params.logprobs is None
 
 
 def _is_edited(row: SampledRow) -> bool:
-    params = row.params
-    return bool(
-        params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or (params.min_tokens and _holds_back(row))
-    )
+    """Whether the logits change before the draw."""
+    return has_penalties(row.params) or bool(row.params.logit_bias) or _holds_back(row)
 
 
 def _holds_back(row: SampledRow) -> bool:
@@ -485,29 +471,32 @@ class _Sampled:
         self.tokens = self.tokens.index_copy(0, _to(draws, where), draws.view(-1)[_to(draws, source)])
 
     def packed(self, logits: torch.Tensor) -> Draws:
+        """All that the host is to know in one tensor: float64 holds token ids and float32 values exactly."""
         asked = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None and row.samples]
-        if not asked:
-            # Bits in int64, beside the tokens.
-            packed = torch.cat((self.tokens, self.values.double().view(torch.int64)))
-            return Draws(self._first(), packed, self._read_tokens)
-        width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
-        logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
-        top = logprobs.topk(width, dim=-1)
         draws = [(a, d) for a, i in enumerate(asked) for d in range(self.starts[i], self.starts[i + 1])]
-        own = logprobs[_to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]]
-        # One copy to the host for all: float64 holds token ids and float32 values exactly.
-        parts = (self.tokens, own, top.values.reshape(-1), top.indices.reshape(-1), self.values)
+        width, parts = 0, [self.tokens, self.values]
+        if asked:
+            width = min(max(self.rows[i].params.logprobs or 0 for i in asked), logits.shape[1])
+            logprobs = logits[_to(logits, asked)].float().log_softmax(dim=-1)
+            top = logprobs.topk(width, dim=-1)
+            own = logprobs[
+                _to(logits, [a for a, _ in draws]), self.tokens[_to(logits, [d for _, d in draws])]
+            ]
+            parts += [own, top.values.reshape(-1), top.indices.reshape(-1)]
         ends = np.cumsum([len(part) for part in parts])[:-1]
 
         def read(packed: np.ndarray) -> Results:
-            tokens, own, values, indices, largest = np.split(packed, ends)
+            tokens, largest, *others = np.split(packed, ends)
             ids = tokens.astype(int).tolist()
             found: list[TokenLogprobs | None] = [None] * len(ids)
-            for (a, d), logprob in zip(draws, own.tolist()):
+            for (a, d), logprob in zip(draws, others[0].tolist() if others else ()):
+                _, values, indices = others
                 wanted = slice(a * width, a * width + min(self.rows[asked[a]].params.logprobs or 0, width))
                 alternatives = zip(indices[wanted].astype(int).tolist(), values[wanted].tolist())
                 found[d] = TokenLogprobs(ids[d], logprob, tuple(alternatives))
-            return self._by_row(ids, largest, found)
+            ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
+            said = [found[part] for part in ranges] if asked else None
+            return Results([ids[part] for part in ranges], said, unsound_rows(largest))
 
         return Draws(self._first(), torch.cat([part.double() for part in parts]), read)
 
@@ -517,17 +506,6 @@ class _Sampled:
             return self.tokens if len(self.tokens) else self.best
         last = len(self.tokens) - 1
         return self.tokens[_to(self.tokens, [min(start, last) for start in self.starts[:-1]])]
-
-    def _read_tokens(self, packed: np.ndarray) -> Results:
-        count = self.starts[-1]
-        return self._by_row(packed[:count].tolist(), packed[count:].view(np.float64))
-
-    def _by_row(
-        self, tokens: list[int], values: np.ndarray, found: list[TokenLogprobs | None] | None = None
-    ) -> Results:
-        ranges = [slice(begin, end) for begin, end in zip(self.starts, self.starts[1:])]
-        said = None if found is None else [found[part] for part in ranges]
-        return Results([tokens[part] for part in ranges], said, unsound_rows(values))
 
 
 LOGITS_AT_A_TIME = 2**23

@@ -13,7 +13,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ from manylora.protocol import (
     VerifyAdapter,
     handlers,
 )
-from manylora.types import BASE, AdapterId, CopyId, PromptLogprobs, SequenceId, TokenLogprobs
+from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class _Sampled:
     scored: ScoredTokens | None
     scores: Callable[[], np.ndarray] | None
 
-    def read(self, sequences: Sequence[SequenceId]) -> _Drawn:
+    def read(self, step: int, sequences: Sequence[SequenceId]) -> StepResult:
         """Wait for the device. ``sequences``: of the step's rows that drew."""
         results, order = self.results(), np.argsort(self.rows).tolist()
         tokens = tuple((name, tuple(results.tokens[row])) for name, row in zip(sequences, order))
@@ -88,16 +87,7 @@ class _Sampled:
         bad = set(results.unsound)
         unsound = tuple(name for name, row in zip(sequences, order) if row in bad) if bad else ()
         prompts = {} if self.scored is None or self.scores is None else self.scored.read(self.scores())
-        return _Drawn(tokens, logprobs, unsound, prompts)
-
-
-class _Drawn(NamedTuple):
-    """As StepDone and StepResult have it."""
-
-    tokens: tuple[tuple[SequenceId, tuple[int, ...]], ...]
-    logprobs: dict[tuple[SequenceId, int], TokenLogprobs]
-    unsound: tuple[SequenceId, ...]
-    prompt_logprobs: dict[SequenceId, PromptLogprobs]
+        return StepResult(StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
 
 
 class Worker:
@@ -139,7 +129,7 @@ class Worker:
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
         self._handlers = handlers(self, DEVICE_COMMANDS)
-        self._tell: Callable[[DeviceEvent], None] = _unheard
+        self._tell: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         # Where steps are run and not launched, they would hold up what is put off.
@@ -301,7 +291,7 @@ class Worker:
                 outputs = eager.run(inputs)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
-                draws = most_likely(outputs.best, count)
+                draws = most_likely(outputs.best, [1] * count)
             else:
                 outputs = outputs.first(count)
                 drawn = draw if forward.ranked is None else forward.ranked.draw
@@ -332,19 +322,19 @@ class Worker:
         try:
             if cold is not None:
                 cold.end()
-            drawn = sampled.read(sampled_sequences)
+            result = sampled.read(step.step, sampled_sequences)
         except Exception as error:
             self._sequences.forget(expected)
             return self._failed(step, error, began)
-        spoilt = () if awaited is None else awaited.spoilt()
-        self._sequences.settle(expected, [tokens[0] for _, tokens in drawn.tokens])
-        seconds = self._step_s(began)
-        done = StepDone(step.step, True, drawn.tokens, seconds, unsound=drawn.unsound, spoilt=spoilt)
+        done = result.done
         if awaited is not None:
+            done.spoilt = awaited.spoilt()
             done.stall_s = awaited.stall_s
+        self._sequences.settle(expected, [tokens[0] for _, tokens in done.tokens])
+        done.device_s = self._step_s(began)
         if cold is not None:
             cold.tell(done)
-        return StepResult(done, drawn.logprobs, drawn.prompt_logprobs)
+        return result
 
     def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
@@ -396,10 +386,11 @@ class Worker:
     def read_adapter(self, command: ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
-            spec = self.inspections.find(command.adapter)
             self._coming.claim(command)
-            self._reader.start(spec, command, self._tell)
-        except (AdapterError, RuntimeError, ValueError) as error:
+            self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
+        except AdapterError as error:
+            self._tell(AdapterRead(command.adapter, False, str(error)))
+        except (RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
             self._tell(AdapterRead(command.adapter, False, one_line(error)))
 
@@ -453,6 +444,6 @@ class Worker:
         self._device.release_memory()
 
 
-def _unheard(answer: DeviceEvent) -> None:
+def unheard(answer: DeviceEvent) -> None:
     """Where answers go before an executor is connected."""
     _log.warning("an answer has nowhere to go: %s", type(answer).__name__)

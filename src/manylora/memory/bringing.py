@@ -18,9 +18,6 @@ from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.pool import Arena, HostPool
 from manylora.types import PageId
 
-BY_KERNEL = True
-"""Whether copies are brought by a kernel where they can be. Off only to measure what that is worth."""
-
 MOST_BYTES = 384 * 2**20
 """A larger copy takes longer than its step, and a copy engine moves a few percent more a second."""
 
@@ -75,8 +72,7 @@ class Bringer:
     def can_bring(self, pairs: Sequence[tuple[PageId, PageId]]) -> bool:
         """Of pinned pages, not too many."""
         return (
-            BY_KERNEL
-            and table_words(len(self.words.groups), len(pairs)) <= MOST_WORDS
+            table_words(len(self.words.groups), len(pairs)) <= MOST_WORDS
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
             and max(pairs, default=(0, 0))[0] < self._host.pages_pinned
         )

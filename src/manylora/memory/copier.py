@@ -249,5 +249,4 @@ def _begin() -> None:
 
 def one_line(error: Exception) -> str:
     """The error's type and the first line of its text."""
-    text = first_line(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}"

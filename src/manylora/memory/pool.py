@@ -22,21 +22,44 @@ from manylora.memory.budget import in_mib
 from manylora.types import PageId, first_line
 
 
-class Arena:
+class Pages:
+    """The pages of one tier, whose bytes lie side by side. ``what``: for people."""
+
+    def __init__(self, what: str, num_pages: int, page: PageShape, dtype: torch.dtype) -> None:
+        if dtype.itemsize != page.itemsize:
+            raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
+        self._what = what
+        self.num_pages = num_pages
+        self.shape = page
+        self.dtype = dtype
+        self._bytes: torch.Tensor | None = None
+
+    def page(self, page: PageId) -> torch.Tensor:
+        """One page as ``[layers, slab_elements]``: a view, contiguous."""
+        return self.run(page, 1).view(self.dtype).view(self.shape.layers, self.shape.slab_elements)
+
+    def run(self, first: PageId, count: int) -> torch.Tensor:
+        """The bytes of ``count`` pages that lie side by side, uint8: a view. Raises RuntimeError after ``close``,
+        IndexError where there is no such page."""
+        if self._bytes is None:
+            raise RuntimeError(f"the {self._what} is closed")
+        if not 0 <= first <= first + count <= self.num_pages:
+            raise IndexError(f"page {first + count - 1} is not one of the {self._what}'s {self.num_pages}")
+        size = self.shape.page_bytes
+        return self._bytes[first * size : (first + count) * size]
+
+
+class Arena(Pages):
     """``pool`` ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``, zero at first.
 
     Zeros, because a kernel may multiply a stale value by zero: whatever lies in a page must be finite.
     """
 
     def __init__(self, num_pages: int, page: PageShape, dtype: torch.dtype, device: Device) -> None:
-        if dtype.itemsize != page.itemsize:
-            raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
-        self.num_pages = num_pages
-        self.shape = page
-        self.dtype = dtype
+        super().__init__("pool", num_pages, page, dtype)
         sizes = (num_pages, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
         self._pool: torch.Tensor | None = device.zeros(sizes, dtype)
-        self._bytes: torch.Tensor | None = self._pool.view(-1).view(torch.uint8)
+        self._bytes = self._pool.view(-1).view(torch.uint8)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -44,21 +67,6 @@ class Arena:
         if self._pool is None:
             raise RuntimeError("the pool is closed")
         return self._pool
-
-    def page(self, page: PageId) -> torch.Tensor:
-        """One page as ``[layers, slab_elements]``: a view, contiguous."""
-        if not 0 <= page < self.num_pages:
-            raise IndexError(f"page {page} is not one of the pool's {self.num_pages}")
-        return self.pool[page].view(self.shape.layers, self.shape.slab_elements)
-
-    def run(self, first: PageId, count: int) -> torch.Tensor:
-        """The bytes of ``count`` pages that lie side by side, uint8: a view."""
-        if self._bytes is None:
-            raise RuntimeError("the pool is closed")
-        if not 0 <= first <= first + count <= self.num_pages:
-            raise IndexError(f"page {first + count - 1} is not one of the pool's {self.num_pages}")
-        size = self.shape.page_bytes
-        return self._bytes[first * size : (first + count) * size]
 
     def copy_pages(self, pairs: Iterable[tuple[PageId, PageId]]) -> None:
         """Copy (source, destination) pages one after another, ordered with the device's other work."""
@@ -76,7 +84,7 @@ CHUNK_BYTES = 256 * 2**20
 _log = logging.getLogger(__name__)
 
 
-class HostPool:
+class HostPool(Pages):
     """``num_pages`` pages, zero at first.
 
     Memory is taken as pages are first written; where copies gain by it, a thread of its own takes and pins
@@ -92,22 +100,18 @@ class HostPool:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Raises ConfigError when the system does not give the memory."""
-        if dtype.itemsize != page.itemsize:
-            raise ValueError(f"pages of {page.itemsize}-byte elements cannot hold {dtype}")
-        self.num_pages = num_pages
-        self.shape = page
-        self.dtype = dtype
+        super().__init__("host pool", num_pages, page, dtype)
         # Chunks begin at the system's page boundaries too.
         step = mmap.PAGESIZE // math.gcd(page.page_bytes, mmap.PAGESIZE)
         self.chunk_pages = step * max(1, chunk_bytes // (step * page.page_bytes))
-        self._bytes: torch.Tensor | None = shared_memory(num_pages * page.page_bytes, "a host pool")
+        self._bytes = pages = shared_memory(num_pages * page.page_bytes, "a host pool")
         self._device = device
         self._pinned: list[torch.Tensor] = []
         self._closing = threading.Event()
         self._pinner: threading.Thread | None = None
         if num_pages and device.copies_from_pinned:
             size = self.chunk_pages * page.page_bytes
-            chunks = [self._bytes[at : at + size] for at in range(0, len(self._bytes), size)]
+            chunks = [pages[at : at + size] for at in range(0, len(pages), size)]
             self._pinner = threading.Thread(
                 target=self._pin, args=(chunks,), name="manylora-host-pin", daemon=True
             )
@@ -125,19 +129,6 @@ class HostPool:
             return self.num_pages
         # The last chunk ends where the memory does, perhaps behind the last page.
         return min(self.pinned_bytes // self.shape.page_bytes, self.num_pages)
-
-    def page(self, page: PageId) -> torch.Tensor:
-        """One page as ``[layers, slab_elements]``: a view, contiguous."""
-        return self.run(page, 1).view(self.dtype).view(self.shape.layers, self.shape.slab_elements)
-
-    def run(self, first: PageId, count: int) -> torch.Tensor:
-        """The bytes of ``count`` pages that lie side by side, uint8: a view."""
-        if self._bytes is None:
-            raise RuntimeError("the host pool is closed")
-        if not 0 <= first <= first + count <= self.num_pages:
-            raise IndexError(f"page {first + count - 1} is not one of the host pool's {self.num_pages}")
-        size = self.shape.page_bytes
-        return self._bytes[first * size : (first + count) * size]
 
     def close(self) -> None:
         """Free the memory. Idempotent; call it with no copy on its way. Views that others hold keep it."""

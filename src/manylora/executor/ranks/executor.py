@@ -32,6 +32,7 @@ from manylora.executor.ranks.wire import (
     framed,
 )
 from manylora.executor.reading import Inspections
+from manylora.executor.worker import unheard
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.processes import is_stopped
 from manylora.protocol import (
@@ -140,7 +141,7 @@ class RankedExecutor:
         self._registry = registry
         self._inspections = inspections
         self._step_timeout_s = step_timeout_s
-        self._tell: Callable[[DeviceEvent], None] = _unheard
+        self._tell: Callable[[DeviceEvent], None] = unheard
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
@@ -434,8 +435,3 @@ class RankedExecutor:
                 self._lose(f"step {step.step} has not ended within {self._step_timeout_s:g} s")
             elif step.failed_s is not None and now - step.failed_s > FAILED_STEP_S:
                 self._lose(f"step {step.step} failed on some ranks and has not ended on others")
-
-
-def _unheard(answer: DeviceEvent) -> None:
-    """Where answers go before an executor is connected."""
-    _log.warning("an answer has nowhere to go: %s", type(answer).__name__)
