@@ -29,7 +29,7 @@ class ClusterReport:
         self._held = held
         self._waiting = waiting
         self._seq = 0
-        self._told: dict[AdapterId, int] = {}  # but NOWHERE
+        self._reported: dict[AdapterId, int] = {}  # but NOWHERE
         self._num_preemptions = 0
 
     def read(self, is_full: bool) -> Status:
@@ -73,19 +73,19 @@ class ClusterReport:
 
     def _all(self) -> tuple[tuple[AdapterId, int], ...]:
         found = ((adapter, self._tier(adapter)) for adapter in self._tree.adapters())
-        self._told = {adapter: tier for adapter, tier in found if tier != NOWHERE}
-        return tuple(sorted(self._told.items()))
+        self._reported = {adapter: tier for adapter, tier in found if tier != NOWHERE}
+        return tuple(sorted(self._reported.items()))
 
     def _moved(self, adapters: set[AdapterId]) -> tuple[tuple[AdapterId, int], ...]:
         moved = []
         for adapter in sorted(adapters):
             tier = self._tier(adapter)
-            if tier != self._told.get(adapter, NOWHERE):
+            if tier != self._reported.get(adapter, NOWHERE):
                 moved.append((adapter, tier))
                 if tier == NOWHERE:
-                    del self._told[adapter]
+                    del self._reported[adapter]
                 else:
-                    self._told[adapter] = tier
+                    self._reported[adapter] = tier
         return tuple(moved)
 
     def _tier(self, adapter: AdapterId) -> int:
@@ -106,7 +106,7 @@ class Gauges:
         self._held = held
         self._waiting = waiting
         self._merging = merging
-        self._told_busy: frozenset[AdapterId] = frozenset()
+        self._busy_before: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
         """The gauges of this moment. O(requests + adapters told of)."""
@@ -149,10 +149,10 @@ class Gauges:
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:
         if which == "all":
             return [BASE, *self._tree.adapters()]
-        before, self._told_busy = self._told_busy, frozenset(busy)
+        before, self._busy_before = self._busy_before, frozenset(busy)
         # Requests of an adapter that is gone have gone before it.
         gone = {adapter for adapter in before if not self._tree.has(adapter)}
-        return {BASE} | self._tree.take_changed() | self._told_busy | (before - gone)
+        return {BASE} | self._tree.take_changed() | self._busy_before | (before - gone)
 
     def _use(
         self,

@@ -49,7 +49,7 @@ class RequestState:
     """
 
     __slots__ = (
-        "admitted", "arrived_s", "attempt", "fresh", "id", "is_admission_told", "is_leaving", "is_ready",
+        "admitted", "arrived_s", "attempt", "fresh", "id", "is_announced", "is_leaving", "is_ready",
         "is_resumed", "later", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
         "positions", "request", "sequences", "stop_ids",
     )  # fmt: skip
@@ -73,7 +73,7 @@ class RequestState:
         self.stop_ids = frozenset(request.stop_ids)
         self.attempt = attempt
         self.is_resumed = self.admitted = any(resume)
-        self.is_admission_told = False
+        self.is_announced = False
         self.is_ready = False
         self.is_leaving = False
         # Samples without a sequence yet are open too.
@@ -100,7 +100,7 @@ class RequestState:
 
     def note_admission(self) -> bool:
         """One of its sequences left the queue; whether that is the first time here."""
-        is_first, self.is_admission_told, self.admitted = not self.is_admission_told, True, True
+        is_first, self.is_announced, self.admitted = not self.is_announced, True, True
         return is_first
 
     def note_ready(self) -> bool:
@@ -290,7 +290,7 @@ class Sequence:
         self.num_failed_copies += 1
         return self.num_failed_copies
 
-    def foresee(self, shared_pages: SequenceOf[PageId]) -> None:
+    def plan_pages(self, shared_pages: SequenceOf[PageId]) -> None:
         """It has a row before all that it reuses is there: these pages are where that will be."""
         self.pages[: len(shared_pages)] = shared_pages
 
@@ -317,7 +317,7 @@ class Sequence:
         self.node = node
         self.num_shared += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The sequence holds nothing."""
         self.node = self.matched = None
         self.pages = []
