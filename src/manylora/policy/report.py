@@ -1,4 +1,4 @@
-"""What a replica says of itself: snapshots for metrics and figures, and reports for a cluster's router."""
+"""The reports of a replica: snapshots for metrics and figures, and reports for a cluster's router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manylora.types import BASE, AdapterId
 
 
 class ClusterReport:
-    """Reads reports of one replica's parts."""
+    """The reports of one replica for its router."""
 
     def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
         self._residency = residency
@@ -33,7 +33,7 @@ class ClusterReport:
         self._num_preemptions = 0
 
     def read(self, is_full: bool) -> Status:
-        """The state of this moment; the first report is a full one."""
+        """Return the present state; the first report is a full one."""
         residency, changes = self._residency, self._residency.changes
         is_full = is_full or not changes.is_on
         self._seq += 1
@@ -50,7 +50,7 @@ class ClusterReport:
         before, self._num_preemptions = self._num_preemptions, self._held.num_preemptions
         token_s, page_in_s, page_read_s = residency.rates.learnt()
         device = residency.device
-        # What left last was worth that much a second, for as long as such things keep their worth.
+        # The value a second of the node that left last, over the time in which KV keeps its value.
         value = residency.last_value
         page_price_s = 0.0 if value is None else REUSE_S * math.exp(min(value, 0.0))
         return Status(
@@ -96,7 +96,7 @@ class ClusterReport:
 
 
 class Gauges:
-    """Reads snapshots of one replica's parts."""
+    """The snapshots of one replica's gauges."""
 
     def __init__(
         self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: MergeState | None
@@ -109,7 +109,7 @@ class Gauges:
         self._busy_before: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
-        """The gauges of this moment. O(requests + adapters told of)."""
+        """Return the present gauges. O(requests + adapters reported)."""
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter(self._waiting.num_by_adapter)
         for sequence in self._held.admitted:
