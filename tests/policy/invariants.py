@@ -35,7 +35,7 @@ def check(replica: Replica) -> None:
     _check_turns(residency, nodes)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._kept._pinned])
+    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._pinned.pinned()])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, replica._requests.by_id)

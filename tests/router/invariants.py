@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from manylora.router.fleet import Fleet
-from manylora.router.queue import LoneRuns
+from manylora.router.queue import Quarantine
 from manylora.router.replicas import Learnt, ReplicaLoad, ReplicaState, kind_key, learnt_of
 from manylora.router.requests import LiveRequest
 from manylora.router.router import Router
@@ -28,13 +28,13 @@ def check(router: Router) -> None:
         check_homes(fleet, replica)
     check_indexes(fleet)
     check_kinds(fleet)
-    check_lone(router._lone, fleet)
+    check_quarantine(router._quarantine, fleet)
 
 
 def check_owner(router: Router, request: LiveRequest) -> None:
     """A live request is in exactly one place: a queue, aside, or on a replica that is up."""
     fleet = router._fleet
-    is_queued = (request in router._queue) + (request in router._lone)
+    is_queued = (request in router._queue) + (request in router._quarantine)
     is_aside = router._stranded.get(request.id) is request
     is_owned = request.replica is not None
     assert is_queued + is_aside + is_owned == 1, f"{request.id} has {is_queued + is_aside + is_owned} owners"
@@ -50,12 +50,12 @@ def check_owner(router: Router, request: LiveRequest) -> None:
     assert request.num_generated == sum(request.positions)
 
 
-def check_lone(lone: LoneRuns, fleet: Fleet) -> None:
+def check_quarantine(quarantine: Quarantine, fleet: Fleet) -> None:
     """A replica is reserved for at most one request, and gets no other."""
-    kept = set(lone._kept.values())
-    assert len(kept) == len(lone._kept), "one replica is kept for two requests"
+    reserved = set(quarantine._reserved.values())
+    assert len(reserved) == len(quarantine._reserved), "one replica is kept for two requests"
     for replica in fleet.up.values():
-        assert replica.is_reserved == (replica.id in kept)
+        assert replica.is_reserved == (replica.id in reserved)
         assert not (replica.is_reserved and replica.is_open)
 
 

@@ -217,7 +217,7 @@ def test_caraserve_s_cost_by_hand() -> None:
     added_s = 4e-6 * (3 * 16 - 2 * 8)
     assert policy.cost_s(fleet, replica, request) == pytest.approx(2 * (0.01 / 128 + added_s + 1000.0))
     fleet.lengths.saw(1, 50)
-    replica.hear(ReplicaReport(0, 1, 2, dataclasses.replace(replica.report, seq=1)), 0.0)
+    replica.receive(ReplicaReport(0, 1, 2, dataclasses.replace(replica.report, seq=1)), 0.0)
     # Nothing waits any more, so a prefill has its base, 0.01 s, too.
     assert policy.cost_s(fleet, replica, request) == pytest.approx(2 * (0.02 / 50 + added_s + 1000.0))
 

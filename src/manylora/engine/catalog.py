@@ -28,8 +28,8 @@ from manylora.types import BASE, AdapterCard, AdapterId
 class Catalog:
     """Thread-safe; loading an adapter's headers happens on the caller's thread.
 
-    ``tell`` puts what the policy must know into the loop's inbox. It is called under the catalog's lock, before a
-    name is published and as it is given up, so that a version's removal never overtakes its addition.
+    ``notify`` puts what the policy must know into the loop's inbox. It is called under the catalog's lock, before
+    a name is published and as it is given up, so that a version's removal never overtakes its addition.
     ``adapter_pages_limit``: how many of the device pool's ``num_pages`` one adapter may take.
 
     What the loop looks up at every request (``lookup``, ``card``, ``label``) takes no lock, so that it never waits
@@ -39,12 +39,12 @@ class Catalog:
     def __init__(
         self,
         executor: Executor,
-        tell: Callable[[AdapterAdded | AdapterRemoved], None],
+        notify: Callable[[AdapterAdded | AdapterRemoved], None],
         num_pages: int,
         adapter_pages_limit: int,
     ) -> None:
         self._executor = executor
-        self._tell = tell
+        self._notify = notify
         self._num_pages = num_pages
         self._adapter_pages_limit = adapter_pages_limit
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class Catalog:
             with self._lock:
                 self._labels[adapter] = f"{name if name.isprintable() else ascii(name)}@{adapter}"
                 self._served[adapter] = card  # before the loop may ask for it
-                self._tell(AdapterAdded(adapter, found.num_pages))
+                self._notify(AdapterAdded(adapter, found.num_pages))
                 self._cards[name] = card
             return card
         except Exception:
@@ -157,7 +157,7 @@ class Catalog:
             del self._served[card.id]
             future = self._leaving[card.id] = concurrent.futures.Future()
             future.set_running_or_notify_cancel()  # The removal happens, even if no caller waits for it.
-            self._tell(AdapterRemoved(card.id))
+            self._notify(AdapterRemoved(card.id))
             return future
 
     def freed(self, adapter: AdapterId) -> None:

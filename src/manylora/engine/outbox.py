@@ -31,7 +31,7 @@ class _Open:
     serial: int
     arrived_s: float
     timing: Timing | None = NO_TIMING  # until it is sent
-    told_prompt: bool = False
+    has_sent_prompt: bool = False
     attempt: int = 0
     ended: set[int] = dataclasses.field(default_factory=set)
     samples: dict[int, _Sample] = dataclasses.field(default_factory=dict)
@@ -43,10 +43,10 @@ class _Open:
 
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Once, when they are those of the whole prompt."""
-        is_asked = self.request.params.prompt_logprobs is not None and not self.told_prompt
+        is_asked = self.request.params.prompt_logprobs is not None and not self.has_sent_prompt
         if not is_asked or self.num_scored < len(self.request.prompt) - 1:
             return None
-        runs, self.scored, self.told_prompt = self.scored, [], True
+        runs, self.scored, self.has_sent_prompt = self.scored, [], True
         return PromptLogprobs(runs[0].num_top if runs else 0, b"".join(run.packed for run in runs))
 
 

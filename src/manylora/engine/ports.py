@@ -113,7 +113,7 @@ class EnginePorts:
         self._asked: set[StatsAsked] = set()  # and not answered
         self._status_asked: collections.deque[StatusAsked] = collections.deque()  # likewise, the oldest first
         self._reporting: list[StatsAsked] = []  # of these, the report's
-        executor.connect(self._hear)
+        executor.connect(self._receive)
 
     def deliver_to(self, deliver: Callable[[list[Delta]], None]) -> None:
         """Where the news of each round goes; before the loop runs."""
@@ -121,7 +121,7 @@ class EnginePorts:
 
     # ------------------------------------------------------------ what comes in
 
-    def _hear(self, answer: DeviceEvent) -> None:
+    def _receive(self, answer: DeviceEvent) -> None:
         """What the executor says, on any thread.
 
         What a loop that hangs may not hold up does not go through the inbox; nor do steps, whose end the loop

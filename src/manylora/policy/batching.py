@@ -1,9 +1,9 @@
-"""Which sequences run in the next step, and how many tokens of each: decodes and prompt chunks alike.
+"""The composition of a step: its sequences, and the tokens of each, decodes and prompt chunks alike.
 
-Every decoding sequence gets its token; what is left of the budget goes to prompt chunks, oldest first, then to
-admissions. A batching policy says which of those that hold pages may run, and which of those that wait is next.
-Does not know what a page is. Above stand the admission policies (S-LoRA §4.3, §7.5) and the limit of adapters that
-run at once (S-LoRA §4.2, appendix A).
+Every decoding sequence gets its token. The rest of the budget goes to prompt chunks, oldest first, then to
+admissions. A batching policy says which admitted sequences may run, and which waiting sequence is next.
+Admission policies (S-LoRA §4.3, §7.5) set the order of the queue; ``Clusters`` limits the adapters that run at
+once (S-LoRA §4.2, appendix A). Does not know what a page is.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from manylora.protocol import Command
 from manylora.types import BASE, AdapterId, RequestError
 
 KEPT = 0.7
-"""How much of a moving average survives one observation. The authors' abort_req_queue.py keeps 0.3 and
+"""The weight of a moving average against one new observation. The authors' abort_req_queue.py has 0.3 and
 truncates."""
 
 
 class Admission:
-    """``fcfs``: oldest first; ``lcfs``: newest first; ``early-abort``: what can still be served in time.
+    """The admission policies: ``fcfs``, oldest first; ``lcfs``, newest first; ``early-abort``.
 
-    A sequence that was admitted before comes first in all of them. Early abort is as in the authors' repository,
-    of which the paper gives the idea: a round drops requests that have waited so long that, with
-    ``FIRST_STEP_S`` for the step to come, their first token would miss the objective. Then it takes the newest
-    first where the queue grows by as many as are admitted, else the oldest. ``growth`` averages, over rounds,
-    how many more wait than after the last round that admitted any; ``admitted``, over those, how many it
-    admitted.
+    A sequence that was admitted before comes first in all of them. Early abort is as in the authors'
+    repository; the paper gives the idea. A round drops requests whose first token would miss the objective
+    after their wait and ``FIRST_STEP_S`` for the next step. Then it takes the newest first if the queue grows
+    by as many as are admitted, else the oldest. ``growth``: the mean, over rounds, of how many more wait than
+    after the last round that admitted any. ``admitted``: the mean number admitted, over rounds that admitted
+    any.
     """
 
     def __init__(self, config: PolicyConfig, waiting: WaitingQueue) -> None:
@@ -45,7 +45,7 @@ class Admission:
         waiting.is_newest_first = config.admission == "lcfs"
 
     def refusal(self) -> RequestError | None:
-        """Why a request that comes at this moment cannot join the queue, if so."""
+        """Return why a new request cannot join the queue now, if so."""
         if self._max_waiting is None or self._waiting.num_arrived < self._max_waiting:
             return None
         return RequestError(
@@ -53,7 +53,7 @@ class Admission:
         )
 
     def begin_round(self, now: float) -> list[Sequence]:
-        """There is room in the step; sets the queue's order and returns the sequences for which it is too late."""
+        """Set the queue's order for a step with room, and return the sequences that are too late."""
         self._waiting.age(now)
         if self._objective_s is None:
             return []
@@ -62,34 +62,35 @@ class Admission:
         return self._waiting.arrived_until(now + FIRST_STEP_S - self._objective_s)
 
     def end_round(self, num_admitted: int) -> None:
-        """Take note that so many were admitted."""
+        """Note how many sequences the round admitted."""
         if num_admitted and self._objective_s is not None:
             self.admitted = KEPT * self.admitted + (1 - KEPT) * num_admitted
             self._num_left = len(self._waiting)
 
 
 OVERTAKEN_S = 2.0
-"""How long the first in line may be overtaken."""
+"""The longest time in which the first in line may be overtaken."""
 
 
 class Clusters:
-    """While ``limit`` adapters have admitted sequences, those of one of them, or of the base, go first.
+    """A limit of adapters that run at once (S-LoRA's adapter clustering).
 
-    Where there are none of these, a soft limit takes the first in line all the same, so that the device never
-    idles for want of an adapter; a hard one lets it wait until fewer run. Under a soft limit only equals are
-    overtaken, those at one place (``queue.Place``). Under a hard one what is first cannot run, so the first
-    that can goes before it. What stands first in line and has been overtaken for ``OVERTAKEN_S`` is overtaken no
-    more.
+    While ``limit`` adapters have admitted sequences, waiting sequences of these adapters, or of the base, go
+    first. If none waits, a soft limit takes the first in line all the same, so that the device never idles for
+    want of an adapter; a hard limit lets it wait until fewer adapters run. Under a soft limit a sequence
+    overtakes only equals, at one ``queue.Place``. Under a hard limit the first in line cannot run, so the first
+    that can goes before it. The first in line is overtaken for ``OVERTAKEN_S`` at most.
     """
 
     def __init__(self, limit: int, is_hard: bool, waiting: WaitingQueue) -> None:
         self._limit = limit
         self._is_hard = is_hard
         self._waiting = waiting
-        self._first: Sequence | None = None  # in line, when it was asked last
+        self._first: Sequence | None = None  # in line, at the last call of ``candidates``
 
     def candidates(self, admitted: Iterable[Sequence], now: float) -> list[Sequence]:
-        """The sequence to be admitted next beside these, and the one to take instead where that finds no room."""
+        """Return the sequence to admit next beside ``admitted``, then the one to take if the first finds no
+        room."""
         self._first = first = self._waiting.first()
         if first is None:
             return []
@@ -103,7 +104,8 @@ class Clusters:
         return ([] if chosen is None else [chosen]) + ([] if self._is_hard else [first])
 
     def lets_in(self, adapter: AdapterId, admitted: Iterable[Sequence]) -> bool:
-        """Whether a sequence of the adapter may be admitted beside these, whatever its place in line."""
+        """Return whether a sequence of the adapter may be admitted beside ``admitted``, whatever its place in
+        line."""
         self._first = None  # none is overtaken for another's adapter
         if not self._is_hard or adapter == BASE:
             return True
@@ -111,7 +113,7 @@ class Clusters:
         return len(running) < self._limit or adapter in running
 
     def overtakes(self, admitted: Sequence, now: float) -> bool:
-        """Whether the candidate that was admitted has overtaken the first in line, which takes note of it."""
+        """Return whether the admitted candidate has overtaken the first in line; note it there."""
         if self._first is None or admitted is self._first:
             return False
         self._first.note_overtaken(now)
@@ -135,7 +137,7 @@ _ANY_NUMBER = 2**31
 
 @dataclasses.dataclass(slots=True)
 class AdmittedSequence:
-    """A sequence that left the queue, and what was decided for it, in order, until then."""
+    """A sequence that left the queue, with the commands decided until then, in order."""
 
     sequence: Sequence
     decided: list[Command]
@@ -143,8 +145,8 @@ class AdmittedSequence:
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """What runs in the next step. ``rows`` is empty when nothing can run. ``budget``: tokens that are left;
-    ``prefills``: how many more prompts may have a row."""
+    """The rows of the next step, none if nothing can run. ``budget``: tokens left; ``prefills``: prompts that
+    may still get a row."""
 
     rows: list[Scheduled]
     budget: int
@@ -153,7 +155,10 @@ class StepPlan:
 
 
 class FirstComeFirstServed:
-    """All that hold pages run; of those that wait the first in line is next, and stops those behind it."""
+    """The batching of all sequences alike: all admitted sequences run, and the first in line is admitted next.
+
+    If it finds no room, it stops the sequences behind it.
+    """
 
     def __init__(
         self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: WaitingQueue
@@ -170,28 +175,28 @@ class FirstComeFirstServed:
     # ------------------------------------------------------------ what another policy decides otherwise
 
     def runnable(self) -> list[Sequence]:
-        """The admitted sequences that may have a row, oldest first."""
+        """Return the admitted sequences that may have a row, oldest first."""
         return self._held.admitted
 
     def candidates(self, now: float) -> list[Sequence]:
-        """The sequence to be admitted next, then those to be tried where it finds no room."""
+        """Return the sequence to admit next, then the ones to try if it finds no room."""
         if self._clusters is not None:
             return self._clusters.candidates(self._held.admitted, now)
         first = self._waiting.first()
         return [] if first is None else [first]
 
     def may_run(self, sequence: Sequence) -> bool:
-        """Whether an admitted sequence may have a row at once."""
+        """Return whether an admitted sequence may have a row at once."""
         return True
 
     def let_in(self, sequence: Sequence, budget: int, now: float) -> bool:
-        """Admit a sequence that waits, if what it needs can be had."""
+        """Admit a waiting sequence if all that it needs can be reserved."""
         return self._held.admit(sequence, budget, now)
 
     # ------------------------------------------------------------ the plan
 
     def compose(self, now: float) -> StepPlan:
-        """Rows of the sequences that hold pages; makes the room that they need."""
+        """Plan the rows of the admitted sequences, and make the room that they need."""
         self._held.begin_step()
         if (long_from := self._config.long_from) is not None:
             for sequence in [s for s in self._held.admitted if s.stage is RUNNING and s.outgrows(long_from)]:
@@ -226,8 +231,8 @@ class FirstComeFirstServed:
     ) -> StepPlan:
         """Cut prompt chunks to the budget and make room for rows that need another page.
 
-        A sequence that finds none has no row, nor has one that is preempted for it: such a one is newer, so it is
-        never among the rows before.
+        A sequence that gets no page is left out of this step. To free a page a newer sequence may be preempted;
+        it comes later in the order, so it has no row yet.
         """
         held = self._held
         preemptions = held.num_preemptions
@@ -252,11 +257,11 @@ class FirstComeFirstServed:
         return StepPlan([row for row in rows if row[1] and row[0].stage is RUNNING], budget, prefills)
 
     def has_room(self, plan: StepPlan) -> bool:
-        """Whether the step can take in sequences that wait."""
+        """Return whether the step can take in waiting sequences."""
         return plan.budget > 0 and plan.prefills > 0 and len(self._held.admitted) < self._config.max_num_seqs
 
     def admit(self, plan: StepPlan, now: float) -> None:
-        """Admit one after the other into the plan; the first that cannot reserve stops those behind it."""
+        """Admit one sequence after another into the plan, until one cannot reserve what it needs."""
         while self.has_room(plan):
             sequence = self._admit_one(plan.budget, now)
             if sequence is None:
@@ -272,7 +277,7 @@ class FirstComeFirstServed:
                 plan.rows.append((sequence, num_tokens, num_samples))
 
     def _admit_one(self, budget: int, now: float) -> Sequence | None:
-        """The sequence that was admitted, if any."""
+        """Admit the first candidate that finds room, and return it."""
         held = self._held
         candidates = self.candidates(now)
         for sequence in candidates:

@@ -1,9 +1,11 @@
-"""What a cache policy decides, and the policies: ``manylora``, FastLibra, the baselines of its paper, three LRUs.
+"""The decisions of a cache policy, and the policies: ``manylora``, FastLibra, its paper's baselines, three
+LRUs.
 
-Above the policies stand the answers that they share: marks of device use (FastLibra §5.3) and rules of offloading.
+Above the policies stand the answers that they share: marks of device use (FastLibra §5.3) and rules of
+offloading.
 
-Owns the questions, with the defaults that the papers share; ``residency`` and ``swap`` ask them and carry the
-answers out. A policy of your own is a subclass of ``CachePolicy`` anywhere on the import path, named as
+Owns the questions, with the defaults that the papers share. ``residency`` and ``swap`` ask them and carry out
+the answers. A policy of your own is a subclass of ``CachePolicy`` anywhere on the import path, named as
 ``module:Class``.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, place_of
 from manylora.config.named import imported_class
@@ -29,33 +31,23 @@ from manylora.policy.value import (
 from manylora.reports import Counters
 
 LEAST_ROOM, MOST_ROOM = 0.02, 0.10
-"""The least and the most share of the device that is kept free, where the high mark follows what steps take."""
+"""The least and the most share of the device that ``IntakeMarks`` keeps free."""
 ROOM_STEPS = 2
-"""So many of the largest intakes that a step had lately find room: one, and another while that is freed anew."""
+"""The free room holds this many of the largest recent intakes of a step: one, and another while that is
+freed."""
 ROOM_HALF_LIFE_S = 60.0
-"""How fast a large intake is forgotten."""
+"""The time in which a large intake counts half."""
 _SLACK = 64
-"""Each decision costs something whatever its size: one after every step makes room for several, a 64th of the
-device."""
+"""Each decision has a fixed cost, so one after a step makes room for several steps: a 64th of the device."""
 
 
-class Marks(Protocol):
-    """Levels in pages of the device. ``every_step``: they are looked at after every step, else at intervals."""
+class Marks:
+    """Levels of use, in pages of the device: here shares of it that never change.
 
-    high_pages: int
-    """Nodes leave while more pages are used."""
-    low_pages: int
-    """Nodes may come without being asked for while fewer are."""
-    slack_pages: int
-    """How far below the high mark they leave."""
-    every_step: bool
-
-    def step_ended(self, num_taken: int, now: float) -> None:
-        """A step has ended; so many pages were taken since the start."""
-
-
-class FixedMarks:
-    """Shares of the device that stay as they are."""
+    ``high_pages``: nodes leave while more pages are used, down to ``slack_pages`` below. ``low_pages``: nodes
+    may enter ahead of demand while fewer are used. ``every_step``: the swapper looks at them after every step,
+    else at intervals.
+    """
 
     def __init__(self, high: float, low: float, num_pages: int, every_step: bool = False) -> None:
         self.high_pages = int(high * num_pages)
@@ -64,22 +56,19 @@ class FixedMarks:
         self.every_step = every_step
 
     def step_ended(self, num_taken: int, now: float) -> None:
-        """See Marks."""
+        """Adapt to a step that has ended. ``num_taken``: device pages taken since the start."""
 
 
-class IntakeMarks:
-    """A high mark that leaves room for what steps took lately.
+class IntakeMarks(Marks):
+    """A high mark that leaves room for the recent intakes of steps.
 
-    Room beyond what is asked for at once costs host pages: what has left the device for it lies there.
+    More room than a step takes at once costs host pages: the nodes that left the device for it lie there.
     """
 
-    every_step = True
-
     def __init__(self, low: float, num_pages: int) -> None:
-        high = 1 - MOST_ROOM  # until steps have shown what they take
-        self.high_pages = int(high * num_pages)
-        self.low_pages = math.ceil(min(low, high) * num_pages)
-        self.slack_pages = num_pages // _SLACK
+        super().__init__(
+            1 - MOST_ROOM, low, num_pages, every_step=True
+        )  # until steps have shown what they take
         self._num_pages = num_pages
         self._room_pages = MOST_ROOM * num_pages
         self._taken_before = 0
@@ -97,61 +86,48 @@ class IntakeMarks:
 
 
 _PRIOR_PAGES = 128
-"""Offloaded pages that count as having come back once, before any was seen."""
+"""Pages that count as offloaded and come back before any was seen."""
 _MEMORY_PAGES = 8192
-"""After so many offloaded pages both counts are halved: what was asked for long ago says little."""
+"""After this many offloaded pages both counts are halved: old requests say little."""
 _WRITE_SHARE = 0.05
 """The share of a write's time that it costs a step that runs on beside it (1 to 3 % slower on an H200)."""
 _TRIAL_S = 1.0
 _TRIALS_EVERY = 16
-"""In one second of so many KV is offloaded whatever is believed, or the policy would not notice that cached KV is
-asked for again."""
+"""In one second of this many KV is offloaded in any case, or the policy would not notice when cached KV is
+reused again."""
 
 
-class OffloadRule(Protocol):
-    """Whether KV is copied to the host, and back."""
-
-    def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
-        """Whether bringing these pages from the host holds up less than computing them."""
-
-    def pays(self, node: Node, now: float) -> bool:
-        """Whether to write a page of KV to the host."""
-
-    def offloaded(self) -> None:
-        """A page was written to the host."""
-
-    def came_back(self, num_pages: int) -> None:
-        """Requests asked for pages that only the host had."""
-
-
-class AlwaysOffload:
-    """Copies always pay."""
+class OffloadRule:
+    """Whether KV is copied to the host, and back: here always."""
 
     def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
-        """See OffloadRule."""
+        """Return whether loading these pages from the host delays others less than computing them."""
         return True
 
     def pays(self, node: Node, now: float) -> bool:
-        """See OffloadRule."""
+        """Return whether to write a page of KV to the host."""
         return True
 
     def offloaded(self) -> None:
-        """See OffloadRule."""
+        """Count a page that was written to the host."""
 
     def came_back(self, num_pages: int) -> None:
-        """See OffloadRule."""
+        """Count pages that requests asked for and only the host had."""
 
 
-class NeverOffload(AlwaysOffload):
-    """KV that leaves the device is dropped; the host never has any."""
+class NeverOffload(OffloadRule):
+    """A rule that drops KV as it leaves the device; the host never has any."""
 
     def pays(self, node: Node, now: float) -> bool:
         """See OffloadRule."""
         return False
 
 
-class OffloadWhereItPays:
-    """An offloaded page's value is that of having it back, times how often offloaded pages came back so far."""
+class OffloadWhereItPays(OffloadRule):
+    """A rule that offloads a page if its expected saving is worth the write.
+
+    The saving of a copy back counts as often as offloaded pages have come back so far.
+    """
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -186,7 +162,7 @@ class OffloadWhereItPays:
 
 
 class Signals(NamedTuple):
-    """What a value model reads."""
+    """The inputs of value models."""
 
     config: CacheConfig
     visits: Visits
@@ -196,22 +172,24 @@ class Signals(NamedTuple):
 
 
 class CachePolicy:
-    """One pool and one LRU, which keeps dependencies; nothing moves before it is asked for. Subclasses say what
-    they do otherwise."""
+    """A cache policy of one pool and one LRU, which keeps dependencies; nothing moves ahead of demand.
+
+    Subclasses override the answers in which they differ.
+    """
 
     keeps_dependencies: ClassVar[bool] = True
     """No KV lies on the device without its adapter and its prefix (FastLibra §4)."""
     keeps_prefixes: ClassVar[bool] = True
-    """A finished request's KV, and an unused adapter, stay until their room is needed."""
+    """A finished request's KV, and an unused adapter, stay until their pages are needed."""
     keeps_turns: ClassVar[bool] = False
     """The KV of one turn is one node, which moves as a whole (FastLibra §4), not a page at a time."""
     keeps_orphans: ClassVar[bool] = False
-    """The host keeps KV whose adapter is in neither tier, since that can be read again."""
+    """The host keeps KV whose adapter is in neither tier, since the adapter can be read again."""
     prefetches: ClassVar[bool] = False
-    """What waiting requests need comes into idle pages ahead of them (S-LoRA §5.2)."""
+    """Nodes that waiting requests need are loaded into idle pages ahead of demand (S-LoRA §5.2)."""
 
     writes_through: ClassVar[bool] = False
-    """KV is copied to the host as soon as it is computed, as far as the host can make room, and not only when it
+    """KV is copied to the host as soon as it is computed, if the host can make room, and not only when it
     leaves."""
 
     prices_pages: ClassVar[bool] = False
@@ -221,37 +199,37 @@ class CachePolicy:
     """A value model reads how many requests in the window used a node."""
 
     def device_value(self, signals: Signals) -> ValueModel:
-        """The value of keeping a node on the device: the least valuable leaves first."""
+        """Return the value model of the device: the least valuable node leaves first."""
         return LeastRecentlyUsed()
 
     def host_value(self, signals: Signals) -> ValueModel:
-        """The value of a copy on the host, when the host is full."""
+        """Return the value model of copies on the host."""
         return LeastRecentlyUsed()
 
     def offload(self, rates: Rates) -> OffloadRule:
-        """Whether KV that leaves the device is copied to the host, and whether it comes back from there."""
-        return AlwaysOffload()
+        """Return the rule for copies of KV to the host and back."""
+        return OffloadRule()
 
     def marks(self, config: CacheConfig, num_pages: int) -> Marks | None:
-        """Between which levels of use the device is kept (FastLibra §5.3); None: pages are freed on demand
+        """Return the levels between which the device is kept (FastLibra §5.3); None: free pages on demand
         only."""
         return None
 
     def adapter_pages(self, config: PolicyConfig) -> int | None:
-        """The device pages that are the adapters', with the rest for KV; None: one pool for both."""
+        """Return how many device pages are for adapters, the rest for KV; None: one pool for both."""
         return None
 
     def loses_kv_with(self, is_adapter: bool) -> bool:
-        """Whether what lies below a node, in either tier, goes when the node is in neither any more."""
+        """Return whether the nodes below a node are dropped when the node is in neither tier any more."""
         return self.keeps_dependencies and not (is_adapter and self.keeps_orphans)
 
 
 class Lru(CachePolicy):
-    """The default of every question."""
+    """The policy ``lru``: every default."""
 
 
 class LruDrop(CachePolicy):
-    """The host holds adapters only, which are read there."""
+    """A policy whose host holds adapters only."""
 
     def offload(self, rates: Rates) -> NeverOffload:
         """See CachePolicy."""
@@ -262,18 +240,21 @@ HIGH_MARK = 0.95
 
 
 class LruAhead(CachePolicy):
-    """Writes through and keeps room ahead: a node that leaves is on the host already, so its pages are free at
-    once. Nothing comes back before it is asked for."""
+    """A policy that writes through and keeps room ahead.
+
+    A node that leaves is on the host already, so its pages are free at once. No node comes back ahead of
+    demand.
+    """
 
     writes_through = True
 
-    def marks(self, config: CacheConfig, num_pages: int) -> FixedMarks:
+    def marks(self, config: CacheConfig, num_pages: int) -> Marks:
         """See CachePolicy."""
-        return FixedMarks(config.high_mark or HIGH_MARK, 0.0, num_pages, every_step=True)
+        return Marks(config.high_mark or HIGH_MARK, 0.0, num_pages, every_step=True)
 
 
 class StaticLru(CachePolicy):
-    """Each part has its own LRU, which does not know what depends on what."""
+    """A policy with one part for adapters and one for KV, each with its own LRU; it ignores dependencies."""
 
     keeps_dependencies = False
 
@@ -283,14 +264,15 @@ class StaticLru(CachePolicy):
 
 
 class SLora(CachePolicy):
-    """What no running request uses goes at once; what waiting ones need is prefetched."""
+    """A policy that drops every node that no running request uses, and prefetches for waiting requests."""
 
     keeps_prefixes = False
     prefetches = True
 
 
 class FastLibra(CachePolicy):
-    """Nodes by equations 3 to 6; out above 95 % of the device, in below 70 %, every 100 ms."""
+    """The policy of the paper: values by equations 3 to 6; out above 95 % of the device, in below 70 %, each
+    100 ms."""
 
     counts_visits = True
     keeps_turns = True
@@ -299,13 +281,14 @@ class FastLibra(CachePolicy):
         """See CachePolicy."""
         return FastLibraValue(signals.visits, signals.rates, signals.turns, signals.config.tau_s)
 
-    def marks(self, config: CacheConfig, num_pages: int) -> FixedMarks:
+    def marks(self, config: CacheConfig, num_pages: int) -> Marks:
         """See CachePolicy."""
-        return FixedMarks(config.high_mark or HIGH_MARK, config.low_mark, num_pages)
+        return Marks(config.high_mark or HIGH_MARK, config.low_mark, num_pages)
 
 
 class Manylora(CachePolicy):
-    """Offloads KV only where that beats computing it again, and looks at the device after every step."""
+    """A policy that offloads KV only if that beats computing it again, and looks at the device after every
+    step."""
 
     keeps_orphans = True
     prefetches = True
@@ -327,15 +310,15 @@ class Manylora(CachePolicy):
         """See CachePolicy."""
         if config.high_mark is None:
             return IntakeMarks(config.low_mark, num_pages)
-        return FixedMarks(config.high_mark, config.low_mark, num_pages, every_step=True)
+        return Marks(config.high_mark, config.low_mark, num_pages, every_step=True)
 
 
 def find_cache(name: str) -> CachePolicy:
-    """The policy of that name, which settings have checked; raises ConfigError where its class is not there."""
+    """Return the policy of a name that settings have checked; raise ConfigError if its class is not there."""
     return imported_class("cache policy", place_of("cache", CACHE_POLICIES, name), CachePolicy)()
 
 
 def adapter_pages_limit(config: PolicyConfig) -> int:
-    """How many device pages adapters may take."""
+    """Return how many device pages adapters may take."""
     limit = find_cache(config.cache.policy).adapter_pages(config)
     return config.num_pages if limit is None else limit

@@ -1,8 +1,8 @@
 """Nodes that may leave a tier, or enter one, kept in order of value as it changes.
 
-A node's value decays with time, but not so that nodes of one kind overtake each other: a value model
-names *buckets* within which the order stands still. Each bucket is a heap; a decision compares only their
-heads. So choosing is exact, and neither time nor the number of nodes costs anything.
+A node's value decays with time, but nodes of one kind never overtake each other: a value model names *buckets*
+within which the order stands still. Each bucket is a heap; a decision compares only their heads. So choosing is
+exact, and its cost does not grow with time or the number of nodes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _Entry = tuple[float, float, int, Node]
 
 
 class CandidateList:
-    """One list of candidates. ``slot``: which of a node's stamps is this list's.
+    """One list of candidates. ``slot``: the index of its stamp in a node's stamps.
 
-    ``takes_best``: the most valuable first (to enter) rather than the least (to leave). Entries go stale when
-    a node is offered again or is no candidate any more; ``pop`` passes over them.
+    ``takes_best``: the most valuable node is first (to enter) rather than the least valuable (to leave). An
+    entry is stale once its node is offered again or is no candidate any more; ``pop`` passes over it.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class CandidateList:
         self._changed: set[Hashable] = set()  # buckets that may have another best entry than was noted
 
     def __bool__(self) -> bool:
-        """Whether there may be a candidate: entries may all be stale."""
+        """Return whether there may be a candidate; all entries may be stale."""
         return self._num_entries > 0
 
     def offer(self, node: Node) -> None:
-        """The node is a candidate from now on, valued as it stands now."""
+        """Add a candidate, with its present value."""
         self._stamps += 1
         node.stamps[self._slot] = self._stamps
         bucket = self._values.bucket(node)
@@ -63,14 +63,14 @@ class CandidateList:
             self._sweep()
 
     def begin(self, now: float) -> None:
-        """Start a decision at ``now``: values are compared as of then until ``end``."""
+        """Start a decision; until ``end`` values are compared as of ``now``."""
         self._now = now
         self._heads = []
         self._noted.clear()
         self._changed = set(self._buckets)
 
     def pop(self) -> tuple[Node, float] | None:
-        """The next candidate of the decision begun, with its value (log seconds); None when there is none."""
+        """Return the next candidate of the decision with its value (log seconds), if any."""
         heads = self._heads
         assert heads is not None, "a decision is begun before it is made"
         for bucket in self._changed:
@@ -92,7 +92,7 @@ class CandidateList:
         return None
 
     def end(self) -> None:
-        """The decision is made."""
+        """End the decision."""
         self._heads = None
 
     def _note_head(self, bucket: Hashable) -> None:
@@ -132,10 +132,10 @@ class CandidateList:
 
 
 class Candidates:
-    """The choice of what leaves each tier and what comes to the device.
+    """The candidates to leave each tier, and to enter the device.
 
-    ``has_parts``: adapters and KV leave from lists of their own. ``can_enter``: nodes come without being asked
-    for.
+    ``has_parts``: adapters and KV leave from lists of their own. ``can_enter``: nodes may enter ahead of
+    demand.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Candidates:
         self.entering = CandidateList(1, device_value, tree.may_enter, takes_best=True)
 
     def offer(self, node: Node) -> None:
-        """Something about the node changed: it may have become a candidate, or one of another value."""
+        """Take a node that changed: it may have become a candidate, or have another value."""
         tree = self._tree
         if node.residence is RESIDENT and node.busy == 0 and tree.may_leave(node):
             (self._leaving_adapters if node.parent is None else self._leaving).offer(node)
@@ -169,20 +169,20 @@ class Candidates:
                 self._leaving_host.offer(node)
 
     def begin_leaving(self, now: float, for_adapters: bool) -> CandidateList:
-        """The list that gives up pages for an adapter, or for KV, with a decision begun."""
+        """Begin a decision on nodes that leave the device for an adapter, or for KV; return the list."""
         self._device_value.refresh(now, self._tree.resident_adapters)
         leaving = self._leaving_adapters if for_adapters else self._leaving
         leaving.begin(now)
         return leaving
 
     def begin_leaving_host(self, now: float) -> CandidateList:
-        """The list that gives up host pages, with a decision begun."""
+        """Begin a decision on nodes that leave the host; return the list."""
         self._host_value.refresh(now, self._tree.resident_adapters)
         self._leaving_host.begin(now)
         return self._leaving_host
 
     def begin_entering(self, now: float) -> CandidateList:
-        """The list of nodes to bring to the device, with a decision begun."""
+        """Begin a decision on nodes that enter the device; return the list."""
         self._device_value.refresh(now, self._tree.resident_adapters)
         self.entering.begin(now)
         return self.entering

@@ -1,7 +1,7 @@
 """Cold starts: which sequences run while what they read is still on its way (CaraServe §4).
 
-Decides whether a loading sequence has a row in the next step, from when its copies are expected to land and what
-that costs the others; knows which copies each step in flight needs. Learns from events alone. Moves nothing.
+Decides whether a loading sequence gets a row in the next step, by the expected landing of its copies and the
+stall of the others. Knows the copies that each step in flight needs. Learns from events alone; moves nothing.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
 from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
-"""What steps may stand still for at once, however long none did."""
+"""The most that the stall budget can grow to."""
 GAIN = 0.01
-"""By this share of the wait a row must be answered sooner to begin before its copies have landed."""
+"""Under ``auto`` a row begins early only if that shortens its wait by more than this share."""
 
 _LEARN = 0.3
-"""How much of a miss the next forecast makes good."""
+"""The share of a miss by which the next forecast is corrected."""
 _FORGET = 0.95
-"""What is not tried is believed a little more each time, or it would never be tried again."""
+"""The miss of a mode that was not tried fades by this factor, or it would never be tried again."""
 
 # ---------------------------------------------------------------- forecasts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Landing:
-    """A copy that moves from ``begin_s`` to ``end_s``."""
+    """The time in which a copy moves, from ``begin_s`` to ``end_s``."""
 
     begin_s: float
     end_s: float
 
     def group_s(self, number: int, num_groups: int) -> float:
-        """When that group of layers, from 0, has landed."""
+        """Return when a group of layers, numbered from 0, has landed."""
         return self.begin_s + (self.end_s - self.begin_s) * (number + 1) / num_groups
 
     def as_of(self, now: float) -> Landing:
-        """What is expected where it has not been answered by ``now``: one that is late goes on for as long as it
+        """Return the landing expected for a copy unanswered at ``now``: a late copy goes on for as long as it
         is late already."""
         late_s = now - self.end_s
         return self if late_s <= 0 else dataclasses.replace(self, end_s=now + late_s)
 
 
 def end_s(begin_s: float, step_s: float, num_groups: int, landings: Iterable[Landing]) -> float:
-    """When a step ends that would take ``step_s`` alone. Its layers run in groups, each when the one before has
-    ended and what the copies bring of it has landed."""
+    """Return when a step ends that would take ``step_s`` alone.
+
+    Its layers run in groups: each begins when the group before has ended and its own part of the copies has
+    landed.
+    """
     landings = list(landings)
     group_s = step_s / num_groups
     end = begin_s
@@ -66,8 +69,8 @@ def end_s(begin_s: float, step_s: float, num_groups: int, landings: Iterable[Lan
 
 
 def boundary_s(begin_s: float, ready_s: float, step_s: float) -> float:
-    """When the first step begins that may have what is ready at ``ready_s``, where steps of ``step_s`` follow one
-    another from ``begin_s`` on."""
+    """Return when the first step begins after ``ready_s``, if steps of ``step_s`` follow one another from
+    ``begin_s`` on."""
     late_s = ready_s - begin_s
     if late_s <= 0:
         return begin_s
@@ -77,7 +80,7 @@ def boundary_s(begin_s: float, ready_s: float, step_s: float) -> float:
 
 
 class Beginning(NamedTuple):
-    """One way for a cold row to begin: when its answer is expected, and for how long the step stands still."""
+    """A way to begin a cold row, with the expected time of its answer and the stall of its step."""
 
     mode: str
     answer_s: float
@@ -85,8 +88,10 @@ class Beginning(NamedTuple):
 
 
 class _Forecast(NamedTuple):
-    """The end of a step as it was expected when it was decided, at ``made_s``: of a row that began in ``mode``.
-    ``is_guess``: no copy had been seen then."""
+    """The expected answer of a row that began in ``mode``, as of the decision at ``made_s``.
+
+    ``is_guess``: no copy had been seen then.
+    """
 
     node: Node
     mode: str
@@ -96,17 +101,17 @@ class _Forecast(NamedTuple):
 
 
 class Misses:
-    """How much later than forecasts say requests have lately been answered, by how they began."""
+    """The recent delay of answers against their forecasts, by the way of beginning."""
 
     def __init__(self) -> None:
         self._late_s: dict[str, float] = {}
 
     def late_s(self, mode: str) -> float:
-        """Less than 0 where they were answered sooner."""
+        """Return the mean delay of a mode; negative if answers came sooner."""
         return self._late_s.get(mode, 0.0)
 
     def answered(self, mode: str, expected_s: float, took_s: float) -> None:
-        """The step of a request that began so has ended; of a miss no more counts than was expected in all."""
+        """Learn from an answer. A miss counts for at most the whole expected time."""
         missed_s = min(max(took_s - expected_s, -expected_s), expected_s)
         for other in self._late_s:
             if other != mode:
@@ -119,8 +124,10 @@ class Misses:
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """When a copy that was commanded at ``since_s`` is expected to land, and what it took, once that is known.
-    ``adapter``: which one it brings."""
+    """A copy that was commanded at ``since_s``: its expected landing, and ``took_s`` once it was answered.
+
+    ``adapter``: the adapter that it brings, if any.
+    """
 
     landing: Landing
     adapter: AdapterId | None
@@ -130,8 +137,7 @@ class _Copy:
 
 
 class ComingCopies:
-    """What cold rows read and is on its way to the device: by which copy it comes, and when that is expected to
-    land. By number, until a copy is forgotten."""
+    """Copies to the device, by number, that cold rows may read, with their expected landings."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -142,15 +148,15 @@ class ComingCopies:
         return self._copies[copy]
 
     def get(self, copy: CopyId) -> _Copy | None:
-        """None where it is forgotten."""
+        """Return a copy, or None if it was forgotten."""
         return self._copies.get(copy)
 
     def forget(self, copy: CopyId) -> None:
-        """No step names it any more."""
+        """Drop a copy that no step names any more."""
         del self._copies[copy]
 
     def started(self, copies: Iterable[SwapPages], now: float) -> None:
-        """These were commanded, after those before."""
+        """Add copies that were just commanded, in order."""
         for command in copies:
             if command.to_device:
                 coming = _Copy(Landing(now, now), command.adapter, len(command.pairs), now)
@@ -158,7 +164,7 @@ class ComingCopies:
         self._expect()
 
     def ended(self, number: CopyId, seconds: float) -> bool:
-        """It has been answered; False where it is forgotten."""
+        """Note the answer to a copy; return False if the copy was forgotten."""
         copy = self._copies.get(number)
         if copy is None:
             return False
@@ -168,7 +174,7 @@ class ComingCopies:
         return True
 
     def _expect(self) -> None:
-        """When those that are on their way land, one after another, by what is known now."""
+        """Forecast anew when the copies in flight land, one after another."""
         free_s = self._lane_free_s
         for copy in self._copies.values():
             if copy.took_s is None:
@@ -177,8 +183,8 @@ class ComingCopies:
                 copy.landing = Landing(begin_s, free_s)
 
     def of_sequence(self, sequence: Sequence) -> list[CopyId] | None:
-        """Those that bring what the sequence waits for; None where something does not come by a copy that is on
-        its way."""
+        """Return the copies that the sequence waits for; None if anything that it needs is in no copy in
+        flight."""
         assert sequence.node is not None
         found: dict[CopyId, None] = {}
         for node in (self._residency.tree.node(sequence.adapter), *path_to(sequence.node)):
@@ -191,7 +197,7 @@ class ComingCopies:
         return list(found)
 
     def of_node(self, node: Node) -> CopyId | None:
-        """The number of the copy that is on its way with a loading node."""
+        """Return the copy in flight that brings a loading node, if any."""
         if node.residence is not NODE_LOADING:
             return None
         move = self._residency.transfers.current(node)
@@ -203,7 +209,8 @@ class ComingCopies:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """What a step in flight needs, and what was expected of it. ``waited``: of rows that waited until now."""
+    """The copies that a step in flight needs, and its forecasts. ``waited``: forecasts of rows that had to
+    wait."""
 
     awaits: tuple[Await, ...]
     cpu: tuple[CpuRows, ...]
@@ -213,21 +220,23 @@ class _Step:
     has_others: bool
 
     def copies(self) -> set[CopyId]:
-        """Those that it awaits, and those whose adapters the CPU serves meanwhile."""
+        """Return the copies that the step awaits, and the copies whose adapters the CPU serves meanwhile."""
         return {wanted.copy for wanted in self.awaits} | {served.copy for served in self.cpu}
 
 
 def cold_starts(config: PolicyConfig, residency: Residency, held: Reservations) -> ColdStarts | None:
-    """None where requests wait until all that they read is there."""
+    """Return the cold starts of a replica, or None if requests wait until all that they read is there."""
     if not config.cold_start.num_groups:
         return None
     return ColdStarts(config, residency, held)
 
 
 class ColdStarts:
-    """Under every ``--cold-start`` but ``wait``. A sequence that has a row before its copies have landed has one
-    in flight at most, and stays LOADING until that step has ended; one whose row was the CPU's, until its
-    adapter is there."""
+    """The decisions of every ``--cold-start`` but ``wait``.
+
+    A sequence with a row before its copies have landed has one such row in flight at most. It stays LOADING
+    until that step has ended or, if the CPU computed the row, until its adapter is there.
+    """
 
     def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
         self._config = config.cold_start
@@ -250,7 +259,7 @@ class ColdStarts:
         self._has_others = False  # which stand still with it
 
     def copy_ended(self, event: CopyDone) -> None:
-        """A copy has been answered; it is remembered while a step that needs it is in flight."""
+        """Note the answer to a copy, which is kept while a step in flight needs it."""
         if self._copies.ended(event.copy, event.copy_s):
             self._forget_unless_needed(event.copy)
 
@@ -261,9 +270,11 @@ class ColdStarts:
     # ------------------------------------------------------------ the next step
 
     def add_rows(self, plan: StepPlan, started: Iterable[SwapPages], now: float) -> None:
-        """Give rows to loading sequences, oldest first, where what the others lose by it is within what they may.
+        """Add loading sequences to the step, oldest first, while the stall of the others stays within the
+        budget.
 
-        One whose copies failed or were late before waits for them. ``started``: copies that begin before the step.
+        A sequence whose copies failed or were late before waits for them. ``started``: copies that begin before
+        the step.
         """
         self._copies.started(started, now)
         self._chosen = {}
@@ -293,7 +304,7 @@ class ColdStarts:
             self._chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
-            sequence.foresee([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
+            sequence.plan_pages([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
             is_last = num_tokens == sequence.num_remaining
             plan.rows.append((sequence, num_tokens, 1 + sequence.num_forks if is_last else 0))
             plan.budget -= num_tokens
@@ -301,7 +312,7 @@ class ColdStarts:
     def _way(
         self, sequence: Sequence, copies: list[CopyId], rows: list[Scheduled], num_tokens: int, now: float
     ) -> tuple[Beginning, int]:
-        """How the sequence begins, and with how many tokens."""
+        """Return how the sequence begins, and with how many tokens."""
         mode, num_groups = self._config.mode, self._config.num_groups
         rates = self._residency.rates
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
@@ -330,7 +341,7 @@ class ColdStarts:
         return (way, served) if self._may_begin(way, wait, now) else (wait, num_tokens)
 
     def _may_begin(self, way: Beginning, wait: Beginning, now: float) -> bool:
-        """Whether a row begins this way instead of waiting."""
+        """Return whether a row begins this way instead of waiting."""
         if self._config.mode not in ("layerwise", "auto"):
             return True
         # What a row of this step has cost already, this one may cost too.
@@ -339,28 +350,30 @@ class ColdStarts:
         return self._config.mode != "auto" or wait.answer_s - way.answer_s > GAIN * (wait.answer_s - now)
 
     def _served_tokens(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of the sequence's next tokens the CPU may serve: of its prompt, and not the one that others
-        fork off, which needs the adapter to be there."""
+        """Return how many of the sequence's next tokens the CPU may serve.
+
+        Only prompt tokens count, without the last if other samples fork off it: that one needs the adapter.
+        """
         if self._num_workers == 0 or sequence.has_drawn:
             return 0
         most = sequence.num_remaining - (sequence.num_forks > 0)
         return min(num_tokens, most, MOST_CPU_TOKENS - self._num_served)
 
     def _forecast(self, node: Node, way: Beginning) -> _Forecast:
-        """Of the step that is being composed."""
+        """Make the forecast of a row in the step that is being composed."""
         is_guess = not self._residency.rates.has_copied
         return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
     # ------------------------------------------------------------ steps
 
     def mode_of(self, sequence: Sequence) -> str:
-        """How the sequence, which has a row in the step that starts, begins."""
+        """Return how a loading sequence with a row in the starting step begins."""
         return self._chosen[sequence.id].mode
 
     def step_started(
         self, step: int, rows: list[Scheduled], now: float
     ) -> tuple[tuple[Await, ...], tuple[CpuRows, ...]]:
-        """What the step awaits, by copy, and which copies' adapters the CPU serves."""
+        """Return the copies that the step awaits, and the copies whose adapters the CPU serves."""
         num_prefill = sum(count for _, count, _ in rows if count > 1)
         expected_s = self._residency.rates.expected_step_s(num_prefill)
         self._steps_end_s = max(now, self._steps_end_s) + expected_s
@@ -377,7 +390,7 @@ class ColdStarts:
             for copy in self._copies.of_sequence(sequence) or ():
                 if is_of_cpu and self._copies[copy].adapter is not None:
                     served.setdefault(copy, []).append(sequence.id)
-                    self._residency.lent.lend(self._residency.tree.node(sequence.adapter), step)
+                    self._residency.in_use.read_by(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
@@ -395,7 +408,7 @@ class ColdStarts:
     def step_ended(
         self, event: StepDone, rows: list[Scheduled], now: float, *, is_idle: bool
     ) -> list[Scheduled]:
-        """The rows that count, but for what the step's failure does. ``is_idle``: no other step is in flight."""
+        """Learn from a step's end and return its valid rows. ``is_idle``: no other step is in flight."""
         if is_idle:
             self._steps_end_s = 0.0
         step = self._in_flight.pop(event.step, None)
@@ -406,11 +419,11 @@ class ColdStarts:
                 spare_s += step.stall_s - event.stall_s
             self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + spare_s)
         if step is not None:
-            self._tell(event, step, now)
+            self._compare(event, step, now)
         return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
 
-    def _tell(self, event: StepDone, step: _Step, now: float) -> None:
-        """What came of the step, beside what was expected of it."""
+    def _compare(self, event: StepDone, step: _Step, now: float) -> None:
+        """Compare the step with its forecasts, and count its stall."""
         took_s = beside_s = 0.0
         awaited = {wanted.copy for wanted in step.awaits}
         for number in sorted(step.copies()):
@@ -420,7 +433,7 @@ class ColdStarts:
                 beside_s += copy.took_s if number not in awaited else 0.0
                 self._forget_unless_needed(number)
         if step.cpu:
-            self._residency.lent.step_ended(event.step)
+            self._residency.in_use.step_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
         if step.begun is not None:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
@@ -430,16 +443,18 @@ class ColdStarts:
             self._residency.counters.cold_answered(expected_s, answer_s)
             if event.ok and not event.spoilt and not forecast.is_guess:
                 self._misses.answered(forecast.mode, expected_s, answer_s)
-            told = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
+            text = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
             if forecast is step.begun:
-                told += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"
-            self._residency.note("begin", forecast.node, told)
+                text += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"
+            self._residency.note("begin", forecast.node, text)
 
     def _settle(
         self, rows: list[Scheduled], spoilt: set[SequenceId], step: _Step | None, now: float
     ) -> list[Scheduled]:
-        """The rows that count, of a step that may have awaited copies: the answers to all of these have come. The
-        others compute the same again, when what they read is there."""
+        """Return the valid rows of a step whose copies have all been answered.
+
+        The other sequences compute their tokens again, when all that they read is there.
+        """
         served = {sequence for rows in (() if step is None else step.cpu) for sequence in rows.sequences}
         kept: list[Scheduled] = []
         for row in rows:

@@ -1,6 +1,6 @@
-"""The page ledger of one tier: which page ids are free, and which only become free when steps have ended.
+"""The page ledger of one tier: the ids that are free, and the ids that become free when steps have ended.
 
-Owners return what they took.
+Owners return the pages that they took.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from manylora.types import PageId
 
 
 class PageLedger:
-    """Ids of free pages. One released while steps are in flight is not given out before they have ended: issued
-    work may still touch it. Steps end in the order in which they started; the host's ledger hears of none."""
+    """The ids of free pages.
+
+    A page released while steps are in flight is not given out before they have ended: issued work may still
+    touch it. Steps end in the order in which they started. The host's ledger gets no ``step_started``.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -52,7 +55,7 @@ class PageLedger:
         return tuple(self._free.pop() for _ in range(count))
 
     def release(self, pages: Sequence[PageId]) -> None:
-        """Return pages, for when every step that has started so far has ended."""
+        """Return pages; they become free when every step that has started so far has ended."""
         self.num_used -= len(pages)
         if self._last_started > self._last_ended:
             self._deferred.append((self._last_started, pages))
@@ -61,7 +64,7 @@ class PageLedger:
             self._free.extend(pages)
 
     def release_after(self, step: int, pages: Sequence[PageId]) -> None:
-        """Return pages that a step in flight still reads, of a ledger that hears of the ends of such steps."""
+        """Return pages that a step in flight still reads; they become free by its ``step_ended``."""
         self.num_used -= len(pages)
         self._deferred.append((step, pages))
         self._num_deferred += len(pages)
@@ -69,11 +72,11 @@ class PageLedger:
     # ------------------------------------------------------------ steps
 
     def step_started(self, step: int) -> None:
-        """A step was issued; numbers rise."""
+        """Note that a step was issued; numbers rise."""
         self._last_started = step
 
     def step_ended(self, step: int) -> None:
-        """The step has ended: what waited for it, or for one before it, is free."""
+        """Free the pages that waited for the step, or for one before it."""
         self._last_ended = step
         while self._deferred and self._deferred[0][0] <= step:
             _, pages = self._deferred.popleft()
@@ -81,5 +84,5 @@ class PageLedger:
             self._num_deferred -= len(pages)
 
     def has_ended(self, step: int) -> bool:
-        """Whether the step, and every one before it, has ended."""
+        """Return whether the step, and every one before it, has ended."""
         return step <= self._last_ended

@@ -24,8 +24,8 @@ _SLACK = 16
 
 
 class Ranking:
-    """A heap of numbers by rank, the smallest first; each change takes O(log n). A number that was dropped, or has
-    a new rank, leaves the heap when it reaches the top, or when half of the heap is stale."""
+    """A heap of numbers by rank, the smallest first; each change takes O(log n). A number that was dropped, or
+    has a new rank, leaves the heap when it reaches the top, or when half of the heap is stale."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, HeapRank] = {}
@@ -76,9 +76,9 @@ class Ranking:
 class FairShares:
     """Counters by client: an adapter, or the place of an API key.
 
-    A client that comes back is lifted: to the least counter among those that have requests waiting, or, where none
-    has, to that of the client that left the queue last. So no client gains by having been away. What is charged
-    stays charged, whatever becomes of the request.
+    A client that comes back is lifted to the least counter among clients with waiting requests. If there is
+    none, it is lifted to the counter of the client that left the queue last. So no client gains by having been
+    away. A charge stays, whatever becomes of the request.
     """
 
     def __init__(self, config: QueueConfig) -> None:
@@ -101,11 +101,11 @@ class FairShares:
         return self._counters[client]
 
     def counter_of(self, sequence: Sequence) -> int:
-        """Of the sequence's client."""
+        """Return the counter of the sequence's client."""
         return self._counters[self.client_of(sequence)]
 
     def uses(self) -> tuple[ClientUse, ...]:
-        """What each client was served."""
+        """Return the service of each client."""
         return tuple(
             ClientUse(client, service, self._counters[client] / self._scale)
             for client, service in self._service.items()
@@ -114,7 +114,7 @@ class FairShares:
     # ------------------------------------------------------------ the queue
 
     def joined(self, sequence: Sequence) -> None:
-        """It waits."""
+        """Count a sequence that joins the queue, and lift its client."""
         client = self.client_of(sequence)
         if client not in self._counters:
             share = as_share(sequence.state.request.share)
@@ -127,7 +127,7 @@ class FairShares:
         self.num_waiting[client] += 1
 
     def left(self, sequence: Sequence) -> None:
-        """It waits no more."""
+        """Count a sequence that leaves the queue."""
         client = self.client_of(sequence)
         self.num_waiting[client] -= 1
         if not self.num_waiting[client]:
@@ -139,12 +139,12 @@ class FairShares:
         return self._floor if self._left_last is None else self._counters[self._left_last]
 
     def _least_waiting(self) -> int | None:
-        """The least counter among clients with waiting sequences; None where there are none."""
+        """Return the least counter among clients with waiting sequences, if any."""
         client = self._waiting.least_by(lambda client: (self._counters[client], client))  # they only grow
         return None if client is None else self._counters[client]
 
     def forget(self, client: int) -> None:
-        """The adapter is gone; no request of it is left."""
+        """Drop an adapter's account; no request of it is left."""
         if self._by_key or client not in self._counters:
             return
         if client == self._left_last:
@@ -154,13 +154,15 @@ class FairShares:
     # ------------------------------------------------------------ service
 
     def admitted(self, sequence: Sequence, num_cached: int) -> None:
-        """Its prompt is computed, of which so many tokens come from the cache. Computing it again after a
-        preemption costs nothing."""
+        """Charge for the prompt, of which ``num_cached`` tokens come from the cache.
+
+        Computing it again after a preemption costs nothing.
+        """
         if not sequence.state.admitted:
             self._charge(self.client_of(sequence), self._input_service(sequence, num_cached))
 
     def drew(self, sequence: Sequence, num_tokens: int) -> None:
-        """Tokens were generated for its request."""
+        """Charge for generated tokens."""
         self._charge(self.client_of(sequence), num_tokens * self._of_output)
 
     def _input_service(self, sequence: Sequence, num_cached: int) -> int:
@@ -171,15 +173,17 @@ class FairShares:
         self._counters[client] += service * self._units[client]
 
     def charge_ahead(self, sequence: Sequence) -> int:
-        """Raise its client's counter as if it were admitted with nothing cached; by how much, to be given back
-        before anything else is asked."""
+        """Raise the client's counter as if the sequence were admitted with nothing cached.
+
+        Return the raise, which the caller gives back before any other call.
+        """
         client = self.client_of(sequence)
         ahead = 0 if sequence.state.admitted else self._input_service(sequence, 0) * self._units[client]
         self._counters[client] += ahead
         return ahead
 
     def give_back(self, sequence: Sequence, ahead: int) -> None:
-        """See ``charge_ahead``."""
+        """Take back a raise by ``charge_ahead``."""
         self._counters[self.client_of(sequence)] -= ahead
 
 
@@ -188,9 +192,9 @@ Rank = tuple[int, bool, int, int, float, int]
 
 
 class Place(NamedTuple):
-    """What decides before arrival; the smallest place is first. Sequences of one place form a line.
+    """The part of the order before arrival; the smallest place is first. Sequences of one place form a line.
 
-    ``level``: the priority, less what the sequence has gained by waiting. ``is_new``: it was never admitted.
+    ``level``: the priority, less the levels gained by waiting. ``is_new``: it was never admitted.
     ``client``: 0 unless the queue is fair and the sequence is new.
     """
 
@@ -200,7 +204,7 @@ class Place(NamedTuple):
 
 
 class Line:
-    """Sequences of one place by arrival. The caller takes the oldest or the newest, in O(log n)."""
+    """The sequences of one place by arrival. The caller takes the oldest or the newest, in O(log n)."""
 
     def __init__(self) -> None:
         self._members: dict[SequenceId, Sequence] = {}
@@ -238,7 +242,7 @@ def _reversed(sequence: Sequence) -> tuple[float, int]:
 
 
 class Ranks:
-    """Lines by place. Among the new sequences of a level, the client with the smallest counter is next."""
+    """The lines by place. Among the new sequences of a level, the client with the smallest counter is next."""
 
     def __init__(self, shares: FairShares | None) -> None:
         self._shares = shares
@@ -310,15 +314,15 @@ class Ranks:
 
 
 class WaitingQueue:
-    """Waiting sequences by priority. Within a level, returned sequences (preempted, or forks without room) come
-    before new ones. Among new ones the client that was served least is next, if the queue is fair; then the oldest
-    or, while ``is_newest_first``, the newest. Every change takes O(log n)."""
+    """The waiting sequences by priority. Within a level, returned sequences (preempted, or forks without room)
+    come before new ones. Among new ones the client that was served least is next, if the queue is fair; then
+    the oldest or, while ``is_newest_first``, the newest. Every change takes O(log n)."""
 
     def __init__(self, config: QueueConfig = QueueConfig()) -> None:  # noqa: B008  # frozen
         self.adapter_limit = config.adapter_limit
         self.is_newest_first = False
         self.shares = FairShares(config) if config.is_fair else None
-        """What clients were served, if the queue is fair to them."""
+        """The service of clients, if the queue is fair to them."""
         self.num_by_adapter = collections.Counter[AdapterId]()
         """Waiting sequences by adapter; no zeros."""
         self.num_tokens = 0

@@ -26,7 +26,7 @@ from manylora.policy.sequences import (
     Sequence,
     run_step,
 )
-from manylora.policy.swap import KeptAdapters, Swapper
+from manylora.policy.swap import PinnedAdapters, Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import (
     Abort,
@@ -82,7 +82,7 @@ class Replica:
         self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
         self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
         self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
-        self._kept = KeptAdapters(config, self._residency, self._held)
+        self._pinned = PinnedAdapters(config, self._residency, self._held)
         self._removing: set[AdapterId] = set()
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
@@ -120,9 +120,9 @@ class Replica:
                 self._remove(event.adapter)
             case Keep():
                 if event.is_kept:
-                    self._kept.keep(event.adapter)
+                    self._pinned.keep(event.adapter)
                 else:
-                    self._kept.forget(event.adapter)
+                    self._pinned.forget(event.adapter)
             case ReportDue():
                 return [self._report(event.which)]
             case StatusDue():
@@ -146,11 +146,11 @@ class Replica:
 
     def _remove(self, adapter: AdapterId) -> None:
         """AdapterFreed follows when nothing of it is left, which may be now: where it is not known."""
-        self._kept.forget(adapter)
+        self._pinned.forget(adapter)
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
-            self._requests.say(AdapterFreed(adapter))
+            self._requests.send(AdapterFreed(adapter))
 
     def _adapter_read(self, event: AdapterRead, now: float) -> None:
         if not self._residency.transfers.is_read(event.adapter):
@@ -160,7 +160,7 @@ class Replica:
             status = 400 if event.is_at_fault else 503
             error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
             self._fail_waiting_for(node, error, now)
-            self._kept.forget(event.adapter)
+            self._pinned.forget(event.adapter)
             self._residency.abandon_load(node)
         self._wake(now)
 
@@ -179,7 +179,7 @@ class Replica:
                 elif sequence.stage is LOADING:
                     self._held.put_back(sequence, now)
             if node.is_adapter:
-                self._kept.forget(node.adapter)
+                self._pinned.forget(node.adapter)
             self._residency.abandon_load(node)
             self._residency.discard(node)
         self._wake(now)
@@ -223,7 +223,7 @@ class Replica:
             self._waiting.forget(adapter)
             if self._merging is not None:
                 self._merging.forget(adapter)
-            self._requests.say(AdapterFreed(adapter))
+            self._requests.send(AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
 
@@ -231,20 +231,20 @@ class Replica:
         """Ask to be woken after an interval, while there is anything to watch."""
         if self._requests.by_id or self._swapper.may_bring_in:
             self._timer_is_set = True
-            self._requests.say(SetTimer(now + self._config.cache.interval_s))
+            self._requests.send(SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
     def _start_next(self, now: float) -> bool:
         """Start what can start now; whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
-        if len(self._kept):
-            self._kept.pin(len(self._waiting))
+        if len(self._pinned):
+            self._pinned.pin(len(self._waiting))
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
         # Whatever runs beside compute starts before a step does.
-        if len(self._kept):
-            self._kept.bring(now)
+        if len(self._pinned):
+            self._pinned.bring(now)
         self._swapper.use_idle_lane(now)
         copies = self._residency.start_transfers()
         if self._cold is not None:
@@ -256,7 +256,7 @@ class Replica:
         elif not in_flight:
             if self._merging is not None and self._merging.is_stuck():
                 return True
-            if len(self._kept) and self._kept.give_way(len(self._waiting)):
+            if len(self._pinned) and self._pinned.give_way(len(self._waiting)):
                 return True
         return bool(rows) and len(in_flight) < depth
 
@@ -294,7 +294,7 @@ class Replica:
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
                 self._requests.note_ready(sequence, now, self._cold.mode_of(sequence))
-        self._requests.say(run_step(step, rows, merged, awaits, cpu))
+        self._requests.send(run_step(step, rows, merged, awaits, cpu))
 
     def _step_done(self, event: StepDone, now: float) -> None:
         oldest = self._num_steps - len(self._in_flight) + 1

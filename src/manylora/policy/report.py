@@ -1,4 +1,4 @@
-"""What a replica says of itself: snapshots for metrics and figures, and reports for a cluster's router."""
+"""The reports of a replica: snapshots for metrics and figures, and reports for a cluster's router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manylora.types import BASE, AdapterId
 
 
 class ClusterReport:
-    """Reads reports of one replica's parts."""
+    """The reports of one replica for its router."""
 
     def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
         self._residency = residency
@@ -29,11 +29,11 @@ class ClusterReport:
         self._held = held
         self._waiting = waiting
         self._seq = 0
-        self._told: dict[AdapterId, int] = {}  # but NOWHERE
+        self._reported: dict[AdapterId, int] = {}  # but NOWHERE
         self._num_preemptions = 0
 
     def read(self, is_full: bool) -> Status:
-        """The state of this moment; the first report is a full one."""
+        """Return the present state; the first report is a full one."""
         residency, changes = self._residency, self._residency.changes
         is_full = is_full or not changes.is_on
         self._seq += 1
@@ -50,7 +50,7 @@ class ClusterReport:
         before, self._num_preemptions = self._num_preemptions, self._held.num_preemptions
         token_s, page_in_s, page_read_s = residency.rates.learnt()
         device = residency.device
-        # What left last was worth that much a second, for as long as such things keep their worth.
+        # The value a second of the node that left last, over the time in which KV keeps its value.
         value = residency.last_value
         page_price_s = 0.0 if value is None else REUSE_S * math.exp(min(value, 0.0))
         return Status(
@@ -73,19 +73,19 @@ class ClusterReport:
 
     def _all(self) -> tuple[tuple[AdapterId, int], ...]:
         found = ((adapter, self._tier(adapter)) for adapter in self._tree.adapters())
-        self._told = {adapter: tier for adapter, tier in found if tier != NOWHERE}
-        return tuple(sorted(self._told.items()))
+        self._reported = {adapter: tier for adapter, tier in found if tier != NOWHERE}
+        return tuple(sorted(self._reported.items()))
 
     def _moved(self, adapters: set[AdapterId]) -> tuple[tuple[AdapterId, int], ...]:
         moved = []
         for adapter in sorted(adapters):
             tier = self._tier(adapter)
-            if tier != self._told.get(adapter, NOWHERE):
+            if tier != self._reported.get(adapter, NOWHERE):
                 moved.append((adapter, tier))
                 if tier == NOWHERE:
-                    del self._told[adapter]
+                    del self._reported[adapter]
                 else:
-                    self._told[adapter] = tier
+                    self._reported[adapter] = tier
         return tuple(moved)
 
     def _tier(self, adapter: AdapterId) -> int:
@@ -96,7 +96,7 @@ class ClusterReport:
 
 
 class Gauges:
-    """Reads snapshots of one replica's parts."""
+    """The snapshots of one replica's gauges."""
 
     def __init__(
         self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: MergeState | None
@@ -106,10 +106,10 @@ class Gauges:
         self._held = held
         self._waiting = waiting
         self._merging = merging
-        self._told_busy: frozenset[AdapterId] = frozenset()
+        self._busy_before: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
-        """The gauges of this moment. O(requests + adapters told of)."""
+        """Return the present gauges. O(requests + adapters reported)."""
         running = collections.Counter[AdapterId]()
         waiting = collections.Counter(self._waiting.num_by_adapter)
         for sequence in self._held.admitted:
@@ -149,10 +149,10 @@ class Gauges:
     def _chosen(self, which: Which, busy: Iterable[AdapterId]) -> Iterable[AdapterId]:
         if which == "all":
             return [BASE, *self._tree.adapters()]
-        before, self._told_busy = self._told_busy, frozenset(busy)
+        before, self._busy_before = self._busy_before, frozenset(busy)
         # Requests of an adapter that is gone have gone before it.
         gone = {adapter for adapter in before if not self._tree.has(adapter)}
-        return {BASE} | self._tree.take_changed() | self._told_busy | (before - gone)
+        return {BASE} | self._tree.take_changed() | self._busy_before | (before - gone)
 
     def _use(
         self,

@@ -73,7 +73,7 @@ class Requests:
         """Append what residency has decided since the last call."""
         self.commands += self._residency.collect()
 
-    def say(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Append a command, behind what residency has decided before."""
         self.collect()
         self.commands.append(command)
@@ -104,7 +104,7 @@ class Requests:
         if error is None and not is_resumed:
             error = self._admission.refusal()
         if error is not None:
-            self.say(Reject(request.id, error))
+            self.send(Reject(request.id, error))
             return
         num_tokens, arrived_s = self._most_tokens(request), now - event.waited_s
         state = RequestState(
@@ -318,7 +318,7 @@ class Requests:
             # No room: it waits in its place and finds the prompt's full pages in the tree.
             self._waiting.put_back(child)
         elif copy is not None:
-            self.say(CopyPages((copy,)))
+            self.send(CopyPages((copy,)))
         self._take_token(child, token, (parent.id, index), now)
 
     def _take_token(
@@ -359,7 +359,7 @@ class Requests:
     ) -> None:
         """End a sample, once, in whatever stage it is."""
         state.end_sample(sample)
-        self.say(Finish(state.request.id, sample, reason, error))
+        self.send(Finish(state.request.id, sample, reason, error))
         sequence = state.sequences.get(sample)
         # Sample 0 computes the prompt for all: it runs on unannounced while others have yet to fork off it.
         if sequence is not None and not (state.open_samples and sequence.num_forks):
@@ -367,7 +367,7 @@ class Requests:
         if not state.open_samples:
             self._forget(state, now)
             if state.is_leaving:
-                self.say(Released(state.id, state.attempt, tuple(state.positions)))
+                self.send(Released(state.id, state.attempt, tuple(state.positions)))
         elif state.later and not state.sequences and not state.is_leaving:
             self._queue_later(state)
 
@@ -390,7 +390,7 @@ class Requests:
             self._held.release(sequence, now)
             self.collect()
         if sequence.forget_executor():
-            self.say(EndSequence(sequence.id))
+            self.send(EndSequence(sequence.id))
 
     # ------------------------------------------------------------ hand-over to another replica
 
@@ -398,7 +398,7 @@ class Requests:
         """Stop a request, which another replica goes on with; it is released when its last step has ended."""
         state = self.by_id.get(event.request)
         if state is None or state.attempt != event.attempt:
-            self.say(Released(event.request, event.attempt))
+            self.send(Released(event.request, event.attempt))
         elif not state.is_leaving:
             state.is_leaving = True
             self._leaving[state.id] = state
@@ -416,4 +416,4 @@ class Requests:
         """End this attempt at the request; it gets no more news here."""
         positions = tuple(state.position_of(sample) for sample in range(state.request.params.n))
         self._forget(state, now)
-        self.say(Released(state.id, state.attempt, positions))
+        self.send(Released(state.id, state.attempt, positions))

@@ -1,7 +1,7 @@
-"""What sequences hold: admission, growth, release and preemption.
+"""The pages that sequences hold: admission, growth, release and preemption.
 
-A reservation is all-or-nothing, and committed or cancelled. Owns the admitted sequences and their page tables;
-where pages come from is ``residency``'s, and what runs is ``batching``'s and ``replica``'s.
+A reservation is all-or-nothing, and committed or cancelled. Owns the admitted sequences and their page tables.
+``residency`` provides the pages; ``batching`` and ``replica`` decide what runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from manylora.types import PageId
 
 
 class Growth(enum.Enum):
-    """Whether a sequence got its next pages: now, not yet (they are on their way), or not at all."""
+    """The outcome of a request for more pages: now, soon (they are on their way), or not at all."""
 
     DONE = "done"
     SOON = "soon"
@@ -31,9 +31,12 @@ class Growth(enum.Enum):
 
 @dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make
 class Reservation:
-    """What a waiting sequence needs to start: nodes that it reuses, of which the deepest is pinned, ``missing``
-    those of them that only the host has; own pages, for the first ``num_tokens`` that it computes; pages for its
-    adapter."""
+    """The needs of a waiting sequence to start.
+
+    ``path``: nodes that it reuses, of which the deepest is pinned; ``missing``: the nodes among them that only
+    the host has. ``own_pages``: for the first ``num_tokens`` that it computes. ``adapter_pages``: for its
+    adapter, if that is absent.
+    """
 
     root: Node
     path: list[Node]
@@ -45,12 +48,12 @@ class Reservation:
 
     @property
     def kv_pages(self) -> int:
-        """Device pages for KV that must be free when it is committed."""
+        """Device pages for KV that must be free at the commit."""
         return self.own_pages + len(self.missing)
 
 
 class Reservations:
-    """Sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
+    """The sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
     def __init__(self, config: PolicyConfig, residency: Residency, waiting: WaitingQueue) -> None:
         self._config = config
@@ -62,33 +65,36 @@ class Reservations:
         self.admitted: list[Sequence] = []
         self.num_loading = 0  # of them
         self.num_paused = 0
-        """Of them, how many may not run for the moment; these give way before others."""
+        """How many admitted sequences may not run for the moment; they are preempted before others."""
         self.is_short = False
-        """Whether one of them found no page for the step that was composed last."""
+        """Whether an admitted sequence found no page for the step that was composed last."""
 
     @property
     def num_preemptions(self) -> int:
-        """How many sequences were preempted so far."""
+        """The number of preemptions so far."""
         return self._residency.counters.preemptions
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that this many tokens fill, the last perhaps partly."""
+        """Return how many pages the tokens fill, the last perhaps partly."""
         return -(-num_tokens // self._config.page_tokens)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether a step in flight has a row of it."""
+        """Return whether a step in flight has a row of the sequence."""
         return not self._residency.device.has_ended(sequence.last_step)
 
     def still_loading(self) -> list[Sequence]:
-        """Those that wait for what is on its way, but for those that have a row meanwhile."""
+        """Return the loading sequences without a row in flight."""
         loading = [s for s in self.admitted if s.stage is SEQUENCE_LOADING]
         return [sequence for sequence in loading if not self.is_in_flight(sequence)]
 
     # ------------------------------------------------------------ taking
 
     def match(self, sequence: Sequence) -> list[Node]:
-        """Cached KV that the sequence can reuse, in either tier. Its last known token is always computed, and so
-        are tokens whose logits tell of the prompt what is asked for and not known."""
+        """Return the cached KV that the sequence can reuse, in either tier.
+
+        Its last known token is always computed, and so are prompt tokens whose log-probabilities are asked for
+        and not known.
+        """
         if not self._residency.policy.keeps_prefixes:
             return []
         size, state = self._config.page_tokens, sequence.state
@@ -96,14 +102,15 @@ class Reservations:
         return self._tree.match(sequence.adapter, sequence.page_keys(size), most // size)
 
     def _reserve(self, sequence: Sequence, first_chunk: int) -> Reservation:
-        """What it takes for the sequence to start with up to ``first_chunk`` tokens; pins what it reuses, and
-        keeps of it what was leaving.
+        """Make a reservation to start with up to ``first_chunk`` tokens.
+
+        Pin the nodes that the sequence reuses, and cancel their evictions.
         """
         residency, page_tokens = self._residency, self._config.page_tokens
         root = self._tree.node(sequence.adapter)
         sequence.lengthen(self._config.long_from)
         path = self.match(sequence)
-        residency.rescue(path)
+        residency.cancel_evictions(path)
         missing = [node for node in path if node.residence is ABSENT]
         if not residency.offload.is_copy_cheaper(missing):
             path = [*itertools.takewhile(lambda node: node.residence is not ABSENT, path)]
@@ -140,13 +147,13 @@ class Reservations:
         return True
 
     def _commit(self, sequence: Sequence, reservation: Reservation, now: float) -> None:
-        """The sequence holds what was reserved for it; what has to come is on its way."""
+        """Give the sequence its reservation, and start the copies that it needs."""
         residency, path, missing = self._residency, reservation.path, reservation.missing
         root, deepest = reservation.root, reservation.deepest
         self._count_hits(root, path, len(sequence.tokens))
         residency.load(now, [root, *missing] if reservation.adapter_pages else missing, "demand")
-        # What was about to leave below a node that is loading can be kept as well.
-        residency.rescue(path)
+        # Standby nodes below a node that is loading now can be recalled as well.
+        residency.cancel_evictions(path)
         residency.visits.matched(deepest, now)
         residency.part(deepest)
         own_pages = residency.take(reservation.own_pages)
@@ -157,10 +164,11 @@ class Reservations:
         self.start_if_ready(sequence)
 
     def make_room_for_queue(self, budget: int, now: float) -> None:
-        """The first in line waits for pages: have those behind it wait for the same copies, not for their own
-        after it.
+        """Start evictions for as many waiting sequences as the next step could admit, as the first of them
+        finds no room.
 
-        For as many together as ``budget`` tokens, the limit of sequences and the pool let in.
+        So they wait for the same copies, not for their own one after the other. ``budget``: tokens that the
+        step has left.
         """
         residency = self._residency
         if residency.marks is not None or not residency.policy.keeps_prefixes:
@@ -207,7 +215,7 @@ class Reservations:
             counters.adapter_misses += 1
 
     def start_if_ready(self, sequence: Sequence) -> bool:
-        """Let a loading sequence run if all it reuses is resident."""
+        """Let a loading sequence run if all that it reuses is resident; return whether it runs."""
         assert sequence.node is not None
         if self._tree.keeps_dependencies and sequence.node.residence is not RESIDENT:
             return False  # one look suffices: whatever is resident has a resident parent
@@ -221,10 +229,10 @@ class Reservations:
         return True
 
     def admit_fork(self, child: Sequence, parent: Sequence, now: float) -> tuple[PageId, PageId] | None:
-        """Give a fork its parent's full pages and a copy of the partial one.
+        """Give a fork its parent's full pages and a copy of the partial page.
 
-        Returns the (source, destination) to copy, or None when no page could be had (``child`` then holds
-        nothing) or no copy is needed; ``child.node`` tells the two apart.
+        Return the (source, destination) to copy. None: no copy is needed or, if ``child.node`` is None, there
+        was no page and the child holds nothing.
         """
         assert parent.node is not None
         is_partial = child.num_prompt % self._config.page_tokens != 0
@@ -237,12 +245,12 @@ class Reservations:
         return (parent.pages[parent.num_shared], own[0]) if own else None
 
     def begin_step(self) -> None:
-        """A step is about to be composed."""
+        """Reset the accounts of one step before it is composed."""
         self._promised = 0
         self.is_short = False
 
     def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
-        """Make room for the next ``num_tokens``, preempting others if that is what it takes."""
+        """Make room for the next ``num_tokens``, preempting others if needed."""
         num_tokens += sequence.num_scheduled
         if num_tokens <= len(sequence.pages) * self._config.page_tokens:
             return Growth.DONE
@@ -260,8 +268,8 @@ class Reservations:
         return Growth.DONE
 
     def _victim(self) -> Sequence:
-        """The admitted sequence to be preempted: a paused one where there is any; of the largest priority, then of
-        the client that was served most, the newest."""
+        """Return the admitted sequence to preempt: the newest of the largest priority number and the client
+        served most, and only among paused sequences if there are any."""
         among = self.admitted
         if self.num_paused:
             among = [sequence for sequence in among if sequence.paused_s is not None]
@@ -276,36 +284,35 @@ class Reservations:
     # ------------------------------------------------------------ pausing
 
     def pause(self, sequence: Sequence, now: float) -> None:
-        """An admitted sequence keeps what it holds, and has no row until it is resumed."""
+        """Pause an admitted sequence: it keeps its pages, and gets no row until it is resumed."""
         if sequence.paused_s is None:
             sequence.pause(now)
             self.num_paused += 1
 
     def resume(self, sequence: Sequence, now: float) -> None:
-        """The sequence may have rows again, if it was paused."""
+        """Let a paused sequence have rows again."""
         if sequence.paused_s is not None:
             self._residency.counters.paused(now - sequence.paused_s)
             sequence.resume()
             self.num_paused -= 1
 
     def displace(self, sequence: Sequence, now: float) -> None:
-        """An admitted sequence gives its slot to another and waits again, in its place."""
+        """Send an admitted sequence back to the queue, so that another takes its slot."""
         assert sequence.node is not None
         self._residency.note("displace", sequence.node, "others go first")
         self.put_back(sequence, now)
 
     def path_of(self, sequence: Sequence) -> list[Node]:
-        """The KV nodes that a sequence uses, or could use if it waits; parents first."""
+        """Return the KV nodes that a sequence uses, or could use if it waits; parents first."""
         if sequence.node is not None:
             return path_to(sequence.node)
         keys = sequence.page_keys(self._config.page_tokens)
         return self._tree.match(sequence.adapter, keys, len(keys))
 
-    # ------------------------------------------------------------ letting go
+    # ------------------------------------------------------------ releasing
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Take everything back from an admitted sequence that ends. What it filled stays in the tree as cached
-        KV."""
+        """Take all pages back from an admitted sequence that ends. Full pages stay in the tree as cached KV."""
         self._release(sequence, now, now)
 
     def _release(self, sequence: Sequence, now: float, last_use: float) -> None:
@@ -318,12 +325,12 @@ class Reservations:
         if not residency.policy.keeps_prefixes:
             self._drop_unused(node, now)
         self.resume(sequence, now)
-        sequence.let_go()
+        sequence.release()
         self.num_loading -= sequence.stage is SEQUENCE_LOADING
         self.admitted.remove(sequence)
 
     def _drop_unused(self, node: Node, now: float) -> None:
-        """Keep nothing that no running request uses (the paper's S-LoRA baseline)."""
+        """Drop all nodes of the path that no running request uses (the paper's S-LoRA baseline)."""
         step: Node | None = node
         while step is not None and step.busy == 0:
             above = step.parent
@@ -336,8 +343,8 @@ class Reservations:
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Send an admitted sequence back to its place in the queue.
 
-        Its full pages stay as cached KV, which leaves by way of the host: it swaps out rather than computes
-        again, unless the cache policy finds computing cheaper.
+        Its full pages stay as cached KV. They leave by way of the host, so that they are swapped in later and
+        not computed again, unless the cache policy finds computing cheaper.
         """
         assert sequence.node is not None
         self._residency.counters.preemptions += 1
@@ -345,7 +352,7 @@ class Reservations:
         self.put_back(sequence, now)
 
     def put_back(self, sequence: Sequence, now: float) -> None:
-        """Take an admitted sequence's reservation; it waits again, in its place."""
+        """Take back an admitted sequence's pages; it waits again, in its place."""
         assert sequence.node is not None
         self._release(sequence, now, sequence.node.last_use)
         if sequence.forget_executor():
@@ -355,10 +362,10 @@ class Reservations:
     # ------------------------------------------------------------ filling
 
     def enter_full_pages(self, sequence: Sequence, now: float) -> None:
-        """Tokens were computed: pages that are full now enter the tree.
+        """Move pages that are full now into the tree.
 
-        Where an equal node is on the device already the sequence adopts its page and frees its own: the
-        values agree up to rounding, and every full page then belongs to the tree.
+        If an equal node is on the device already, the sequence adopts its page and frees its own. The values
+        agree up to rounding, and every full page then belongs to the tree.
         """
         size, residency, tree = self._config.page_tokens, self._residency, self._tree
         keys, node = sequence.page_keys(size), sequence.node

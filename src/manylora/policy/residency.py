@@ -1,8 +1,8 @@
-"""What lies where: how nodes leave the device and the host, and how they come back.
+"""The place of every node: how nodes leave the device and the host, and how they come back.
 
 Moves the tree, the page ledgers, the transfers and the candidates together, so that every page has one owner: a
-tier's ledger, a node, a sequence, or a copy in flight whose node has gone another way. Knows neither requests nor
-when the swapper wants to move something. What is decided is handed up by ``collect``, in order.
+tier's ledger, a node, a sequence, or a copy in flight that its node has disowned. Does not know requests, nor
+when the swapper wants to move a node. Its caller collects the commands by ``collect``, in order.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from manylora.reports import Counters
 from manylora.types import AdapterId, PageId
 
 
-class LentPages:
-    """Of the host's ledger ``pages``, which hears of the ends of such steps through this alone."""
+class PagesInUse:
+    """Host pages that steps in flight read. It alone reports the ends of such steps to the ledger ``pages``."""
 
     def __init__(self, pages: PageLedger) -> None:
         self._pages = pages
-        self._steps: dict[Node, int] = {}  # the last step that reads a node's
+        self._steps: dict[Node, int] = {}  # by node, the last step that reads its pages
 
-    def lend(self, node: Node, step: int) -> None:
-        """A step that begins reads the node's pages."""
+    def read_by(self, node: Node, step: int) -> None:
+        """Note that a step which begins reads the node's pages."""
         self._steps[node] = step
 
     def step_ended(self, step: int) -> None:
-        """Such a step has ended; steps end in their order."""
+        """Note the end of such a step; steps end in their order."""
         self._steps = {node: last for node, last in self._steps.items() if last > step}
         self._pages.step_ended(step)
 
     def release(self, node: Node, pages: tuple[PageId, ...]) -> None:
-        """The node gives up these; others get them when no step reads them any more."""
+        """Free pages of the node, once no step reads them any more."""
         step = self._steps.get(node)
         if step is None:
             self._pages.release(pages)
@@ -63,19 +63,19 @@ class LentPages:
 
 
 class Residency:
-    """Nodes in two tiers. ``start_transfers`` must follow whatever queued copies."""
+    """The nodes in two tiers. ``start_transfers`` must follow any call that queues copies."""
 
     def __init__(self, config: PolicyConfig, policy: CachePolicy | None = None) -> None:
-        """``policy``: instead of the one that the config names."""
+        """``policy``: to use instead of the policy that the config names."""
         self.policy = policy or find_cache(config.cache.policy)
         self.tree = DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
-        self.lent = LentPages(self.host)
+        self.in_use = PagesInUse(self.host)
         self.transfers = Transfers(config.cold_start.num_groups)
         self.changes = Changes(config.page_tokens)
         self.last_value: float | None = None
-        """Of what left the device last for want of room, where the policy ``prices_pages``."""
+        """The value of the node that left the device last for want of room, if the policy ``prices_pages``."""
         self.rates = Rates(config.page_bytes, config.page_tokens)
         self.offload = self.policy.offload(self.rates)
         self.marks = self.policy.marks(config.cache, config.num_pages)
@@ -88,7 +88,7 @@ class Residency:
         )
         part = self.policy.adapter_pages(config)
         self.has_parts = part is not None
-        """Whether the device's pages are parted: some are for adapters, the rest for KV."""
+        """Whether the device has one part for adapters and another for KV."""
         self.adapter_limit = config.num_pages if part is None else part
         self.turns = KvTurns(self.policy.keeps_turns)
         signals = Signals(config.cache, self.visits, self.rates, self.counters, self.turns)
@@ -103,16 +103,16 @@ class Residency:
         self._decided: list[Command] = []
 
     def collect(self) -> list[Command]:
-        """What was decided since the last time, in order."""
+        """Return the commands decided since the last call, in order."""
         decided, self._decided = self._decided, []
         return decided
 
     def decide(self, command: Command) -> None:
-        """Something that a part above decides in the course of it, in its place among the rest."""
+        """Add a command of a part above, in its place among the others."""
         self._decided.append(command)
 
     def note(self, action: str, node: Node, reason: str, value: float | None = None) -> None:
-        """Say what was decided, where it is traced."""
+        """Add a decision to the trace, if there is one."""
         if self._traces:
             self._decided.append(Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
 
@@ -124,7 +124,7 @@ class Residency:
             self.changes.moved(node.adapter)
         if leaf is not None:
             self.candidates.offer(leaf)
-        # Without a copy on the host it is at most a candidate to leave.
+        # Without a host copy the node can only be a candidate to leave.
         if node.host is HELD or (residence is RESIDENT and node.busy == 0):
             self.candidates.offer(node)
 
@@ -135,28 +135,28 @@ class Residency:
         self.candidates.offer(node)
 
     def unpin(self, node: Node, last_use: float) -> None:
-        """Let go of a node that a sequence or a reservation has pinned; its path was used until then."""
+        """Unpin a node for a sequence or a reservation; its path was used until ``last_use``."""
         for idle in self.tree.unpin(node, last_use):
             self.candidates.offer(idle)
 
     def forget_visits(self, now: float) -> None:
-        """Visits that have left the window count no more."""
+        """Drop the visits that have left the window."""
         for node in self.visits.expire(now):
             self.candidates.offer(node)
 
     def source_of(self, adapter: AdapterId) -> str | None:
-        """Where an adapter would come from: "host" or "files"; None where it is on the device."""
+        """Return where an adapter would come from: "host" or "files"; None if it is on the device."""
         root = self.tree.node(adapter)
         return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
     def insert(self, parent: Node, key: PageKey, now: float, begins_turn: bool) -> Node:
-        """A KV node under ``parent``: absent, in neither tier, for the caller to fill at once."""
+        """Insert a KV node under ``parent``, in neither tier; the caller fills it at once."""
         node = self.tree.insert(parent, key, now)
         self._offer_all(self.turns.add(node, begins_turn))
         return node
 
     def part(self, node: Node) -> None:
-        """A sequence goes on below this node with what it computes itself."""
+        """End a turn at this node: a sequence goes on below it with pages of its own."""
         self._offer_all(self.turns.part(node))
 
     def _offer_all(self, nodes: Sequence[Node]) -> None:
@@ -167,11 +167,11 @@ class Residency:
 
     @property
     def pages_used(self) -> int:
-        """Device pages that are neither free nor about to be."""
+        """Device pages that are neither free nor becoming free."""
         return self.device.num_used - self.tree.offloading_pages
 
     def num_free(self, for_adapters: bool) -> int:
-        """Pages that an adapter, or KV, could take at once."""
+        """Return how many pages an adapter, or KV, could take at once."""
         device = self.device
         free = device.num_free
         if not self.has_parts:
@@ -182,14 +182,15 @@ class Residency:
         return min(free, device.num_pages - self.adapter_limit - used)
 
     def num_coming(self, for_adapters: bool) -> int:
-        """Pages that are free, or become so by themselves: offloads in flight, and the step's end."""
+        """Return how many pages are free, or become free by themselves: by offloads in flight, or the step's
+        end."""
         device, leaving = self.device, self.tree.offloading_pages
         if self.has_parts:
             return self.num_free(for_adapters) + leaving + device.num_deferred
         return device.num_pages - device.num_used + leaving
 
     def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
-        """Whether so many pages can become free while no sequence lets go of any."""
+        """Return whether the pages can become free while all sequences keep theirs."""
         tree, for_kv = self.tree, self.num_coming(for_adapters=False)
         if not self.has_parts:
             return for_kv + tree.evictable_pages >= kv_pages + adapter_pages
@@ -197,11 +198,12 @@ class Residency:
         return for_adapters >= adapter_pages and for_kv + tree.idle_kv_pages >= kv_pages
 
     def will_provide(self, kv_pages: int) -> bool:
-        """Whether so many pages will be free when those that are on their way have come."""
+        """Return whether the pages will be free when the transfers in flight have ended."""
         return self.num_coming(for_adapters=False) >= kv_pages
 
     def provide(self, now: float, kv_pages: int, adapter_pages: int = 0) -> bool:
-        """Whether so many pages are free. Where they are not, starts what will free them, as far as can be."""
+        """Return whether the pages are free; if not, start the evictions that will free them, as far as
+        possible."""
         if not self.has_parts:
             count = kv_pages + adapter_pages
             return self.device.num_free >= count or self._provide(now, count, for_adapters=False)
@@ -214,11 +216,11 @@ class Residency:
         return self.num_free(for_adapters) >= count
 
     def shrink(self, now: float, num_pages: int, reason: str) -> list[Node]:
-        """Send nodes away until at most so many pages are used; returns those nodes."""
+        """Evict nodes until at most ``num_pages`` pages are used; return these nodes."""
         return self._make_room(now, self.device.num_pages - num_pages, False, reason)
 
     def _make_room(self, now: float, count: int, for_adapters: bool, reason: str) -> list[Node]:
-        """Send nodes away until so many pages are free or about to be, as far as there are candidates."""
+        """Evict nodes until ``count`` pages are free or becoming free, as far as there are candidates."""
         sent: list[Node] = []
         if self.num_coming(for_adapters) >= count:
             return sent
@@ -237,28 +239,29 @@ class Residency:
         return sent
 
     def _with_turn(self, node: Node) -> Iterator[Node]:
-        """A node that leaves the device, and what of its turn can leave after it, deepest first."""
+        """Yield a node that leaves the device, then the nodes of its turn that can leave with it, deepest
+        first."""
         yield node
         for other in [*reversed(self.turns.of(node))]:
             if other is not node and self.tree.may_leave(other):
                 yield other
 
     def take(self, count: int) -> tuple[PageId, ...]:
-        """Device pages that ``provide`` has freed."""
+        """Take device pages that ``provide`` has freed."""
         return self.device.take(count)
 
     # ------------------------------------------------------------ leaving the device
 
     def evict(self, now: float, node: Node, reason: str, value: float | None = None) -> None:
-        """Send a candidate away: at once where the host has a copy, else by way of one, else for good.
+        """Evict a candidate: at once if the host has a copy, else after a copy to the host.
 
-        For good, too, where KV is not worth the copy.
+        Drop it if the host has no room, or if KV is not worth the copy.
         """
         if node.host is HELD:
             self._leave_device(node)
             self.note("evict", node, reason, value)
         elif node.host is FILLING and not node.is_adapter:
-            # A save was begun, the node was kept meanwhile, and now is not after all.
+            # A save had begun, the node was recalled, and now it leaves after all.
             self._set_device(node, OFFLOADING, node.pages)
             self.note("save", node, reason, value)
         elif node.parent is not None and self._should_offload(node, now) and self._provide_host(now, 1):
@@ -272,7 +275,7 @@ class Residency:
         return self.offload.pays(node, now)
 
     def _leave_device(self, node: Node) -> None:
-        """Free the device pages of a node whose contents are safe, or not wanted."""
+        """Free the device pages of a node whose contents are on the host, or not wanted."""
         pages = node.pages
         self._set_device(node, ABSENT, ())
         # An aborted request's rows may still be in the step in flight.
@@ -280,7 +283,7 @@ class Residency:
         self._has_left(node)
 
     def _has_left(self, node: Node) -> None:
-        """Count and announce a node whose contents have left the device."""
+        """Count and command the eviction of a node whose contents have left the device."""
         if node.parent is None:
             self.counters.adapter_evictions += 1
             self._decided.append(EvictAdapter(node.adapter))
@@ -292,13 +295,13 @@ class Residency:
         self._write(node)
 
     def _write(self, node: Node) -> None:
-        """Start a KV node's copy to the host, for which there is room."""
+        """Start a KV node's copy to the host, which has room."""
         self._set_host(node, FILLING, self.host.take(1))
         self.offload.offloaded()
         self.transfers.queue(node, to_device=False)
 
     def _lose(self, node: Node) -> None:
-        """Drop a node that nothing can bring back from the host, with what cannot be used without it."""
+        """Drop a node without a host copy, with the nodes that cannot be used without it."""
         if not node.children or self.policy.loses_kv_with(node.is_adapter):
             self.discard(node)
             return
@@ -309,9 +312,10 @@ class Residency:
             self.changes.lost(node)
 
     def discard(self, root: Node) -> None:
-        """Take a node and all below it out of both tiers. None of them is pinned; an adapter stays known."""
+        """Take a node and all nodes below it out of both tiers. None of them is pinned; an adapter stays
+        known."""
         for node in reversed(subtree(root)) if root.children else (root,):
-            self._let_go(node)
+            self._release(node)
             if node.parent is not None and not node.is_dropped:
                 self.counters.history_drops += 1
                 self._remove(node)
@@ -325,15 +329,15 @@ class Residency:
             self.turns.forget(step)
             step = step.parent
         if above.host is HELD or self.turns.kept:
-            # A leaf of both tiers, perhaps; as one of the device it was offered before, but for its turn's size.
+            # It may be a leaf of both tiers now. A leaf of the device was offered before, but its turn has shrunk.
             self.candidates.offer(above)
 
-    def _let_go(self, node: Node) -> None:
-        """Give up the node's pages in both tiers; what a copy still touches is the copy's until it ends."""
+    def _release(self, node: Node) -> None:
+        """Free the node's pages in both tiers; a copy in flight owns the pages that it still touches."""
         pages, host_pages = node.pages, node.host_pages
         move = self.transfers.disown(node)
         if move is not None:
-            # It may own device pages already: those of a save whose node was abandoned while it loaded.
+            # It may own device pages already: of a save whose node was abandoned while it loaded.
             move.owns_pages |= bool(pages)
             move.owns_host_pages |= bool(host_pages)
         was_there = node.residence is RESIDENT
@@ -344,14 +348,14 @@ class Residency:
         if host_pages:
             self._set_host(node, NO_COPY, ())
             if move is None:
-                self.lent.release(node, host_pages)
+                self.in_use.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
     # ------------------------------------------------------------ the host
 
     def _provide_host(self, now: float, count: int) -> bool:
-        """Free host pages, dropping what the host can best do without."""
+        """Free host pages by dropping the copies of least value; return whether there are enough."""
         if self.host.num_free >= count:
             return True
         if count > self.host.num_pages:
@@ -370,20 +374,21 @@ class Residency:
         return self.host.num_free >= count
 
     def leave_host(self, node: Node, value: float | None = None) -> None:
-        """Drop the host's copy."""
+        """Drop the host's copy of a node."""
         self.counters.host_evictions += 1
         self.note("drop-host", node, "host is full", value)
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.lent.release(node, pages)
+        self.in_use.release(node, pages)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
 
-    # ------------------------------------------------------------ coming
+    # ------------------------------------------------------------ entering the device
 
-    def rescue(self, path: Iterable[Node]) -> None:
-        """Keep the nodes of a path, parents first, that are about to leave and whose parents stay."""
+    def cancel_evictions(self, path: Iterable[Node]) -> None:
+        """Cancel the evictions of nodes on ``path`` (parents first) whose parents are on the device, or
+        loading."""
         for node in path:
             if node.residence is not OFFLOADING:
                 continue
@@ -395,7 +400,7 @@ class Residency:
                 self.tree.mark_landed(node)
 
     def load(self, now: float, nodes: Iterable[Node], reason: str, value: float | None = None) -> None:
-        """Bring absent nodes, parents first, into pages that ``provide`` has freed."""
+        """Load absent nodes, parents first, into pages that ``provide`` has freed."""
         for node in nodes:
             if reason == "demand" and not node.is_adapter:
                 self.offload.came_back(1)
@@ -408,7 +413,7 @@ class Residency:
                 self.read(now, node, reason)
 
     def read(self, now: float, node: Node, reason: str) -> None:
-        """Read an adapter from its source: to the host where it finds room, else to the device at once."""
+        """Read an adapter from its source: to the host if that has room, else directly to the device."""
         self.note("read", node, reason)
         self.counters.adapter_reads += 1
         goes_to_host = self._provide_host(now, node.num_pages)
@@ -419,22 +424,22 @@ class Residency:
         self._decided.append(self.transfers.read(node, to_device=not goes_to_host))
 
     def entering_with(self, node: Node) -> list[Node]:
-        """A node that may come to the device, and what of its turn comes with it, parents first."""
+        """Return a node that may enter the device with the nodes of its turn that enter too, parents first."""
         turn = self.turns.of(node)
         if not self.tree.keeps_dependencies:
             return [each for each in turn if _can_come(each)]
         return [*itertools.takewhile(_can_come, turn[node.depth - turn[0].depth :])]
 
     def start_transfers(self) -> list[SwapPages]:
-        """Start the copies that were queued; returns them."""
+        """Start the queued copies, and return them."""
         started = self.transfers.flush()
         self._decided += started
         return started
 
     def fill(self, node: Node, pages: tuple[PageId, ...], now: float) -> bool:
-        """A running sequence has computed this page: it becomes the node's, unless the node has its own.
+        """Give the node a page that a running sequence has computed, unless the node has one.
 
-        Whether the sequence's page was taken; if not, it is to use the node's.
+        Return whether the page was taken; if not, the sequence must use the node's page.
         """
         if node.residence is OFFLOADING or node.has_landed:
             self._set_device(node, RESIDENT, node.pages)
@@ -445,7 +450,7 @@ class Residency:
         if node.residence is LOADING:
             move = self.transfers.disown(node)
             assert move is not None, "a loading node has a copy in flight"
-            move.owns_pages = True  # what is coming is not wanted
+            move.owns_pages = True  # the copy is not needed any more
         self._set_device(node, RESIDENT, pages)
         self._land_children(node)
         if self.policy.writes_through and node.host is NO_COPY and self._provide_host(now, 1):
@@ -453,10 +458,10 @@ class Residency:
             self._write(node)
         return True
 
-    # ------------------------------------------------------------ what has come, or has not
+    # ------------------------------------------------------------ ends of transfers
 
     def read_ended(self, event: AdapterRead) -> Node | None:
-        """A read has ended; returns the adapter's node where that leaves a loading one without contents."""
+        """Take a read's end; return the adapter's node if the read failed and the node is loading."""
         read = self.transfers.read_ended(event.adapter)
         node = read.node
         if event.ok:
@@ -471,11 +476,11 @@ class Residency:
         if not read.to_device:
             pages = node.host_pages
             self._set_host(node, NO_COPY, ())
-            self.lent.release(node, pages)
+            self.in_use.release(node, pages)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: CopyDone) -> list[Node]:
-        """A copy has landed or failed; returns the nodes whose contents did not come."""
+        """Take a copy's end; return the nodes whose contents did not arrive."""
         moves = self.transfers.copy_ended(event.copy)
         if moves:
             self._count_copy(moves, event)
@@ -495,7 +500,7 @@ class Residency:
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self.lent.release(node, move.host_pages)
+                self.in_use.release(node, move.host_pages)
         return failed
 
     def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
@@ -506,7 +511,7 @@ class Residency:
             self.counters.copied(num_pages, event.copy_s, to_device)
 
     def _saved(self, node: Node, ok: bool) -> None:
-        """A copy to the host has ended: a node that still wants to leave does."""
+        """Take the end of a copy to the host; a node that is offloading leaves the device."""
         if ok:
             self._set_host(node, HELD, node.host_pages)
             if node.residence is OFFLOADING:
@@ -514,12 +519,12 @@ class Residency:
             return
         pages = node.host_pages
         self._set_host(node, NO_COPY, ())
-        self.lent.release(node, pages)
+        self.in_use.release(node, pages)
         if node.residence is OFFLOADING:
             self._lose(node)
 
     def _land(self, node: Node) -> None:
-        """Make a loading node whose contents have come resident, once its parent is."""
+        """Make a loading node whose contents have landed resident, once its parent is."""
         if not self._is_parent_there(node):
             self.tree.mark_landed(node)
             return
@@ -527,7 +532,7 @@ class Residency:
         self._land_children(node)
 
     def _land_children(self, root: Node) -> None:
-        """Make what had landed below a node that has become resident resident too; others may enter.
+        """Make landed nodes below a node that became resident resident too; absent ones may enter.
 
         Goes down without recursion: a chain may have thousands of pages.
         """
@@ -548,7 +553,7 @@ class Residency:
         return node.parent.residence is RESIDENT
 
     def abandon_load(self, node: Node) -> None:
-        """What a loading node waited for will not come: it, and whatever below it is loading, is absent."""
+        """Make a node whose contents will not arrive absent, and all loading nodes below it."""
         for member in reversed(subtree(node)):
             if member.residence is not LOADING:
                 continue

@@ -1,7 +1,6 @@
 """Requests and sequences as the policy sees them.
 
-Owns the bookkeeping of tokens, pages and stages: every field of a request's state and of a sequence is written
-here and nowhere else. Decides nothing.
+Owns the bookkeeping of tokens, pages and stages. Decides nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MOST_SAMPLES = 128
 
 
 class Stage(enum.Enum):
-    """Where a sequence is in its life."""
+    """The stage of a sequence from arrival to end."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -34,7 +33,7 @@ WAITING: Final = Stage.WAITING
 LOADING: Final = Stage.LOADING
 RUNNING: Final = Stage.RUNNING
 LEAVING: Final = Stage.LEAVING
-"""It holds nothing and gets no step any more; its request is let go when those in flight have ended."""
+"""A stage without pages and without new steps; the request is released when the steps in flight have ended."""
 ENDED: Final = Stage.ENDED
 """Plain names: these are compared for every row of every step, and reading an Enum's member takes long."""
 
@@ -42,14 +41,15 @@ ENDED: Final = Stage.ENDED
 class RequestState:
     """A live request: its samples that have not ended yet, and limits resolved on arrival.
 
-    ``arrived_s``: when it first came, wherever that was. ``admitted``: its service has begun, here or elsewhere.
-    ``fresh``: samples without a token; they fork off the least of them, which computes the prompt. ``later``:
-    samples with tokens that have no sequence yet (``Replica``). Where log-probabilities of the prompt are asked
-    for, those of the tokens after its first ``num_scored`` positions are known, and of ``num_unscored`` are not.
+    ``arrived_s``: when it first came, wherever that was. ``admitted``: its service has begun, here or
+    elsewhere. ``fresh``: samples without a token; they fork off the least of them, which computes the prompt.
+    ``later``: samples with tokens that have no sequence yet (``Replica``). Where log-probabilities of the
+    prompt are asked for, those of the tokens after its first ``num_scored`` positions are known, and of
+    ``num_unscored`` are not.
     """
 
     __slots__ = (
-        "admitted", "arrived_s", "attempt", "fresh", "id", "is_admission_told", "is_leaving", "is_ready",
+        "admitted", "arrived_s", "attempt", "fresh", "id", "is_announced", "is_leaving", "is_ready",
         "is_resumed", "later", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
         "positions", "request", "sequences", "stop_ids",
     )  # fmt: skip
@@ -73,7 +73,7 @@ class RequestState:
         self.stop_ids = frozenset(request.stop_ids)
         self.attempt = attempt
         self.is_resumed = self.admitted = any(resume)
-        self.is_admission_told = False
+        self.is_announced = False
         self.is_ready = False
         self.is_leaving = False
         # Samples without a sequence yet are open too.
@@ -88,29 +88,31 @@ class RequestState:
         self.num_scored, self.num_unscored = (last, 0) if self.is_resumed else (0, last)
 
     def num_forks_of(self, sample: int) -> int:
-        """How many samples after this one are drawn with its first token."""
+        """Return how many other samples are drawn with this one's first token."""
         fresh = self.fresh
         return fresh[-1] - sample if fresh and fresh[0] == sample else 0
 
     def end_of(self, tokens: SequenceOf[int]) -> str | None:
-        """Why a sample with these tokens has ended, if it has."""
+        """Return why a sample with these tokens has ended, if it has."""
         if tokens and tokens[-1] in self.stop_ids and len(tokens) >= self.min_tokens:
             return "stop"
         return "length" if len(tokens) >= self.max_tokens else None
 
     def note_admission(self) -> bool:
-        """One of its sequences left the queue; whether that is the first time here."""
-        is_first, self.is_admission_told, self.admitted = not self.is_admission_told, True, True
+        """Note that a sequence left the queue; return whether it is the request's first here."""
+        is_first, self.is_announced, self.admitted = not self.is_announced, True, True
         return is_first
 
     def note_ready(self) -> bool:
-        """All that one of its sequences reuses is there; whether that is the first time."""
+        """Note that a sequence has all that it reuses; return whether it is the request's first."""
         is_first, self.is_ready = not self.is_ready, True
         return is_first
 
     def score(self, sequence: Sequence, step: int) -> bool:
-        """A step has computed a row of the sequence, which may have lost its pages meanwhile; whether more
-        log-probabilities are known by that."""
+        """Note a computed row of the sequence, which may have lost its pages meanwhile.
+
+        Return whether more log-probabilities of the prompt are known by that.
+        """
         start, end = sequence.scoring.pop(step, (0, 0))
         num_new = min(end - self.num_scored, self.num_unscored) if start <= self.num_scored else 0
         if num_new <= 0:
@@ -120,12 +122,12 @@ class RequestState:
         return True
 
     def end_sample(self, sample: int) -> None:
-        """No token of it is told of after this."""
+        """Close a sample; none of its later tokens is announced."""
         self.positions[sample] = self.position_of(sample)
         self.open_samples.remove(sample)
 
     def position_of(self, sample: int) -> int:
-        """How many tokens the sample has, or had when it ended."""
+        """Return how many tokens the sample has, or had when it ended."""
         sequence = self.sequences.get(sample)
         if sequence is None or sample not in self.open_samples:
             return self.positions[sample]
@@ -159,7 +161,7 @@ class Sequence:
         self.state = state
         self.sample = sample
         self.order = (state.arrived_s, state.order * _MOST_SAMPLES + sample)
-        """When it came, and what tells apart those of one moment; earlier is more urgent, preempted later."""
+        """The order of arrival; earlier sequences are admitted sooner and preempted later."""
         self.adapter: AdapterId = state.request.adapter
         self.tokens = tokens
         self.num_prompt = len(state.request.prompt)
@@ -202,32 +204,33 @@ class Sequence:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether a step has drawn a token for it, or will, since it was admitted."""
+        """Whether a step has drawn a token for the sequence since its admission, or will."""
         return self.num_pending > 0 or len(self.tokens) > self.num_at_admission
 
     @property
     def num_remaining(self) -> int:
-        """Tokens known, or soon known, that no step computes yet; 1 while decoding."""
+        """The tokens, known or soon known, that no step computes yet; 1 while decoding."""
         return len(self.tokens) + self.num_pending - self.num_scheduled
 
     @property
     def must_wait(self) -> bool:
-        """Whether it can go on only when the pending token has come: others fork off then, or it ends."""
+        """Whether the sequence must wait for its pending token: others fork off it then, or it ends."""
         num_known = len(self.tokens) + self.num_pending
         return self.num_pending > 0 and (self.num_forks > 0 or num_known >= self.most_tokens)
 
     @property
     def scope(self) -> bytes:
-        """What stands before its first page's tokens. A request's own scope is hexadecimal."""
+        """The bytes before the tokens of the first page. A request's own scope is hexadecimal."""
         return self.state.request.cache_scope.encode() + (b"long" if self.first_rotary_row else b"")
 
     def outgrows(self, long_from: int | None) -> bool:
-        """Whether its tokens, or those soon known, are more than its KV was, or would be, computed for."""
+        """Return whether the tokens, with pending ones, exceed the context that the KV is computed for."""
         is_short = long_from is not None and not self.first_rotary_row
         return is_short and len(self.tokens) + self.num_pending > (long_from or 0)
 
     def page_keys(self, page_tokens: int) -> list[PageKey]:
-        """The tokens of all full pages, cut once; the first page's stand behind the request's cache scope."""
+        """Return the keys of all full pages, each cut once; the first has the request's cache scope before
+        it."""
         first, size = len(self.keys), page_tokens * _TOKEN_BYTES
         num_new = len(self.tokens) // page_tokens - first
         if num_new > 0:
@@ -246,13 +249,12 @@ class Sequence:
     # ------------------------------------------------------------ waiting and holding
 
     def note_overtaken(self, now: float) -> None:
-        """Another went before the waiting sequence, for the sake of its adapter."""
+        """Note that another sequence overtook this one for its adapter's sake."""
         if self.overtaken_s is None:
             self.overtaken_s = now
 
     def hold(self, deepest: Node, num_shared: int, num_computed: int, own_pages: SequenceOf[PageId]) -> None:
-        """The sequence is admitted, and waits for what is on its way; the ids of shared pages are known when all
-        are there."""
+        """Admit the sequence, which now waits for its copies; ``run`` sets the ids of shared pages."""
         self.node = self.matched = deepest
         self.num_shared = num_shared
         self.num_at_admission = len(self.tokens)
@@ -263,7 +265,7 @@ class Sequence:
         self.stage = LOADING
 
     def hold_fork(self, parent: Sequence, own_pages: SequenceOf[PageId]) -> None:
-        """The sequence is a fork of another whose prompt is computed, and runs on from there."""
+        """Admit a fork of a sequence whose prompt is computed; it runs on from there."""
         self.node = self.matched = parent.node
         self.num_shared = parent.num_shared
         self.first_rotary_row, self.keys = parent.first_rotary_row, []
@@ -274,29 +276,29 @@ class Sequence:
         self.stage = RUNNING
 
     def note_admission(self, now: float, source: str | None) -> None:
-        """Keep the moment of admission, for the parts of the sequence's wait. ``source``: where its adapter is, if
-        not on the device."""
+        """Note the moment of admission, for the parts of the wait. ``source``: where the adapter is, if not on
+        the device."""
         self.admitted_s = now
         self.cold_source = source
         self.adapter_s = 0.0 if source is None else None
 
     def note_adapter(self, now: float) -> None:
-        """The sequence's adapter is there."""
+        """Note that the sequence's adapter is there."""
         if self.adapter_s is None:
             self.adapter_s = now - self.admitted_s
 
     def note_failed_copy(self) -> int:
-        """Count a failed copy of something that the sequence waits for; the count."""
+        """Count a failed copy that the sequence waited for; return the count."""
         self.num_failed_copies += 1
         return self.num_failed_copies
 
-    def foresee(self, shared_pages: SequenceOf[PageId]) -> None:
-        """It has a row before all that it reuses is there: these pages are where that will be."""
+    def plan_pages(self, shared_pages: SequenceOf[PageId]) -> None:
+        """Set the shared pages of a row that runs before their contents have landed."""
         self.pages[: len(shared_pages)] = shared_pages
 
     def run(self, shared_pages: SequenceOf[PageId]) -> None:
-        """The sequence runs: all that it reuses is there."""
-        if self.is_known_to_executor:  # it had a row before: where a page is another since, that is news
+        """Start the sequence, now that all that it reuses is there."""
+        if self.is_known_to_executor:  # it had a row before: the executor must know of changed pages
             for index, (old, new) in enumerate(zip(self.pages, shared_pages)):
                 if old != new:
                     self.page_updates.append((index, new))
@@ -310,56 +312,56 @@ class Sequence:
             self.pages.append(page)
 
     def enter(self, node: Node, instead: PageId | None) -> None:
-        """The first own page belongs to a node now; ``instead`` is the node's page where that is another."""
+        """Give the first own page to a node; ``instead``: the node's page, if that is another."""
         if instead is not None:
             self.pages[self.num_shared] = instead
             self.page_updates.append((self.num_shared, instead))
         self.node = node
         self.num_shared += 1
 
-    def let_go(self) -> None:
-        """The sequence holds nothing."""
+    def release(self) -> None:
+        """Drop all pages and the node."""
         self.node = self.matched = None
         self.pages = []
         self.num_shared = 0
         self.num_computed = self.num_scheduled = 0
 
     def pause(self, now: float) -> None:
-        """It keeps what it holds and has no row until it is resumed."""
+        """Note the beginning of a pause."""
         self.paused_s = now
 
     def resume(self) -> None:
-        """It may have rows again, or holds nothing any more."""
+        """Note the end of a pause."""
         self.paused_s = None
 
     def lengthen(self, long_from: int | None) -> None:
-        """What is computed from now on is for a context of its length; the sequence holds nothing."""
+        """Switch a sequence without pages to a long context, if it needs one."""
         if self.outgrows(long_from):
             self.first_rotary_row, self.keys = long_from or 0, []
 
     def forget_executor(self) -> bool:
-        """The executor is to forget the sequence; whether it knows it."""
+        """Note that the executor must forget the sequence; return whether it knew it."""
         was_known, self.is_known_to_executor = self.is_known_to_executor, False
         return was_known
 
     def wait_again(self) -> None:
-        """The sequence waits for another admission."""
+        """Set the stage to WAITING."""
         self.stage = WAITING
         self.overtaken_s = None
 
     def leave(self) -> None:
-        """The sequence holds nothing, and is to have no row any more."""
+        """Set the stage to LEAVING; the sequence holds nothing."""
         self.stage = LEAVING
 
     def end(self) -> None:
-        """The sequence ends, once."""
+        """End the sequence, once."""
         self.stage = ENDED
         del self.state.sequences[self.sample]
 
     # ------------------------------------------------------------ steps
 
     def row_failed(self, draws: bool) -> None:
-        """A step with a row of it has failed."""
+        """Note a failed row of the sequence."""
         self.num_pending -= draws
 
 
@@ -374,8 +376,11 @@ def run_step(
     awaits: tuple[Await, ...] = (),
     cpu: tuple[CpuRows, ...] = (),
 ) -> RunStep:
-    """The rows are on their way; the command that computes them on the weights with ``merged`` in them, once what
-    ``awaits`` names has landed, and with the CPU's help for what ``cpu`` names."""
+    """Note the rows as scheduled, and return the command that computes them.
+
+    ``merged``: the adapter in the weights. ``awaits``: copies that rows wait for. ``cpu``: rows that the CPU
+    serves.
+    """
     starts: list[SequenceStart] = []
     rows: list[StepRow] = []
     for sequence, num_tokens, num_samples in scheduled:
@@ -399,8 +404,10 @@ def run_step(
 
 
 def rows_ended(scheduled: list[Scheduled]) -> None:
-    """The step with these rows has computed them; a sequence that was preempted meanwhile has no pages. One whose
-    adapter is still on its way has had the CPU's help."""
+    """Note the rows of a step as computed.
+
+    A sequence that was preempted meanwhile has no pages. A loading one was served by the CPU.
+    """
     for sequence, num_tokens, num_samples in scheduled:
         if sequence.stage is RUNNING or sequence.stage is LOADING:
             sequence.num_computed += num_tokens

@@ -1,8 +1,8 @@
 """Movement ahead of demand: the swapper (FastLibra §5.3), the prefetch for the waiting queue (S-LoRA §5.2), and
 copies of adapters that a router wants on the device before requests come (dLoRA §5.1).
 
-Owns when nodes move without being asked for: out above the high mark, at every interval or step; in below the low
-one, whenever the lane is idle. Which nodes, is the value model's choice; how they move, ``residency``'s.
+Owns the moments of these moves: out above the high mark, at every interval or step; in below the low mark,
+whenever the lane is idle. The value model chooses the nodes; ``residency`` moves them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, RESIDENT, No
 from manylora.types import AdapterId
 
 LANE_S = 0.005
-"""What it moves at a time, in seconds of the lane: a copy that a request waits for stands behind it."""
+"""The most that enters at a time, in seconds of the lane: copies that requests wait for queue behind it."""
 PREFETCH_MARK = 0.95
-"""The share of the device up to which waiting requests' needs come ahead of them, where a policy has no marks."""
+"""The share of the device up to which nodes are prefetched, if a policy has no marks."""
 QUEUE_DEPTH = 8
-"""How far into the waiting queue it looks."""
+"""How many waiting sequences the prefetch looks at."""
 
 
 class Swapper:
-    """Moves nodes between the tiers at intervals."""
+    """The mover of nodes between the tiers ahead of demand."""
 
     def __init__(
         self, config: CacheConfig, residency: Residency, waiting: WaitingQueue, held: Reservations
@@ -38,7 +38,7 @@ class Swapper:
         self._held_back: list[Node] = []
 
     def tick(self, now: float) -> None:
-        """An interval has passed."""
+        """Take the end of an interval: age visits, and make room."""
         residency = self._residency
         self.interval += 1
         for node in self._held_back:
@@ -51,7 +51,7 @@ class Swapper:
             self._keep_room(self._marks, now)
 
     def step_ended(self, now: float) -> None:
-        """Pages may have been filled, and sequences have ended."""
+        """Make room after a step, if the marks ask for it."""
         marks = self._marks
         if marks is not None and marks.every_step:
             marks.step_ended(self._residency.device.num_taken, now)
@@ -70,7 +70,7 @@ class Swapper:
             counters.invalid_share_samples += 1
 
     def use_idle_lane(self, now: float) -> None:
-        """Bring in what waiting requests need, then what has most value, while nothing else is copied."""
+        """Load nodes for waiting requests, then nodes of most value, while nothing else is copied."""
         residency, marks = self._residency, self._marks
         if residency.transfers.is_lane_busy:
             return
@@ -81,7 +81,7 @@ class Swapper:
 
     @property
     def may_bring_in(self) -> bool:
-        """Whether a later interval may find something to do while nothing happens."""
+        """Whether a later interval may find a move to make without any event before it."""
         if self._marks is None:
             return False
         used = self._residency.pages_used
@@ -98,7 +98,7 @@ class Swapper:
                 break
             node, value = chosen
             if node.evicted_in >= self.interval - 1:
-                self._held_back.append(node)  # no ping-pong: only a request brings it back so soon
+                self._held_back.append(node)  # no ping-pong: only a request loads it again so soon
                 continue
             coming = self._fitting(residency.entering_with(node), marks)
             if coming:
@@ -107,7 +107,7 @@ class Swapper:
         entering.end()
 
     def _fitting(self, nodes: list[Node], marks: Marks) -> list[Node]:
-        """All of them, where they fit; a turn that could never fit as a whole comes in part."""
+        """Return all nodes if they fit; of a turn that could never fit as a whole, the part that fits."""
         residency = self._residency
         num_pages = sum(node.num_pages for node in nodes)
         room = min(marks.high_pages - residency.pages_used, residency.device.num_free)
@@ -116,13 +116,14 @@ class Swapper:
         return nodes[: max(0, room)] if num_pages > marks.high_pages and len(nodes) > 1 else []
 
     def _fits(self, node: Node) -> bool:
-        """Into idle pages, without passing the high mark."""
+        """Return whether the node fits into idle pages below the high mark."""
         residency = self._residency
         most = self._prefetch_limit if self._marks is None else self._marks.high_pages
         return residency.pages_used + node.num_pages <= most and residency.device.num_free >= node.num_pages
 
     def _prefetch(self, now: float) -> None:
-        """Prefetch for the first in the queue, into idle pages only; an adapter without room is read at least."""
+        """Prefetch for the first in the queue, into idle pages only; at least read an adapter that has no
+        room."""
         residency = self._residency
         for sequence in self._waiting.leading(QUEUE_DEPTH):
             if sequence.is_prefetched:
@@ -131,7 +132,7 @@ class Swapper:
             root = residency.tree.node(sequence.adapter)
             for node in (root, *self._held.match(sequence)):
                 if node.residence is OFFLOADING and residency.tree.keeps_dependencies:
-                    break  # nothing comes below what leaves
+                    break  # nothing is loaded below a node that leaves
                 if node.residence is not ABSENT:
                     continue
                 if self._fits(node) and (node.parent is None or node.host is HELD):
@@ -145,13 +146,13 @@ class Swapper:
                     break
 
 
-class KeptAdapters:
+class PinnedAdapters:
     """Adapters that a router keeps on the device, in at most ``kept_share`` of its pages.
 
     A copy comes when the lane is idle, and is pinned while it is on the device.
 
-    Where nothing can run for want of pages the pins are let go; the copies may then be evicted like others, and
-    are not brought back before nothing waits.
+    If nothing can run for want of pages, the pins are released. The copies may then be evicted like others, and
+    are not loaded again while any request waits.
     """
 
     def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
@@ -159,30 +160,30 @@ class KeptAdapters:
         self._held = held
         self._most_pages = int(config.kept_share * config.num_pages)
         self._num_pages = 0
-        self._kept: dict[AdapterId, Node] = {}
+        self._wanted: dict[AdapterId, Node] = {}
         self._pinned: set[AdapterId] = set()
         self._gives_way = False
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._wanted)
 
     def pinned(self) -> list[AdapterId]:
-        """Those that are kept on the device now."""
+        """Return the adapters that are pinned on the device now."""
         return sorted(self._pinned)
 
     def keep(self, adapter: AdapterId) -> None:
-        """Have a copy of it, where there is room for one."""
+        """Want a copy of the adapter, if its pages fit."""
         tree = self._residency.tree
-        if adapter in self._kept or not tree.knows(adapter):
+        if adapter in self._wanted or not tree.knows(adapter):
             return
         node = tree.node(adapter)
         if 0 < node.num_pages <= self._most_pages - self._num_pages:
-            self._kept[adapter] = node
+            self._wanted[adapter] = node
             self._num_pages += node.num_pages
 
     def forget(self, adapter: AdapterId) -> None:
-        """It is like any other from now on."""
-        node = self._kept.pop(adapter, None)
+        """Treat the adapter like any other from now on."""
+        node = self._wanted.pop(adapter, None)
         if node is not None:
             self._num_pages -= node.num_pages
             self._unpin(adapter, node)
@@ -193,8 +194,8 @@ class KeptAdapters:
         if self._gives_way and (num_waiting or self._held.admitted):
             return
         self._gives_way = False
-        if len(self._pinned) < len(self._kept):
-            for adapter, node in self._kept.items():
+        if len(self._pinned) < len(self._wanted):
+            for adapter, node in self._wanted.items():
                 if adapter not in self._pinned and node.residence is RESIDENT:
                     self._residency.tree.pin(node)
                     self._pinned.add(adapter)
@@ -202,9 +203,9 @@ class KeptAdapters:
     def bring(self, now: float) -> None:
         """Start the copy of the first adapter that is absent, one after the other."""
         residency = self._residency
-        if self._gives_way or len(self._pinned) == len(self._kept) or residency.transfers.is_lane_busy:
+        if self._gives_way or len(self._pinned) == len(self._wanted) or residency.transfers.is_lane_busy:
             return
-        unpinned = [node for adapter, node in self._kept.items() if adapter not in self._pinned]
+        unpinned = [node for adapter, node in self._wanted.items() if adapter not in self._pinned]
         if any(node.residence not in (ABSENT, RESIDENT) for node in unpinned):
             return
         absent = next((node for node in unpinned if node.residence is ABSENT), None)
@@ -212,7 +213,7 @@ class KeptAdapters:
             residency.load(now, [absent], "kept")
 
     def give_way(self, num_waiting: int) -> bool:
-        """Nothing runs: whether pins were let go, so that something may."""
+        """Release the pins so that something may run; return whether there were any."""
         tree = self._residency.tree
         if not self._pinned or not (num_waiting or self._held.admitted):
             return False
@@ -220,7 +221,7 @@ class KeptAdapters:
             return False
         self._gives_way = True
         for adapter in self.pinned():
-            self._unpin(adapter, self._kept[adapter])
+            self._unpin(adapter, self._wanted[adapter])
         return True
 
     def _unpin(self, adapter: AdapterId, node: Node) -> None:

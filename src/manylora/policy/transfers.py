@@ -1,7 +1,7 @@
-"""What is on its way: copies between the tiers and reads of adapters, from the decision to the end.
+"""Copies between the tiers and reads of adapters, from the decision to the end.
 
-A copy's part may outlive what its node wanted: when the node goes another way meanwhile, the part owns the pages
-that the copy still touches, and gives them up when it ends. Does not know why anything moves.
+A node may change its state while a copy of it is in flight. Its part of the copy then owns the pages that the
+copy still touches, and releases them at its end. Does not know why anything moves.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from manylora.protocol import ReadAdapter, SwapPages
 from manylora.types import AdapterId, CopyId, PageId
 
 MOST_PAGES_A_COPY = 64
-"""A longer queue is cut, so that what arrived first can be used while the rest is on its way."""
+"""The most pages of one copy, so that the first can be used while the others are on their way."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Move:
-    """One node's part of a copy. It owns what its node has let go of meanwhile, until the copy has ended."""
+    """One node's part of a copy. It owns the pages that its node has given up meanwhile, until the copy has
+    ended."""
 
     node: Node
     to_device: bool
@@ -29,25 +30,26 @@ class Move:
     owns_pages: bool = False
     owns_host_pages: bool = False
     copy: CopyId | None = None
-    """The copy that it is a part of, once that has started."""
+    """The number of its copy, once that has started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """An adapter's read in flight; ``to_device``: it goes there at once, since the host has no room."""
+    """An adapter's read in flight; ``to_device``: directly there, since the host has no room."""
 
     node: Node
     to_device: bool
 
 
 class Transfers:
-    """Parts of copies by node, copies by number, reads by adapter."""
+    """The parts of copies by node, copies by number, reads by adapter."""
 
     def __init__(self, num_groups: int = 0) -> None:
-        """``num_groups``: of layers, in which copies to the device land that steps may await; 0: none does."""
+        """``num_groups``: groups of layers in which copies to the device land, if steps may await copies; else
+        0."""
         self._num_groups = num_groups
         self.pages_coming = 0
-        """Device pages that copies in flight, or queued, write."""
+        """Device pages that copies, queued or in flight, write."""
         self._queued: list[Move] = []
         self._copies: dict[CopyId, list[Move]] = {}
         self._num_copies = 0
@@ -58,7 +60,7 @@ class Transfers:
     # ------------------------------------------------------------ copies
 
     def queue(self, node: Node, to_device: bool) -> None:
-        """The node's pages are to be copied by the next ``flush``."""
+        """Queue a copy of the node's pages for the next ``flush``."""
         move = Move(node, to_device, node.pages, node.host_pages)
         self._current[node] = move
         self._queued.append(move)
@@ -67,15 +69,15 @@ class Transfers:
             self.pages_coming += len(node.pages)
 
     def current(self, node: Node) -> Move | None:
-        """The node's newest part of a copy that has not ended, if the node still goes its way."""
+        """Return the node's part of a copy in flight that the node has not disowned, if any."""
         return self._current.get(node)
 
     def disown(self, node: Node) -> Move | None:
-        """The node goes another way; returns its part, to be told what it owns from now on."""
+        """Detach the node from its part, and return that; the caller sets which pages it owns."""
         return self._current.pop(node, None)
 
     def flush(self) -> list[SwapPages]:
-        """Start what is queued: what leaves first; adapters one by one, KV in batches."""
+        """Start the queued copies: to the host first; adapters one by one, KV in batches."""
         if not self._queued:
             return []
         queued, self._queued = self._queued, []
@@ -108,12 +110,11 @@ class Transfers:
         return SwapPages(self._num_copies, to_device, pairs, adapter, groups)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
-        """The copy's parts, in order, none of a copy that is not known; each is to be ended by ``end``."""
+        """Return the copy's parts in order, none if it is unknown; the caller ends each by ``end``."""
         return self._copies.pop(copy, [])
 
     def end(self, move: Move) -> bool:
-        """The part is over; whether its node still goes its way, which the end of an earlier part may have
-        changed."""
+        """End a part; return whether its node has not disowned it, which may happen as an earlier part ends."""
         node = move.node
         self._num_moves[node.adapter] -= 1
         if move.to_device:
@@ -124,7 +125,7 @@ class Transfers:
         return True
 
     def moves(self) -> Iterator[Move]:
-        """Every part that is queued or in flight; for gauges and invariant checks."""
+        """Yield every part that is queued or in flight."""
         yield from self._queued
         for moves in self._copies.values():
             yield from moves
@@ -132,31 +133,31 @@ class Transfers:
     # ------------------------------------------------------------ reads
 
     def read(self, node: Node, to_device: bool) -> ReadAdapter:
-        """Start to read an adapter into the pages that its node has in that tier."""
+        """Return the command to read an adapter into its node's pages in one tier."""
         self._reads[node.adapter] = Read(node, to_device)
         if to_device:
             return ReadAdapter(node.adapter, node.pages, "device")
         return ReadAdapter(node.adapter, node.host_pages, "host")
 
     def read_ended(self, adapter: AdapterId) -> Read:
-        """The adapter's read is over."""
+        """End the read of an adapter."""
         return self._reads.pop(adapter)
 
     @property
     def is_lane_busy(self) -> bool:
-        """Whether anything is on its way to the device."""
+        """Whether a copy to the device, or a read, is in flight or queued."""
         return bool(self.pages_coming or self._reads)
 
     # ------------------------------------------------------------ adapters' ends
 
     def is_copied(self, adapter: AdapterId) -> bool:
-        """Whether a part of a copy has not ended, of the adapter or of KV under it."""
+        """Return whether a copy of the adapter, or of KV under it, has not ended."""
         return self._num_moves[adapter] > 0
 
     def is_read(self, adapter: AdapterId) -> bool:
-        """Whether a read of the adapter has not ended."""
+        """Return whether a read of the adapter has not ended."""
         return adapter in self._reads
 
     def forget(self, adapter: AdapterId) -> None:
-        """The adapter is served no more, and nothing concerns it."""
+        """Drop the account of an adapter that is served no more."""
         del self._num_moves[adapter]

@@ -1,9 +1,9 @@
 """The dependency tree (FastLibra §4): adapters under the root, KV pages under the adapter they depend on.
 
-Owns each node's states on the device and on the host, its pins, and the counts that follow from both. A KV
-node is one full page of tokens computed under its adapter after its parent's tokens. Does not know free pages,
-copies, sequences, or a node's value; what changes a state returns the other nodes that may have become
-candidates to leave or to enter by it.
+Owns each node's states on the device and on the host, its pins, and the counts of both. A KV node is one full
+page of tokens computed under its adapter after its parent's tokens. ``Changes`` notes for reports which
+adapters have moved, and which blocks of KV are lost. Does not know free pages, copies, sequences, or a node's
+value. A method that changes a state returns the other nodes that may have become candidates by it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from manylora.protocol.hashing import BLOCK_BYTES, block_hash, prefix_root
 from manylora.types import BASE, AdapterId, PageId
 
 PageKey = bytes
-"""The tokens of one full page, behind their cache scope in a first page; bytes, because they keep their hash."""
+"""The tokens of one full page, behind the cache scope in a first page; bytes, because they keep their hash."""
 
 
 class Residence(enum.Enum):
-    """Where a node stands on the device; all but ABSENT own device pages.
+    """The state of a node on the device; all but ABSENT own device pages.
 
-    LOADING: its contents are on the way, or there and waiting for the parent's. OFFLOADING: it leaves as soon as
-    its copy on the host is complete; until then it can still be kept.
+    LOADING: its contents are on the way, or there and waiting for the parent's. OFFLOADING: it leaves as soon
+    as its copy on the host is complete; until then its eviction can be cancelled.
     """
 
     ABSENT = "absent"
@@ -33,7 +33,7 @@ class Residence(enum.Enum):
 
 
 class HostState(enum.Enum):
-    """Whether the host has a copy. FILLING owns host pages whose contents are on the way."""
+    """The state of a node on the host. FILLING owns host pages whose contents are on the way."""
 
     NONE = "none"
     FILLING = "filling"
@@ -113,12 +113,13 @@ class Node:
 
     @property
     def is_ghost(self) -> bool:
-        """Whether the node is in neither tier; a KV node is then kept only because others still hang below it."""
+        """Whether the node is in neither tier; a KV node then stays only for the nodes below it."""
         return self.residence is ABSENT and self.host is NO_COPY
 
 
 class DependencyTree:
-    """Adapters and their KV. All methods are O(1) or O(depth of the path) unless they say otherwise."""
+    """The adapters and their KV. All methods are O(1) or O(depth of the path) unless their docstrings
+    differ."""
 
     def __init__(self, keeps_dependencies: bool = True) -> None:
         self.keeps_dependencies = keeps_dependencies
@@ -146,42 +147,43 @@ class DependencyTree:
     # ------------------------------------------------------------ adapters
 
     def add_adapter(self, adapter: AdapterId, num_pages: int) -> None:
-        """Make an adapter known; it starts absent. One that is known already stays as it is."""
+        """Add an adapter, which starts absent. A known one stays as it is."""
         if adapter not in self._adapters:
             self._adapters[adapter] = num_pages
             self.num_nodes += 1
 
     def knows(self, adapter: AdapterId) -> bool:
-        """Whether new requests may name the adapter."""
+        """Return whether new requests may name the adapter."""
         return adapter in self._adapters and adapter not in self._removed
 
     def has(self, adapter: AdapterId) -> bool:
-        """Whether the adapter has a node: it may be removed, but not yet forgotten."""
+        """Return whether the adapter has a node: it may be removed, but not yet forgotten."""
         return adapter in self._adapters
 
     def take_changed(self) -> set[AdapterId]:
-        """Adapters whose states or idle KV may have changed since the last call, or since they were added."""
+        """Return the adapters whose states or idle KV may have changed since the last call, or since they were
+        added."""
         changed, self._changed = self._changed, set()
         return changed
 
     def node(self, adapter: AdapterId) -> Node:
-        """Of a known adapter; made when it is first asked for."""
+        """Return the node of a known adapter, made at its first use."""
         found = self._adapters[adapter]
         if isinstance(found, int):
             found = self._adapters[adapter] = Node(adapter, None, b"", found)
         return found
 
     def adapters(self) -> Iterator[AdapterId]:
-        """All adapters but the base."""
+        """Yield all adapters but the base."""
         return (adapter for adapter in self._adapters if adapter != BASE)
 
     def idle_size(self, adapter: AdapterId) -> int | None:
-        """The pages of an adapter that was not asked for yet; None for others."""
+        """Return the number of pages of an adapter without a node yet; None for others."""
         found = self._adapters[adapter]
         return found if isinstance(found, int) else None
 
     def mark_removed(self, adapter: AdapterId) -> bool:
-        """No new request may name it. False: none could before, or it is the base."""
+        """Refuse new requests of the adapter; return False if they were refused before, or for the base."""
         if adapter == BASE or not self.knows(adapter):
             return False
         self._removed.add(adapter)
@@ -202,7 +204,8 @@ class DependencyTree:
     # ------------------------------------------------------------ matching and growing
 
     def match(self, adapter: AdapterId, keys: list[PageKey], max_pages: int) -> list[Node]:
-        """The longest chain of KV nodes, in either tier, that spells ``keys[:max_pages]``; deepest last."""
+        """Return the longest chain of KV nodes, in either tier, that spells ``keys[:max_pages]``; deepest
+        last."""
         children = self.node(adapter).children
         found: list[Node] = []
         for key in keys[:max_pages]:
@@ -214,7 +217,7 @@ class DependencyTree:
         return found
 
     def insert(self, parent: Node, key: PageKey, now: float) -> Node:
-        """A KV node under ``parent``: absent, in neither tier, for the caller to fill at once."""
+        """Insert a KV node under ``parent``, in neither tier; the caller fills it at once."""
         node = Node(parent.adapter, parent, key, 1)
         node.last_use = now
         parent.children[key] = node
@@ -224,7 +227,7 @@ class DependencyTree:
     def remove(self, node: Node) -> Node:
         """Take a KV node that is in neither tier, and without children, out of the tree.
 
-        Ghosts above it that were kept for its sake go too. Returns the node above them, which may have become a
+        Ghosts above it that stayed for its sake go too. Return the node above them, which may have become a
         leaf.
         """
         while True:
@@ -242,9 +245,9 @@ class DependencyTree:
     # ------------------------------------------------------------ states
 
     def set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> Node | None:
-        """The node's new state on the device, with the pages it owns there from now on.
+        """Set the node's state on the device, and the pages that it owns there.
 
-        Returns the parent where that has lost its last child on the device.
+        Return the parent if that has lost its last child on the device.
         """
         before = node.residence
         if node.pages:
@@ -269,11 +272,11 @@ class DependencyTree:
         return None
 
     def mark_landed(self, node: Node) -> None:
-        """The contents of a loading node are there; its parent's are not."""
+        """Note that the contents of a loading node are there and its parent's are not."""
         node.has_landed = True
 
     def set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
-        """The node's new state on the host, likewise."""
+        """Set the node's state on the host, and the pages that it owns there."""
         change = len(pages) - len(node.host_pages)
         if node.parent is None:
             self._changed.add(node.adapter)
@@ -305,7 +308,7 @@ class DependencyTree:
     # ------------------------------------------------------------ pins
 
     def pin(self, node: Node) -> None:
-        """Hold the node, and thereby all it depends on."""
+        """Hold the node, and thereby all nodes that it depends on."""
         node.pins += 1
         num_kv_pages = 0
         step = node
@@ -321,7 +324,7 @@ class DependencyTree:
         self._add_evictable(node.adapter, -num_kv_pages, -num_pages)
 
     def unpin(self, node: Node, now: float) -> list[Node]:
-        """Let go of the node; the whole path counts as used now. Returns what of it has become idle and may
+        """Release the node; the whole path counts as used at ``now``. Return its nodes that became idle and may
         leave."""
         node.pins -= 1
         num_kv_pages = num_pages = 0
@@ -377,7 +380,7 @@ class DependencyTree:
     # ------------------------------------------------------------ what may leave, what may enter
 
     def may_leave(self, node: Node) -> bool:
-        """Whether the device may do without it: leaves first, where dependencies are kept."""
+        """Return whether the node may leave the device: leaves first, if dependencies are kept."""
         return (
             node.residence is RESIDENT
             and node.busy == 0
@@ -386,7 +389,8 @@ class DependencyTree:
         )
 
     def may_enter(self, node: Node) -> bool:
-        """Whether a copy from the host would make it usable: parents first, where dependencies are kept."""
+        """Return whether a copy from the host would make the node usable: parents first, if dependencies are
+        kept."""
         if node.residence is not ABSENT or node.host is not HELD or node.is_dropped:
             return False
         if node.adapter in self._removed:
@@ -394,7 +398,8 @@ class DependencyTree:
         return node.parent is None or node.parent.residence is RESIDENT or not self.keeps_dependencies
 
     def may_leave_host(self, node: Node) -> bool:
-        """Whether the host may drop its copy: one that the device has too, or a leaf of both tiers."""
+        """Return whether the host may drop its copy: of a node also on the device, or of a leaf of both
+        tiers."""
         if node.host is not HELD or node.is_dropped:
             return False
         if node.residence is RESIDENT:
@@ -403,7 +408,7 @@ class DependencyTree:
 
 
 def subtree(root: Node) -> list[Node]:
-    """The node and all below it, parents first."""
+    """Return the node and all nodes below it, parents first."""
     order = [root]
     for node in order:
         order.extend(node.children.values())
@@ -411,7 +416,7 @@ def subtree(root: Node) -> list[Node]:
 
 
 def use(deepest: Node, above: Node | None, now: float) -> Node | None:
-    """The path from ``deepest`` up to ``above``, which is left out, is used now; returns the adapter where it gets
+    """Mark the path from ``deepest`` up to ``above`` (left out) as used; return the adapter if the path ends
     there."""
     step = deepest
     while step.parent is not None and step is not above:
@@ -424,7 +429,7 @@ def use(deepest: Node, above: Node | None, now: float) -> Node | None:
 
 
 def path_to(node: Node) -> list[Node]:
-    """The KV nodes from an adapter (left out) down to ``node``."""
+    """Return the KV nodes from an adapter (left out) down to ``node``."""
     path = []
     step = node
     while step.parent is not None:
@@ -435,7 +440,10 @@ def path_to(node: Node) -> list[Node]:
 
 
 class Changes:
-    """Off, and then at no cost, until it is asked for the first time."""
+    """The changes since the last report: adapters that moved, and blocks of KV that are lost.
+
+    It is off, at no cost, until the first call of ``take``.
+    """
 
     def __init__(self, page_tokens: int) -> None:
         self._page_bytes = 8 * page_tokens
@@ -447,19 +455,19 @@ class Changes:
         self._hashes: dict[Node, int] = {}
 
     def take(self) -> tuple[set[AdapterId], tuple[int, ...]]:
-        """Adapters that may have moved, and hashes of the blocks that were lost, since the last call."""
+        """Return the adapters that may have moved, and the hashes of lost blocks, since the last call."""
         self.is_on = True
         adapters, self._adapters = self._adapters, set()
         lost, self._lost = self._lost, []
         return adapters, tuple(lost)
 
     def moved(self, adapter: AdapterId) -> None:
-        """Its state in one of the tiers is another."""
+        """Note that an adapter's state in one of the tiers has changed."""
         if self.is_on and adapter != BASE:
             self._adapters.add(adapter)
 
     def lost(self, node: Node) -> None:
-        """A KV node is in neither tier any more, and what hangs below it cannot be reused."""
+        """Note that a KV node is in neither tier any more, so that the nodes below it cannot be reused."""
         if not self.is_on:
             return
         for each in subtree(node) if node.children else (node,):
@@ -468,7 +476,8 @@ class Changes:
             self._hashes.pop(each, None)
 
     def _blocks_of(self, node: Node) -> list[int]:
-        """The hashes of the blocks that end in this node's page; O(a block's pages) where that before is known."""
+        """Return the hashes of the blocks that end in this node's page; O(a block's pages) if the one before is
+        known."""
         path, size = [node], self.block_bytes
         step = node.parent
         while step is not None and step.parent is not None and step not in self._hashes:

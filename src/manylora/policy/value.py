@@ -1,6 +1,6 @@
 """The value of a node on the device: the models that cache policies choose from.
 
-Owns formulas and their inputs (visits in a window, batch sizes, measured rates); does not know pages, tiers or
+Owns formulas and their inputs: visits in a window, batch sizes, measured rates. Does not know pages, tiers or
 thresholds. Values are logarithms of seconds, so that products of very small factors stay distinct.
 """
 
@@ -20,10 +20,12 @@ BATCH_WINDOW_S = 5.0
 
 
 class Visits:
-    """Counts requests by the nodes they used. A request visits the nodes it matched when it is admitted, and
-    those it computed when it lets go of them (the paper updates a node's frequency when it is generated too).
+    """Counts of requests by the nodes that they used.
 
-    ``counts_window``: counts are kept of the visits within the window; without it no value model reads any.
+    A request visits the nodes that it matched when it is admitted, and the nodes that it computed when it
+    releases them. (The paper also updates a node's frequency when it is generated.)
+
+    ``counts_window``: count the visits within the window; without it no value model reads any.
     ``only_leaves_matter``: a node with children on the device is no candidate to leave it.
     """
 
@@ -46,12 +48,13 @@ class Visits:
         self._only_leaves_matter = only_leaves_matter
 
     def matched(self, deepest: Node, now: float) -> None:
-        """A request was admitted that uses the path down to ``deepest``."""
+        """Count a request that was admitted and uses the path down to ``deepest``."""
         self.num_requests += self._counts_window
         self._visit(None, deepest, now)
 
     def computed(self, above: Node, deepest: Node, now: float) -> None:
-        """A request that computed the nodes below ``above``, down to ``deepest``, lets go of them."""
+        """Count a request that computed the nodes below ``above``, down to ``deepest``, and now releases
+        them."""
         if deepest is not above:
             self._visit(above, deepest, now)
 
@@ -73,8 +76,8 @@ class Visits:
             step = step.parent
 
     def expire(self, now: float) -> list[Node]:
-        """Forget visits that have left the window; returns the idle nodes, candidates perhaps, whose count
-        fell."""
+        """Forget visits that have left the window; return the idle nodes whose count fell, perhaps
+        candidates."""
         log, first = self._log, now - self._window_s
         fallen: list[Node] = []
         while log and log[0][0] < first:
@@ -93,7 +96,7 @@ class Visits:
         return fallen
 
     def batch(self, num_rows: int, now: float) -> None:
-        """A step of so many rows was started."""
+        """Count a step of ``num_rows`` rows that was started."""
         if not self._counts_window:
             return
         self._batches.append((now, num_rows))
@@ -102,7 +105,7 @@ class Visits:
             self._batch_rows -= self._batches.popleft()[1]
 
     def expected_adapters(self, now: float) -> float:
-        """How many adapters a batch needs: equation 3 of FastLibra (§5.1)."""
+        """Return how many adapters a batch needs: equation 3 of FastLibra (§5.1)."""
         while self._batches and self._batches[0][0] < now - BATCH_WINDOW_S:
             self._batch_rows -= self._batches.popleft()[1]
         if not self._batches or not self.num_requests:
@@ -114,26 +117,26 @@ class Visits:
 
 
 class KvTurns:
-    """The turn of each KV node. Without ``kept``, and for adapters, a node is one by itself."""
+    """The turn of each KV node. An adapter is a turn by itself, and so is each node without ``kept``."""
 
     def __init__(self, kept: bool) -> None:
         self.kept = kept
         self._of: dict[Node, list[Node]] = {}
 
     def of(self, node: Node) -> Sequence[Node]:
-        """The node's turn, parents first."""
+        """Return the nodes of the node's turn, parents first."""
         return self._of.get(node) or (node,)
 
     def num_pages(self, node: Node) -> int:
-        """What moves with the node, itself included."""
+        """Return how many pages move with the node, its own included."""
         turn = self._of.get(node)
         return node.num_pages if turn is None else len(turn)
 
     def add(self, node: Node, begins: bool) -> Sequence[Node]:
-        """A KV node has come under its parent: it goes on with that one's turn, or begins another.
+        """Add a new KV node to its parent's turn, or begin another turn with it.
 
-        It begins one by itself where another page follows its parent already. Returns the pages below the parent
-        that have become a turn of their own by that.
+        A turn begins, too, if another page follows the parent already. Return the pages below the parent that
+        have become a turn of their own.
         """
         above = node.parent
         if not self.kept or above is None:
@@ -147,7 +150,7 @@ class KvTurns:
         return ()
 
     def part(self, node: Node) -> Sequence[Node]:
-        """Whatever of the node's turn comes below it is a turn of its own from now on; returns those pages."""
+        """Make the pages of the turn below the node a turn of their own, and return them."""
         turn = self._of.get(node)
         if turn is None or turn[-1] is node:
             return ()
@@ -159,12 +162,12 @@ class KvTurns:
         return below
 
     def forget(self, node: Node) -> None:
-        """A KV node without children is in the tree no more, where turns are ``kept``."""
+        """Drop a KV node without children that has left the tree, if turns are ``kept``."""
         self._of.pop(node).pop()
 
 
 _KEEP = 0.9
-"""How much of an estimate survives one observation."""
+"""The weight of an estimate against one new observation."""
 
 _FIRST_COPY_BYTES_S = 20e9
 _FIRST_READ_BYTES_S = 1e9
@@ -172,14 +175,15 @@ _FIRST_PREFILL_S = 50e-6  # a token
 _FIRST_STEP_S = 0.01
 _LEAST_PREFILL_TOKENS = 64
 _HOPE = 1 / 2000
-"""How much less a transfer is believed to take for each page that was computed instead."""
+"""The share by which the estimate of a transfer falls for each page that was computed instead."""
 _MOST_HELD_UP = 2.0
-"""A page that is computed holds up all sequences of its step, one that is copied only its own. Others count as one
-at most: the copies' lane has a queue too."""
+"""The most sequences that a step's time counts for. A computed page delays all sequences of its step, a copied
+page only its own; but copies wait in a queue, too, so all the others count as one."""
 
 
 class Rates:
-    """Seconds a page of ``page_bytes`` and ``page_tokens`` takes; ``step_s``: a step, of ``step_rows`` rows."""
+    """Measured seconds of a page of ``page_bytes`` and ``page_tokens``, and of a step (``step_s``) of
+    ``step_rows`` rows."""
 
     def __init__(self, page_bytes: int, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -195,7 +199,7 @@ class Rates:
 
     @property
     def held_up(self) -> float:
-        """How many sequences a step's time is lost to, as far as it counts (``_MOST_HELD_UP``)."""
+        """How many sequences a step's time delays, at most ``_MOST_HELD_UP``."""
         rows = self.step_rows
         return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
 
@@ -205,8 +209,8 @@ class Rates:
         return self._num_copies[True] > 0
 
     def learnt(self) -> tuple[float, float, float]:
-        """Seconds of a prompt's token, of a page from the host, and of an adapter's page that is read; 0 where
-        none was seen."""
+        """Return the seconds of a prompt's token, a page from the host, and an adapter's page that is read; 0
+        if none was seen."""
         has_prefilled = self._token_s != _FIRST_PREFILL_S
         return (
             self._token_s if has_prefilled else 0.0,
@@ -215,16 +219,16 @@ class Rates:
         )
 
     def page_prefill_s(self, prefix_class: int) -> float:
-        """Computing one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
+        """Return the seconds to compute one page again, after a prefix of about 2 ** (prefix_class - 1) pages.
 
-        Attention over the prefix adds to what a token takes; a quarter more per doubling beyond 64 pages is
-        about what a 7B model shows.
+        Attention over the prefix adds to the time of a token: about a quarter per doubling beyond 64 pages, as
+        a 7B model shows.
         """
         page_s = self._page_tokens * self._token_s
         return page_s * (1.0 + 0.25 * (prefix_class - 7)) if prefix_class > 7 else page_s
 
     def saw_copy(self, num_pages: int, seconds: float, to_device: bool) -> None:
-        """A copy between the tiers has landed."""
+        """Learn from a copy between the tiers."""
         if seconds <= 0 or not num_pages:
             return
         old = self.page_in_s if to_device else self.page_out_s
@@ -236,15 +240,15 @@ class Rates:
             self.page_out_s = new
 
     def expected_step_s(self, num_prefill_tokens: int) -> float:
-        """A step that decodes, and computes so many tokens of prompts beside."""
+        """Return the seconds of a step that decodes and computes ``num_prefill_tokens`` tokens of prompts."""
         return (self._decode_s or self.step_s) + num_prefill_tokens * self._token_s
 
     def weigh_copying(self, prefix_classes: Sequence[int]) -> float:
-        """How much less bringing one page for each of these from the host holds up than computing them, for a
-        decision: copies are made where it is 0 or more. Before the first copy has come they are believed to take
-        nothing, or none might ever be tried.
+        """Return the delay saved by copying one page for each class from the host instead of computing it.
 
-        An estimate that keeps copies from being made would never be corrected, so a loss makes it more hopeful.
+        The caller copies if the result is 0 or more. Before the first copy has landed a copy is taken to cost
+        nothing, or none might ever be tried. An estimate that prevents copies would never be corrected, so a
+        negative result lowers it.
         """
         prefill_s = 0.0
         for prefix_class in prefix_classes:
@@ -257,13 +261,13 @@ class Rates:
         return saved_s
 
     def saw_read(self, num_pages: int, seconds: float) -> None:
-        """An adapter was read from its source."""
+        """Learn from a read of an adapter."""
         if seconds > 0 and num_pages:
             self.page_read_s = _blend(self.page_read_s, seconds / num_pages, self._num_reads)
             self._num_reads += 1
 
     def saw_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step ended; with many more tokens than rows it was mostly prefill."""
+        """Learn from a step. With many more tokens than rows it was mostly prefill."""
         if seconds <= 0:
             return
         self.step_s = _KEEP * self.step_s + (1 - _KEEP) * seconds
@@ -276,40 +280,40 @@ class Rates:
 
 
 def _blend(old: float, seen: float, num_before: int) -> float:
-    """The first observation replaces the assumption."""
+    """Blend an observation into an estimate; the first one replaces the assumption."""
     return seen if num_before == 0 else _KEEP * old + (1 - _KEEP) * seen
 
 
 Value = tuple[float, float]
-"""What is compared first, and what decides between equals."""
+"""A value, and a second one that decides between equals."""
 
 REUSE_S = 15.0
-"""How fast KV loses value: about the pause between two turns of a conversation."""
+"""The time in which KV loses value by a factor e: about the pause between two turns of a conversation."""
 _LEAST_COST_S = 1e-7
 _LEAST_WEIGHT = 1e-6
-"""The weight of what no request has asked for yet."""
+"""The weight of an adapter that no request has asked for yet."""
 _PRIOR_TOKENS = 1000
-"""Prompts begin by looking wholly reusable; so many tokens later what was seen counts half."""
+"""Prompts count as wholly reusable at first; after this many tokens the observed share counts half."""
 
 
 class ValueModel(Protocol):
-    """What candidates are ordered by. Within a bucket, order by rank and by value agree at every moment."""
+    """The order of candidates. Within a bucket, order by rank and by value agree at every moment."""
 
     def bucket(self, node: Node) -> Hashable:
-        """Which nodes keep their order among each other as time passes."""
+        """Return a key of the nodes that keep their order among each other as time passes."""
 
     def rank(self, node: Node) -> float:
-        """The order within the bucket; the lowest leaves first. Changes only with visits and use."""
+        """Return the order within the bucket; the lowest leaves first. It changes only with visits and use."""
 
     def value(self, node: Node, now: float) -> Value:
-        """What keeping the node gains, comparable between buckets."""
+        """Return the gain of keeping the node, comparable between buckets."""
 
     def refresh(self, now: float, num_adapters: int) -> None:
-        """A decision is about to be made, with so many adapters resident."""
+        """Prepare for a decision, with ``num_adapters`` adapters resident."""
 
 
 class LeastRecentlyUsed:
-    """The longest unused leaves first."""
+    """The order of LRU: the longest unused node leaves first."""
 
     def bucket(self, node: Node) -> Hashable:
         return 0
@@ -325,7 +329,7 @@ class LeastRecentlyUsed:
 
 
 class FastLibraValue:
-    """Equations 3 to 6 of FastLibra (§5.1, §5.2), in log space.
+    """The value of FastLibra: equations 3 to 6 (§5.1, §5.2), in log space.
 
     log Eval = log LoRA_Eval (adapters only) + log cost + log prob - softplus(t / tau): 1 - sigmoid(x) is
     exp(-softplus(x)), and in seconds it is exactly 0 from 37 s on, so that all older nodes would tie. A node's
@@ -362,14 +366,13 @@ class FastLibraValue:
 
 
 class RealCost:
-    """Ours: what a miss would really cost, for each page that keeping the node takes, times how soon and how
-    surely it will be asked for.
+    """The value of manylora: the real cost of a miss, for each page of the node, times its rate of use.
 
     Cost: from a host copy the transfer; without one (so that leaving costs a write, or loses it) an adapter's
-    read from its source or a KV page's prefill after its prefix. A request that misses its adapter waits a step
-    besides, however small the adapter. How often: an adapter's visits, aged by a factor e in ``aging_s``; for
-    KV, which one conversation uses a few times and then never again, the share of prompts that cached KV served
-    so far, decaying with the time since its last use. Both as rates per second, so that they compare.
+    read from its source or a KV page's prefill after its prefix. A request that misses its adapter also waits
+    for a step, however small the adapter. Rate of an adapter: its visits, aged by a factor e in ``aging_s``.
+    Rate of KV, which one conversation uses a few times and then never again: the share of prompts that cached
+    KV has served, decaying with the time since its last use. Both are rates per second, so that they compare.
     """
 
     def __init__(self, rates: Rates, counters: Counters, aging_s: float) -> None:
@@ -403,7 +406,7 @@ class RealCost:
         return (fresh - (now - node.last_use) / REUSE_S, node.last_use)
 
     def cost_s(self, node: Node) -> float:
-        """Seconds to have the node again, from where it would be after leaving."""
+        """Return the seconds to bring the node back, from where it would be after leaving."""
         is_held = node.host is HELD
         if node.parent is not None:
             return self._kv_cost_s(node.depth.bit_length(), is_held)
@@ -414,7 +417,7 @@ class RealCost:
         return rates.step_s + num_pages * (rates.page_in_s if is_held else rates.page_read_s)
 
     def _kv_cost_s(self, depth_class: int, is_held: bool) -> float:
-        """The value of one page."""
+        """Return the seconds of one page of KV."""
         rates = self._rates
         # Without a copy it would be offloaded: written now and read back later. Never more than computing it
         # again.
@@ -429,12 +432,12 @@ class RealCost:
 
 
 class RealHostCost(RealCost):
-    """The value of a copy on the host, for the node's next use from there: what the transfer saves.
+    """The value of a copy on the host: the seconds that a transfer saves at the node's next use.
 
-    An adapter's read from its source delays the requests that wait for it; a KV page's prefill all rows of its
-    step. So KV that is seldom asked for does not push adapters out, and of what is asked for often that
-    stays which would take the device's time. KV that the device has as well goes before all else: nothing
-    is lost with such a copy, but a write when the device lets go, which is furthest off for what was used last.
+    An adapter's read from its source delays the requests that wait for it; a KV page's prefill delays all rows
+    of its step. So KV that is seldom used does not push adapters out, and among nodes that are used often KV
+    stays. KV that is on the device as well leaves the host first: only a write is lost, when the node leaves
+    the device. That is furthest off for the node used last.
     """
 
     def bucket(self, node: Node) -> Hashable:
@@ -455,7 +458,8 @@ class RealHostCost(RealCost):
 
 
 def _is_doubled(node: Node) -> bool:
-    """An adapter never is: the device's copy cannot be written back."""
+    """Return whether KV is in both tiers. An adapter does not count: the device's copy cannot be written
+    back."""
     return node.parent is not None and node.residence is RESIDENT
 
 

@@ -356,10 +356,10 @@ class Fleet:
 
     # ------------------------------------------------------------ reports
 
-    def hear(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
+    def receive(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
         """Take a newer report; returns the requests whose assignments it has seen."""
         was_open, before = replica.is_open, replica.load
-        seen = replica.hear(report, self.now)
+        seen = replica.receive(report, self.now)
         self._reload(before, replica.load)
         replica.trust()
         if replica.is_open and not was_open:

@@ -51,13 +51,13 @@ CLEARED_TOKENS = 4
 after the other, would keep all others waiting where replicas are killed under full load."""
 
 
-class LoneRuns:
+class Quarantine:
     """A request takes a replica that is empty; where none is, the one with the least load gets no others, until it
     is."""
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, LiveRequest] = {}
-        self._kept: dict[RequestId, ReplicaId] = {}
+        self._reserved: dict[RequestId, ReplicaId] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -79,34 +79,34 @@ class LoneRuns:
 
     def replica_for(self, fleet: Fleet, request: LiveRequest) -> ReplicaState | None:
         """An empty replica, now kept for the request; None where there is none yet."""
-        kept = self._kept.get(request.id)
-        if kept is not None:
-            replica = fleet.up[kept]
+        reserved = self._reserved.get(request.id)
+        if reserved is not None:
+            replica = fleet.up[reserved]
             if replica.drains_from_s is not None or not fleet.fits_ever(replica, request):
                 self.leave(fleet, request)
-                kept = None
-        if kept is None:
+                reserved = None
+        if reserved is None:
             can = [fleet.up[name] for name in fleet.open_ids if fleet.fits_ever(fleet.up[name], request)]
             if not can:
                 return None
             found = min(can, key=lambda replica: (replica.rows, replica.id))
-            self._kept[request.id] = found.id
+            self._reserved[request.id] = found.id
             fleet.reserve(found)
         else:
-            found = fleet.up[kept]
+            found = fleet.up[reserved]
         return None if found.requests or found.is_suspect else found
 
     def leave(self, fleet: Fleet, request: LiveRequest) -> None:
         """The request needs no replica of its own any more: others may have what was kept for it."""
-        kept = self._kept.pop(request.id, None)
-        if kept is not None and kept in fleet.up:
-            fleet.release(fleet.up[kept])
+        reserved = self._reserved.pop(request.id, None)
+        if reserved is not None and reserved in fleet.up:
+            fleet.release(fleet.up[reserved])
 
     def is_cleared(self, request: LiveRequest) -> bool:
         """Whether a replica is kept for the request that has shown to survive it: others may have what is left."""
-        return request.id in self._kept and request.num_new >= CLEARED_TOKENS
+        return request.id in self._reserved and request.num_new >= CLEARED_TOKENS
 
     def lose(self, replica: ReplicaState) -> None:
         """The replica is down."""
-        for name in [name for name, kept in self._kept.items() if kept == replica.id]:
-            del self._kept[name]
+        for name in [name for name, reserved in self._reserved.items() if reserved == replica.id]:
+            del self._reserved[name]

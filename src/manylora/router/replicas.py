@@ -42,14 +42,14 @@ class ReplicaKind:
     """``planes``: of decode steps, one object for all. ``token_s``, ``page_in_s``, ``page_read_s``: means over the
     replicas of the kind that have learnt these; before any has, what the facts say."""
 
-    __slots__ = ("_counts", "_sums", "_told", "page_in_s", "page_read_s", "planes", "token_s")
+    __slots__ = ("_counts", "_stated", "_sums", "page_in_s", "page_read_s", "planes", "token_s")
 
     def __init__(self, facts: ReplicaFacts) -> None:
         self.planes = facts.planes
-        self._told = Learnt(facts.token_s, facts.page_in_s, facts.page_read_s)
+        self._stated = Learnt(facts.token_s, facts.page_in_s, facts.page_read_s)
         self._sums = [0.0, 0.0, 0.0]
         self._counts = [0, 0, 0]
-        self.token_s, self.page_in_s, self.page_read_s = self._told
+        self.token_s, self.page_in_s, self.page_read_s = self._stated
 
     def note(self, before: Learnt, now: Learnt) -> None:
         """A replica of the kind that had learnt one has learnt another; ``NOTHING`` where it comes or goes."""
@@ -59,8 +59,8 @@ class ReplicaKind:
             self._sums[place] += new - old
             self._counts[place] += (new > 0) - (old > 0)
         self.token_s, self.page_in_s, self.page_read_s = (
-            total / count if count else told
-            for total, count, told in zip(self._sums, self._counts, self._told)
+            total / count if count else stated
+            for total, count, stated in zip(self._sums, self._counts, self._stated)
         )
 
 
@@ -249,7 +249,7 @@ class ReplicaState:
 
     # ------------------------------------------------------------ reports
 
-    def hear(self, report: ReplicaReport, now: float) -> list[RequestId]:
+    def receive(self, report: ReplicaReport, now: float) -> list[RequestId]:
         """Take the counts of a newer report. Returns the requests whose assignments it has seen."""
         status = self.report = report.status
         self.has_gap = not status.is_full and (self.has_gap or status.seq > self.seq + 1)

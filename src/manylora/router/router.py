@@ -39,7 +39,7 @@ from manylora.protocol.routing import (
 )
 from manylora.router.fleet import Fleet
 from manylora.router.policies.policy import Relocation, Wish, find_router
-from manylora.router.queue import LoneRuns, RouterQueue
+from manylora.router.queue import Quarantine, RouterQueue
 from manylora.router.replicas import ReplicaState
 from manylora.router.requests import LiveRequest
 from manylora.router.scaling import ScaleHints
@@ -62,7 +62,7 @@ class Router:
         self._scaling = ScaleHints(config)
         self._requests: dict[RequestId, LiveRequest] = {}
         self._queue = RouterQueue()
-        self._lone = LoneRuns()
+        self._quarantine = Quarantine()
         self._stranded: dict[RequestId, LiveRequest] = {}  # no replica that is up can hold them
         self._epochs: dict[ReplicaId, int] = {}  # the last of each replica that ever was up
         self._num_asked = 0
@@ -84,8 +84,8 @@ class Router:
                 request = self._requests.get(event.request)
                 if request is not None:
                     request.note_progress(event.sample, event.position)
-                    if self._lone.is_cleared(request):
-                        self._leave_lone(request)
+                    if self._quarantine.is_cleared(request):
+                        self._end_quarantine(request)
             case ReplicaReport():
                 self._report(event)
             case Ended():
@@ -117,7 +117,7 @@ class Router:
                 self._carry_out(self._policy.on_solved(self._fleet, event))
         if self._may_serve:
             self._may_serve = False
-            self._serve_lone()
+            self._serve_quarantined()
             self._serve_queue()
         if not self._timer_is_set and (self._fleet.up or self._requests):
             self._timer_is_set = True
@@ -133,7 +133,7 @@ class Router:
     @property
     def num_waiting(self) -> int:
         """Requests that are on no replica."""
-        return len(self._queue) + len(self._stranded) + len(self._lone)
+        return len(self._queue) + len(self._stranded) + len(self._quarantine)
 
     def requests(self) -> tuple[RequestId, ...]:
         """All that are live, oldest first."""
@@ -229,9 +229,9 @@ class Router:
     def _forget(self, request: LiveRequest) -> None:
         if request.replica is not None:
             self._take_off(request, "ended")
-        elif request in self._lone:
-            self._lone.remove(request)
-            self._leave_lone(request)
+        elif request in self._quarantine:
+            self._quarantine.remove(request)
+            self._end_quarantine(request)
         elif self._stranded.pop(request.id, None) is None and request in self._queue:
             self._queue.remove(request)
             self._may_serve = True  # it may have stood before others
@@ -242,12 +242,12 @@ class Router:
         assert request.replica is not None
         self._fleet.drop(self._fleet.up[request.replica], request)
         request.leave(reason)
-        self._leave_lone(request)
+        self._end_quarantine(request)
         self._may_serve = True
 
-    def _leave_lone(self, request: LiveRequest) -> None:
+    def _end_quarantine(self, request: LiveRequest) -> None:
         """Others may have the replica that was kept for it."""
-        self._lone.leave(self._fleet, request)
+        self._quarantine.leave(self._fleet, request)
         self._may_serve = True
 
     # ------------------------------------------------------------ placing
@@ -270,7 +270,7 @@ class Router:
     def _wait(self, request: LiveRequest) -> None:
         """The request waits with others of its kind."""
         if self._runs_alone(request):
-            self._lone.put(request)
+            self._quarantine.put(request)
         else:
             self._queue.put(request)
         self._may_serve = True
@@ -312,14 +312,14 @@ class Router:
                 return
             self._queue.remove(request)
 
-    def _serve_lone(self) -> None:
+    def _serve_quarantined(self) -> None:
         """Those that run alone and find an empty replica; the others have one kept free for them."""
-        for request in self._lone.waiting():
+        for request in self._quarantine.waiting():
             if self._is_stranded(request):
-                self._lone.remove(request)
-                self._lone.leave(self._fleet, request)
-            elif (replica := self._lone.replica_for(self._fleet, request)) is not None:
-                self._lone.remove(request)
+                self._quarantine.remove(request)
+                self._quarantine.leave(self._fleet, request)
+            elif (replica := self._quarantine.replica_for(self._fleet, request)) is not None:
+                self._quarantine.remove(request)
                 self._assign(request, replica)
 
     # ------------------------------------------------------------ moves
@@ -429,11 +429,11 @@ class Router:
         if report.status.seq <= replica.seq:
             return
         had_gap = replica.has_gap
-        for name in self._fleet.hear(replica, report):
+        for name in self._fleet.receive(replica, report):
             self._requests[name].is_accepted = True
         if replica.has_gap and not had_gap:
             self._commands.append(AskReport(replica.id))
-        self._may_serve = len(self._queue) + len(self._lone) > 0
+        self._may_serve = len(self._queue) + len(self._quarantine) > 0
         if report.status.is_exhausted:
             self._carry_out(self._policy.on_timer(self._fleet))
 
@@ -442,7 +442,7 @@ class Router:
     ) -> None:
         """The replica is down: its requests go elsewhere at once, oldest first. A death of its own counts against
         them; an end that was made by others does not."""
-        self._lone.lose(replica)
+        self._quarantine.lose(replica)
         lost = sorted(replica.requests.values(), key=lambda request: request.key)
         for request in lost:
             self._take_off(request, "lost")
