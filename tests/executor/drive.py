@@ -8,9 +8,10 @@ from collections.abc import Sequence as Ordered
 from pathlib import Path
 from typing import Any
 
+from manylora_lab.bench.direct import DirectExecutor
+
 from manylora.config import EngineSettings, PolicyConfig
 from manylora.executor.build import build_worker
-from manylora.executor.probing import DirectExecutor
 from manylora.executor.worker import Worker
 from manylora.protocol import (
     AdapterRead,

@@ -18,33 +18,20 @@ from typing import Protocol
 from manylora.config import MergeTimes, PolicyConfig, StepTimes
 from manylora.executor.graphs import Rehearse
 from manylora.protocol import (
-    AdapterChecked,
-    AdapterError,
-    AdapterRead,
-    Ask,
-    CopyDone,
     DeviceEvent,
     EndSequence,
     EvictAdapter,
     Executor,
     ExecutorLost,
-    ExecutorState,
-    ForgetAdapter,
-    InspectAdapter,
-    ReadAdapter,
-    ReportState,
     RunStep,
     SequenceStart,
     SetMerged,
     StepDone,
     StepResult,
     StepRow,
-    SwapPages,
     SwitchDone,
-    VerifyAdapter,
-    ask_of,
 )
-from manylora.types import BASE, AdapterId, SamplingParams, SequenceId
+from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -54,129 +41,40 @@ _ANSWER_S = 600.0
 """How long an answer may take."""
 
 
-class DirectExecutor:
-    """Gives commands to an executor, which it connects to itself, and waits for their answers. For one thread."""
+class _Direct:
+    """Gives commands to an executor, which it connects to itself, one by one, and waits for each answer."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._results: dict[int, StepResult] = {}
-        self._landed: dict[Ask, queue.SimpleQueue[DeviceEvent]] = {}
-        self._checked: queue.SimpleQueue[AdapterChecked] = queue.SimpleQueue()
-        self._states: queue.SimpleQueue[ExecutorState] = queue.SimpleQueue()
-        executor.connect(self._hear)
+        self._answers: queue.SimpleQueue[DeviceEvent] = queue.SimpleQueue()
+        executor.connect(self._answers.put)
 
-    def _hear(self, answer: DeviceEvent) -> None:
-        match answer:
-            case StepResult():
-                self._results[answer.done.step] = answer
-            case AdapterChecked():
-                self._checked.put(answer)
-            case ExecutorState():
-                self._states.put(answer)
-            case CopyDone() | AdapterRead() | SwitchDone():
-                if ask_of(answer) in self._landed:  # else it was asked for by another
-                    self._landed[ask_of(answer)].put(answer)
-            case ExecutorLost():
-                for waiting in list(self._landed.values()):
-                    waiting.put(answer)
-
-    # ------------------------------------------------------------ steps
-
-    def run_step(self, step: RunStep) -> StepResult:
-        """Issue a step and wait for it, and for those issued before."""
+    def run_step(self, step: RunStep) -> StepDone:
+        """Run a step and forget its sequences."""
         self._executor.obey(step)
-        return self.wait_step(step)
-
-    def issue_step(self, step: RunStep) -> None:
-        """Issue a step; ``wait_step`` follows."""
-        self._executor.obey(step)
-
-    def has_ended(self, step: RunStep) -> bool:
-        """Whether the step's result is known: at once where it could not be issued."""
-        return step.step in self._results
-
-    def wait_step(self, step: RunStep) -> StepResult:
-        """The result of a step that was issued; those issued before it end first, and theirs is kept.
-
-        Raises what the end of a step raises, and RuntimeError where the step is not on its way, such as one whose
-        end has raised.
-        """
-        while step.step not in self._results:
-            num_results = len(self._results)
+        if self._answers.empty():  # else it could not be issued
             self._executor.wait_step()
-            if len(self._results) == num_results:
-                raise RuntimeError(f"step {step.step} is not on its way")
-        return self._results.pop(step.step)
+        answer = self._answer()
+        for row in step.rows:
+            self._executor.obey(EndSequence(row.sequence))
+        assert isinstance(answer, StepResult)
+        return answer.done
 
-    def end_sequence(self, sequence: SequenceId) -> None:
-        """Forget a sequence."""
-        self._executor.obey(EndSequence(sequence))
-
-    def state(self) -> ExecutorState:
-        """How the executor stands."""
-        self._executor.obey(ReportState())
-        return self._states.get(timeout=_ANSWER_S)
-
-    # ------------------------------------------------------------ adapters and copies
-
-    def add_adapter(self, adapter: AdapterId, path: str) -> AdapterChecked:
-        """Inspect an adapter by its headers. Raises AdapterError."""
-        return self._check(InspectAdapter(adapter, path))
-
-    def verify_adapter(self, adapter: AdapterId) -> AdapterChecked:
-        """Read all weights of an adapter that was added. Raises AdapterError."""
-        return self._check(VerifyAdapter(adapter))
-
-    def _check(self, command: InspectAdapter | VerifyAdapter) -> AdapterChecked:
+    def set_merged(self, command: SetMerged) -> SwitchDone:
+        """Merge an adapter into the base's weights, or none."""
         self._executor.obey(command)
-        found = self._checked.get(timeout=_ANSWER_S)
-        if not found.ok:
-            raise AdapterError(found.error, found.status)
-        return found
-
-    def forget_adapter(self, adapter: AdapterId) -> None:
-        """Forget an adapter that is not resident."""
-        self._executor.obey(ForgetAdapter(adapter))
+        self._executor.flush()
+        answer = self._answer()
+        assert isinstance(answer, SwitchDone)
+        return answer
 
     def evict_adapter(self, adapter: AdapterId) -> None:
         """Forget where the adapter lies."""
         self._executor.obey(EvictAdapter(adapter))
 
-    def read_adapter(self, command: ReadAdapter) -> AdapterRead:
-        """Read an adapter into its pages."""
-        self.begin(command)
-        answer = self.wait_for(command)
-        assert isinstance(answer, AdapterRead)
-        return answer
-
-    def swap_pages(self, command: SwapPages) -> CopyDone:
-        """Copy pages between the tiers."""
-        self.begin(command)
-        answer = self.wait_for(command)
-        assert isinstance(answer, CopyDone)
-        return answer
-
-    def set_merged(self, command: SetMerged) -> SwitchDone:
-        """Merge an adapter into the base's weights."""
-        self.begin(command)
-        answer = self.wait_for(command)
-        assert isinstance(answer, SwitchDone)
-        return answer
-
-    def begin(self, command: ReadAdapter | SwapPages | SetMerged) -> None:
-        """Begin a transfer or a switch; ``wait_for`` follows."""
-        self._landed[ask_of(command)] = queue.SimpleQueue()
-        self._executor.obey(command)
-        self._executor.flush()
-
-    def has_landed(self, command: ReadAdapter | SwapPages | SetMerged) -> bool:
-        """Whether what was begun has been answered."""
-        return not self._landed[ask_of(command)].empty()
-
-    def wait_for(self, command: ReadAdapter | SwapPages | SetMerged) -> DeviceEvent:
-        """The answer to what was begun. Raises RuntimeError where the executor is lost."""
-        answer = self._landed[ask_of(command)].get(timeout=_ANSWER_S)
-        del self._landed[ask_of(command)]
+    def _answer(self) -> DeviceEvent:
+        """Raises RuntimeError where the executor is lost."""
+        answer = self._answers.get(timeout=_ANSWER_S)
         if isinstance(answer, ExecutorLost):
             raise RuntimeError(answer.reason)
         return answer
@@ -190,7 +88,7 @@ class Pretends(Executor, Protocol):
 
 
 def _run_step(
-    direct: DirectExecutor,
+    direct: _Direct,
     page_tokens: int,
     prompts: Iterable[tuple[AdapterId, int, int]],
     params: SamplingParams = _GREEDY,
@@ -205,10 +103,7 @@ def _run_step(
         where = length - count, pages
         starts.append(SequenceStart(sequence, 0, adapter, tokens, length, *where, params, ()))
         rows.append(StepRow(sequence, length - count, count, 1))
-    done = direct.run_step(RunStep(number, tuple(starts), tuple(rows), merged)).done
-    for row in rows:
-        direct.end_sequence(row.sequence)
-    return done
+    return direct.run_step(RunStep(number, tuple(starts), tuple(rows), merged))
 
 
 # ---------------------------------------------------------------- warming up
@@ -243,7 +138,7 @@ def warm_up(
     fails is logged: it would fail requests.
     """
     began = time.perf_counter()
-    direct = DirectExecutor(worker)
+    direct = _Direct(worker)
     longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
     most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
     sizes = {min(_LONG, most), most}
@@ -387,7 +282,7 @@ class _Rig:
     """Gives a worker switches and steps, and tells what they took."""
 
     def __init__(self, worker: Pretends, limits: PolicyConfig) -> None:
-        self.direct = DirectExecutor(worker)
+        self.direct = _Direct(worker)
         self._limits = limits
         self._merged: AdapterId = BASE
         self._numbers = itertools.count(1)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manylora.config import ConfigError, PolicyConfig
-from manylora.executor.probing import DirectExecutor
 from manylora.protocol import (
     AdapterRead,
     Await,
@@ -25,6 +24,7 @@ from manylora.protocol import (
     Tier,
 )
 from manylora.types import BASE, AdapterId, PageId, SamplingParams
+from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.bench.profile_grid import Batch
 from manylora_lab.pricing.costs import prefill_pairs
 from manylora_lab.pricing.profile import GatePoint, StepPoint, TransferPoint

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from manylora.executor.probing import DirectExecutor
 from manylora.protocol import CopyDone, SequenceStart, SwapPages
+from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.run_report import Row
 from manylora_lab.benchmarks.step_rig import StepRig
