@@ -113,7 +113,7 @@ def cheapest(
             cost_s += replica.waiting_tokens * token_s
         new_pages = pages - reused_pages
         if new_pages > replica.spare_pages:
-            cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.page_price_s
+            cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.report.page_price_s
         added = samples
         if is_full:  # all slots are taken then
             rows = min(rows, replica.max_seqs)

@@ -39,8 +39,8 @@ class Punica(RoutingPolicy):
         """One request leaves each replica that has reported anew that it is out of pages."""
         wishes: list[Wish] = []
         for replica in view.up.values():
-            report = replica.epoch, replica.seq
-            if not replica.is_exhausted or self._evicted.get(replica.id) == report:
+            report = replica.epoch, replica.report.seq
+            if not replica.report.is_exhausted or self._evicted.get(replica.id) == report:
                 continue
             newest = replica.movable()
             if len(newest) > 1:
