@@ -23,8 +23,8 @@ class Credits:
     """By adapter; the base has credits like one.
 
     ``starve_s``: an adapter of which a whole batch, ``batch`` requests, is held back for so long has gained
-    ``margin`` and starves, until it has paid half of that back. All start with twice the margin, which is what an
-    adapter can pay.
+    ``margin`` and starves, until it has paid half of that back. All start with twice the margin, which is what
+    an adapter can pay.
     """
 
     def __init__(self, starve_s: float, batch: int) -> None:
@@ -95,8 +95,8 @@ class Thresholds:
     """Merge where an adapter's requests are more than ``alpha`` of a batch; unmerge where fewer than ``beta``.
 
     An unmerged period tunes alpha, a merged one beta, as the paper says (the authors' code does the opposite):
-    where the other mode would have served more requests a second, the switch to it included, the threshold on the
-    way there comes nearer by ``dec``; else it goes away by the factor ``mul``.
+    where the other mode would have served more requests a second, the switch to it included, the threshold on
+    the way there comes nearer by ``dec``; else it goes away by the factor ``mul``.
     """
 
     def __init__(self, config: MergeConfig) -> None:
@@ -113,8 +113,8 @@ class Thresholds:
         fcfs: tuple[int, float],
         switch_s: float,
     ) -> None:
-        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of that
-        in arrival order; ``switch_s``: what a switch to the other mode takes."""
+        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of
+        that in arrival order; ``switch_s``: what a switch to the other mode takes."""
         period = self._period
         if period is None or period.is_merged != is_merged or period.adapter != adapter:
             self._end()
@@ -146,13 +146,13 @@ class Thresholds:
 
 
 class DloraMerging(MergePolicy):
-    """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that was
-    let past them may lose its slot to them.
+    """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that
+    was let past them may lose its slot to them.
 
-    The paper names no amounts. Here a request that is held back for a step, though it would run in arrival order,
-    gets what the step would have taken unmerged, from one that runs in its stead. An adapter may be merged while
-    it can pay for one more step. Beside the paper's credits, which judge the sum, a request that is held back for
-    ``starve_s`` makes its adapter starve for as long.
+    The paper names no amounts. Here a request that is held back for a step, though it would run in arrival
+    order, gets what the step would have taken unmerged, from one that runs in its stead. An adapter may be
+    merged while it can pay for one more step. Beside the paper's credits, which judge the sum, a request that
+    is held back for ``starve_s`` makes its adapter starve for as long.
     """
 
     def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
@@ -214,7 +214,8 @@ class DloraMerging(MergePolicy):
         return ratio >= self.thresholds.beta and self._can_pay(view.merged, first)
 
     def _merge_hottest(self, view: MergeView) -> Choice | None:
-        """Merge the adapter with the most requests where these are enough; another may be merged at the time."""
+        """Merge the adapter with the most requests where these are enough; another may be merged at the
+        time."""
         hot, merged = self._hot, view.merged
         if hot is None or hot == merged or not view.can_merge:
             return None
@@ -238,7 +239,8 @@ class DloraMerging(MergePolicy):
     # ------------------------------------------------------------ starving
 
     def _starving(self, view: MergeView) -> set[AdapterId]:
-        """Adapters with requests that go first: by their credits, or since one of them was held back too long."""
+        """Adapters with requests that go first: by their credits, or since one of them was held back too
+        long."""
         now, until = view.now, self._relieved_until
         held_back = list(self._held_back.values())
         paused = view.longest_paused()
