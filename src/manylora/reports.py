@@ -1,6 +1,6 @@
-"""What a replica reports of itself: its gauges at one moment, and its counts since it began.
+"""The reports of a replica: its gauges at one moment, and its counts since the start.
 
-Records only. Does not know how they are read, nor where they are shown.
+Records only. Does not know their readers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Literal
 from manylora.types import BASE, AdapterId
 
 Which = Literal["all", "changed"]
-"""Which adapters a snapshot lists beside the base: all, or those that may have changed since the last snapshot of
-this kind. Of an adapter that was never listed nothing has changed since it was added: it is absent."""
+"""The adapters that a snapshot lists beside the base: all, or the ones that may have changed since the last
+such snapshot. An adapter that was never listed is as it was added: absent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """One adapter at this moment (true residency, not activity); requests count once per sequence.
+    """The state of one adapter (true residency, not activity); requests count once per sequence.
 
     ``state`` on the device: absent, loading, resident or saving; ``host_state``: none, filling or held.
-    ``num_pages``: what it takes when resident; ``history_pages``: idle KV pages on the device, computed under it.
+    ``num_pages``: its pages when resident; ``history_pages``: idle KV pages on the device, computed under it.
     The engine adds ``name`` and ``rank``.
     """
 
@@ -37,9 +37,11 @@ class AdapterUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientUse:
-    """What one client was served, in weighted tokens, and its counter: service over its share, and what it was
-    lifted by. ``client``: an adapter, or the place of an API key. The engine adds ``name``: the adapter's, the
-    base's, or the key's place."""
+    """The service of one client in weighted tokens, and its counter: service over its share, and its lifts.
+
+    ``client``: an adapter, or the place of an API key. The engine adds ``name``: the adapter's, the base's, or
+    the key's place.
+    """
 
     client: int
     service: int
@@ -49,8 +51,10 @@ class ClientUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreditUse:
-    """What an adapter may still be paid or has to pay under ``--merge dlora``: seconds for which one request is
-    held back. The engine adds ``name``: the adapter's, or the base's."""
+    """The credit of an adapter under ``--merge dlora``, in seconds of one request held back.
+
+    The engine adds ``name``: the adapter's, or the base's.
+    """
 
     adapter: AdapterId
     credit_s: float
@@ -62,8 +66,8 @@ class Snapshot:
     """The replica's gauges; device pages by use add up to ``pages_total``. ``adapters``: by id, the base is 0.
 
     ``pages_loading`` and ``pages_saving``: of these, how many are in flight. ``invalid_pages``: KV on the
-    device whose adapter is not there. ``clients``: where the queue is fair to them. ``merged``: whose weights are
-    merged into the base's, BASE: none's. ``merge_alpha``, ``merge_beta``, ``credits``: of ``--merge dlora``.
+    device whose adapter is not there. ``clients``: if the queue is fair to them. ``merged``: the adapter in
+    the base's weights, BASE: none. ``merge_alpha``, ``merge_beta``, ``credits``: of ``--merge dlora``.
     """
 
     num_running: int
@@ -90,7 +94,7 @@ class Snapshot:
 
 @dataclasses.dataclass(slots=True)
 class Counters:
-    """Counts since the start. Pages and tokens; times in seconds."""
+    """The counts since the start, of pages and tokens; times in seconds."""
 
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
@@ -128,7 +132,7 @@ class Counters:
     cold_start_stall_s: float = 0.0
     cold_start_hidden_s: float = 0.0
     cold_start_expected_s: float = 0.0
-    """What ``cold_start_stall_s`` was expected to be, of steps that await copies or the CPU."""
+    """The expected ``cold_start_stall_s``, of steps that await copies or the CPU."""
     cold_answer_s: float = 0.0
     """From the decision how a cold request begins to the end of its first step; beside it what was expected."""
     cold_answer_expected_s: float = 0.0
@@ -136,39 +140,41 @@ class Counters:
     cpu_lora_s: float = 0.0
 
     def cold_start(self, mode: str, source: str | None) -> None:
-        """A request has begun; ``source``: where its adapter was when it was admitted, None: on the device."""
+        """Count a cold start. ``source``: where the adapter was at admission; None: on the device, so none."""
         if source is None:
             return
         kind = f"{mode}/{source}"
         self.cold_starts = {**self.cold_starts, kind: self.cold_starts.get(kind, 0) + 1}
 
     def stalled(self, stall_s: float, expected_s: float, hidden_s: float, cpu_s: float) -> None:
-        """A step with cold rows stood still for ``stall_s`` where ``expected_s`` had been expected; copies took
-        ``hidden_s`` while it went on, and the CPU ``cpu_s``."""
+        """Count the stall of a step with cold rows, and its expected stall.
+
+        ``hidden_s``: of copies while the step went on; ``cpu_s``: of the CPU.
+        """
         self.cold_start_stall_s += stall_s
         self.cold_start_expected_s += expected_s
         self.cold_start_hidden_s += hidden_s
         self.cpu_lora_s += cpu_s
 
     def cold_answered(self, expected_s: float, took_s: float) -> None:
-        """The first step of a cold request has ended."""
+        """Count the first answer of a cold request."""
         self.cold_answer_expected_s += expected_s
         self.cold_answer_s += took_s
 
     def switched(self, ok: bool, seconds: float, to_base: bool) -> None:
-        """A change of the adapter that is merged has taken effect, or failed."""
+        """Count a switch of the merged adapter, or a failed one."""
         self.switches_failed += not ok
         self.switches_base += ok and to_base
         self.switches_merged += ok and not to_base
         self.merge_switch_s += seconds
 
     def paused(self, seconds: float) -> None:
-        """A sequence that held pages could not run for so long."""
+        """Count a pause of a sequence that held pages."""
         self.paused_s += seconds
         self.longest_pause_s = max(self.longest_pause_s, seconds)
 
     def copied(self, num_pages: int, seconds: float, to_device: bool) -> None:
-        """A copy between the tiers has landed."""
+        """Count a copy between the tiers."""
         if to_device:
             self.pages_swapped_in += num_pages
             self.swap_in_s += seconds
