@@ -1,7 +1,8 @@
-"""``dlora``: dLoRA's dynamic batching (§4): thresholds say when to merge, credits what may be held back for it.
+"""``dlora``: dLoRA's dynamic batching (§4): thresholds decide when to merge, credits limit the requests held
+back.
 
-Algorithm 1 is here, Algorithm 2 is ``thresholds``, Algorithm 3 ``credits``. All unfinished requests count,
-admitted or waiting; a batch is at most ``max_num_seqs`` of them.
+``DloraMerging`` is Algorithm 1, ``Thresholds`` Algorithm 2, ``Credits`` Algorithm 3. All unfinished requests
+count, admitted or waiting; a batch is at most ``max_num_seqs`` of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Credits:
         self.margin = int(starve_s * MICROSECONDS) * batch
         self.start = 2 * self.margin
         self.left_over = 0
-        """What adapters that are gone had beyond ``start``: with it all sums to ``start`` for each adapter."""
+        """The sum of removed adapters' credits beyond ``start``; with it all credits sum to ``start`` for each
+        adapter."""
         self._credits: dict[AdapterId, int] = {}
         self._starving: set[AdapterId] = set()
 
@@ -39,18 +41,20 @@ class Credits:
         return self._credits.get(adapter, self.start)
 
     def all(self) -> dict[AdapterId, int]:
-        """Of every adapter that ever paid or got any."""
+        """Return the credit of every adapter that ever paid or gained any."""
         return self._credits
 
     def forget(self, adapter: AdapterId) -> None:
-        """The adapter is gone."""
+        """Drop an adapter that is gone."""
         self.left_over += self.of(adapter) - self.start
         self._credits.pop(adapter, None)
         self._starving.discard(adapter)
 
     def transfer(self, payers: Iterable[AdapterId], held_back: Collection[AdapterId], amount: int) -> None:
-        """Each of ``held_back`` gets the amount: the first from the first payer, the second from the second.
-        Where there are fewer payers, the first pays for the rest; without any, none is paid."""
+        """Pay each of ``held_back`` the amount: the first from the first payer, the second from the second.
+
+        If there are fewer payers, the first pays for the rest; without any, none is paid.
+        """
         paying = list(payers)
         if not paying:
             return
@@ -61,7 +65,7 @@ class Credits:
                 self._credits[adapter] = self.of(adapter) + amount
 
     def starving(self) -> set[AdapterId]:
-        """Adapters whose requests go first."""
+        """Return the adapters whose requests go first."""
         for adapter, credit in self._credits.items():
             if adapter in self._starving:
                 if credit < self.start + self.margin // 2:
@@ -72,14 +76,16 @@ class Credits:
 
 
 LEAST_BETA, MOST_ALPHA = 0.05, 4.0
-"""Between which both stay, but for what was set beyond; alpha stays above beta by a step at least. Our own: the
-paper bounds neither."""
+"""The bounds of both thresholds, unless they are set beyond; alpha stays above beta by a step at least. They
+are ours: the paper bounds neither."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Period:
-    """Steps of one mode while one adapter had the most requests: requests and seconds of the batch that merging
-    gives, and of the one in arrival order."""
+    """The steps of one mode while one adapter had the most requests.
+
+    Counts requests and seconds of the merged batch, and of the batch in arrival order.
+    """
 
     is_merged: bool
     adapter: AdapterId
@@ -129,7 +135,7 @@ class Thresholds:
             self._end()
 
     def _end(self) -> None:
-        """A break point: judge the period, if there is one."""
+        """Judge the period at a break point, if there is one."""
         period, self._period = self._period, None
         if period is None or period.merge_s <= 0 or period.fcfs_s <= 0:
             return
@@ -196,7 +202,7 @@ class DloraMerging(MergePolicy):
         return choice
 
     def _hottest(self, view: MergeView, first: collections.Counter[AdapterId]) -> AdapterId | None:
-        """The adapter with the most requests among those that can pay for being merged."""
+        """Return the adapter with the most requests among adapters that can pay for being merged."""
         known = {*view.num_admitted, *view.waiting.num_by_adapter} - {BASE}
         able = [adapter for adapter in known if self._can_pay(adapter, first)]
         return max(able, key=lambda adapter: (view.num_unfinished(adapter), -adapter), default=None)
@@ -206,7 +212,8 @@ class DloraMerging(MergePolicy):
         return self.credits.of(adapter) >= num_held_back * self._amount(first.total())
 
     def _amount(self, num_requests: int) -> int:
-        """What a request gets for which so many run: a step of them, none merged, in microseconds."""
+        """Return the amount for a request held back: an unmerged step of the requests that run, in
+        microseconds."""
         return round(self._times.unmerged_s(num_requests) * MICROSECONDS)
 
     def _stays(self, view: MergeView, first: collections.Counter[AdapterId]) -> bool:
@@ -214,8 +221,7 @@ class DloraMerging(MergePolicy):
         return ratio >= self.thresholds.beta and self._can_pay(view.merged, first)
 
     def _merge_hottest(self, view: MergeView) -> Choice | None:
-        """Merge the adapter with the most requests where these are enough; another may be merged at the
-        time."""
+        """Merge the adapter with the most requests if they are enough; another one may be merged now."""
         hot, merged = self._hot, view.merged
         if hot is None or hot == merged or not view.can_merge:
             return None
@@ -223,7 +229,7 @@ class DloraMerging(MergePolicy):
             return None
         if view.may_switch_to(hot):
             return Choice(hot, hot, (hot,), reason=self._ratio_text(view, hot, ">", self.thresholds.alpha))
-        # None of its requests can run yet: one is to be admitted, and all go on unmerged meanwhile.
+        # None of its requests can run yet: one must be admitted, and all go on unmerged meanwhile.
         waits = None if view.num_admitted[hot] else view.waiting.first_of(hot)
         return Choice(
             BASE,
@@ -239,7 +245,7 @@ class DloraMerging(MergePolicy):
     # ------------------------------------------------------------ starving
 
     def _starving(self, view: MergeView) -> set[AdapterId]:
-        """Adapters with requests that go first: by their credits, or since one of them was held back too
+        """Return the adapters with requests that go first: by their credits, or as one was held back too
         long."""
         now, until = view.now, self._relieved_until
         held_back = list(self._held_back.values())
@@ -254,8 +260,8 @@ class DloraMerging(MergePolicy):
         return {adapter for adapter in {*until, *self.credits.starving()} if view.num_unfinished(adapter)}
 
     def _relieve(self, view: MergeView, starving: set[AdapterId]) -> Choice:
-        """The starving ones' requests, then others in arrival order; on merged weights only where these are
-        theirs."""
+        """Choose the starving adapters' requests, then others in arrival order; merged only if one adapter
+        starves."""
         if starving == {view.merged}:
             return Choice(view.merged, view.merged, (view.merged,))
         theirs = {s.id: s for s in (*view.admitted, *self._fcfs) if s.adapter in starving}
@@ -267,7 +273,7 @@ class DloraMerging(MergePolicy):
         others = [s for s in self._fcfs if s.adapter not in starving]
         return Choice(BASE, batch=tuple((first + others)[: self._batch]), reason="others starve")
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ events
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""
