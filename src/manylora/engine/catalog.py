@@ -1,8 +1,8 @@
-"""Names of adapters and the versions they stand for.
+"""Names of adapters and their versions.
 
-Owns name -> version; a name given up and taken again gets a new version, so it never meets what the old one
-left behind. Versions are numbered here, or elsewhere for several engines at once; none is served twice. A version
-keeps its label until it is freed. Does not know residency; the policy does.
+Owns name -> version. Reusing a removed name creates a new version, so stale cached data is never used. Versions
+are numbered here, or elsewhere for several engines at once; a number is never reused. A version keeps its label
+until it is freed. Does not know residency; the policy does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from manylora.types import BASE, AdapterCard, AdapterId
 
 
 class Catalog:
-    """Thread-safe; loading an adapter's headers happens on the caller's thread.
+    """A thread-safe catalog. The caller's thread loads an adapter's headers.
 
-    ``notify`` puts what the policy must know into the loop's inbox. It is called under the catalog's lock, before
-    a name is published and as it is given up, so that a version's removal never overtakes its addition.
+    ``notify`` puts events for the policy into the loop's inbox. It is called under the catalog's lock, before a
+    name is published and as it is given up, so that a version's removal never overtakes its addition.
     ``adapter_pages_limit``: how many of the device pool's ``num_pages`` one adapter may take.
 
-    What the loop looks up at every request (``lookup``, ``card``, ``label``) takes no lock, so that it never waits
-    for another thread: one look into a dict relies on the GIL.
+    ``lookup``, ``card`` and ``label``, which the loop calls for every request, take no lock, so that it never
+    waits for another thread: one look into a dict relies on the GIL.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Catalog:
 
     @property
     def most_pages(self) -> int:
-        """How many pages one adapter may take."""
+        """The most pages that one adapter may take."""
         return self._adapter_pages_limit
 
     def lookup(self, name: str) -> AdapterId | None:
-        """The version that a name stands for now."""
+        """Return the version that a name stands for now."""
         card = self._cards.get(name)
         return None if card is None else card.id
 
@@ -72,18 +72,18 @@ class Catalog:
             return tuple(self._cards.values())
 
     def card(self, adapter: AdapterId) -> AdapterCard | None:
-        """A served version's card."""
+        """Return a served version's card."""
         return self._served.get(adapter)
 
     def label(self, adapter: AdapterId) -> str:
-        """A version for people to read, such as "german@3": known until it is freed, on one line."""
+        """Return a version for people to read, such as "german@3", on one line; known until it is freed."""
         return self._labels.get(adapter, f"@{adapter}")
 
     def add(self, name: str, path: str, verify: bool, version: AdapterId | None = None) -> AdapterCard:
-        """Check the adapter, give it a version, and tell the policy of it. Raises AdapterError.
+        """Check the adapter, give it a version, and notify the policy. Raise AdapterError.
 
-        ``version``: where others number versions; they may have several of one name, of which the newest has it
-        here.
+        ``version``: from outside, where others number versions; of several versions of one name the newest has
+        it here.
         """
         with self._lock:
             if version is None and (name in self._cards or name in self._pending):
@@ -114,7 +114,7 @@ class Catalog:
                 self._pending.discard(name)
 
     def _number(self, version: AdapterId | None) -> AdapterId:
-        """A version that was never there; the lock is held."""
+        """Return a new version number; the caller holds the lock."""
         if version is None:
             version = self._last_id + 1
         if version in self._used or version < 0:
@@ -124,7 +124,7 @@ class Catalog:
         return version
 
     def _check(self, command: InspectAdapter | VerifyAdapter) -> AdapterChecked:
-        """Have the executor look; raises AdapterError where the adapter cannot be served."""
+        """Let the executor check the adapter; raise AdapterError if it cannot be served."""
         future = self._checking[command.adapter] = concurrent.futures.Future()
         self._executor.obey(command)
         found = future.result()
@@ -133,7 +133,7 @@ class Catalog:
         return found
 
     def checked(self, found: AdapterChecked) -> None:
-        """What the executor says of an adapter. From any thread."""
+        """Take the executor's answer to a check. From any thread."""
         future = self._checking.pop(found.adapter, None)
         if future is not None:
             future.set_result(found)
@@ -146,8 +146,10 @@ class Catalog:
             )
 
     def remove(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
-        """Give up a name, or a version where others number these, and tell the policy; the future is done when
-        ``freed`` is called for the version."""
+        """Remove a name, or a version where others number these, and notify the policy.
+
+        The future is done when ``freed`` is called for the version.
+        """
         with self._lock:
             card = self._cards.get(name) if version is None else self._served.get(version)
             if card is None:
@@ -161,7 +163,7 @@ class Catalog:
             return future
 
     def freed(self, adapter: AdapterId) -> None:
-        """The policy holds nothing of this version any more."""
+        """Forget a version of which the policy holds nothing any more."""
         self._executor.obey(ForgetAdapter(adapter))
         with self._lock:
             self._labels.pop(adapter, None)
@@ -170,7 +172,7 @@ class Catalog:
             future.set_result(None)
 
     def fail_waiting(self, reason: Exception) -> None:
-        """The engine ended before it could free the adapters that leave, or check those that come."""
+        """Fail every removal and check that waits, as the engine has ended."""
         with self._lock:
             leaving, self._leaving = list(self._leaving.values()), {}
         for future in leaving:

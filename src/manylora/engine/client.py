@@ -1,4 +1,4 @@
-"""What a front end may ask of an engine, wherever the engine runs.
+"""The contract of a front end with an engine, wherever the engine runs.
 
 ``EngineClient`` is the contract; ``engine.local`` runs the engine on a thread of this process and
 ``engine.remote`` talks to one in a child process. Token ids in, token ids out: text is not known here.
@@ -35,7 +35,7 @@ class CacheScopes:
 
     They are made with a secret, so that a journal's scopes cannot be guessed from keys and salts.
 
-    ``secret``: what processes that are to make the same scopes have in common; None: one of its own.
+    ``secret``: shared by all processes that must make the same scopes; None: draw one.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
@@ -43,16 +43,16 @@ class CacheScopes:
         self._secret = hashlib.blake2b(secret, person=_PURPOSE, digest_size=32).digest()
 
     def scope(self, owner: bytes | None, salt: str | None) -> str:
-        """The scope of an owner's requests with a salt; "" where there is neither, which all such requests share.
+        """Return the scope of an owner's requests with a salt; "", which all such requests share, for neither.
 
-        ``owner``: the digest of an API key, always of one length. Raises InvalidRequest for an empty salt.
+        ``owner``: the digest of an API key, always of one length. Raise InvalidRequest for an empty salt.
         """
         if salt is not None and not (isinstance(salt, str) and salt):
             raise InvalidRequest("cache_salt must be a non-empty string", "cache_salt")
         if owner is None and salt is None:
             return ""
         state = hashlib.blake2b(key=self._secret, digest_size=_DIGEST_BYTES)
-        # One byte tells an owner from none; an owner's length is fixed, so what follows is the salt.
+        # One byte tells an owner from none; an owner's length is fixed, so the rest is the salt.
         state.update(b"\0" if owner is None else b"\1" + owner)
         state.update((salt or "").encode("utf-8", "surrogatepass"))
         return state.hexdigest()
@@ -62,11 +62,11 @@ class CacheScopes:
 class GenerationRequest:
     """A request by adapter *name* (None: the base model).
 
-    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where no one reads
-    along. ``cache_scope``: whose KV it may reuse (see ``CacheScopes``). ``serial`` comes back in the request's
-    deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last deltas
-    were read. ``more``: another request follows at once, and both are admitted or refused before
-    either runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
+    With ``stream=False`` each sample's tokens may come in one Delta, at its end: less traffic where no one
+    reads along. ``cache_scope``: whose KV it may reuse (see ``CacheScopes``). ``serial`` comes back in the
+    request's deltas: it tells requests of one id apart, of which one has ended, or was refused, before its last
+    deltas were read. ``more``: another request follows at once, and both are admitted or refused before either
+    runs. ``priority``: see ``types.Request``; ``client``: the place of its API key, where there are keys.
     ``resume``, ``closed``, ``waited_s``, ``attempt``: what became of it elsewhere, see ``protocol.Arrive``;
     ``engine.ledger`` keeps account of that. ``version``: the adapter's, where others than the engine number
     versions; ``adapter`` is only what people call it then. ``eos_ids``: ends beside the model's.
@@ -95,11 +95,11 @@ RELEASED = "released"
 
 
 class Timing(NamedTuple):
-    """What a request's news waited for.
+    """The waits of a request, with the delta that they delayed.
 
     ``spread_s``: how long before these tokens were sent the first of them was ready, where they were held back.
-    The rest comes with a request's first news only: ``num_cached_tokens`` of its prompt were reused; it waited for
-    admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
+    The rest comes with a request's first news only: ``num_cached_tokens`` of its prompt were reused; it waited
+    for admission (``queue_s``), then for its adapter (``adapter_s``), then for its cached KV (``kv_s``).
     """
 
     spread_s: float = 0.0
@@ -113,15 +113,14 @@ NO_TIMING = Timing()
 
 
 class Delta(NamedTuple):
-    """News of one sample of a request: new tokens, in order, each once; perhaps its end.
+    """New tokens of one sample of a request, in order, each once; perhaps its end.
 
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort", "error" or,
     after ``LetGo``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
-    sample 0 and an error.
-    ``stop_token`` tells that the last token is one of the request's stop ids (end-of-sequence among them):
-    such a token counts in usage but not in the text. ``serial``, ``attempt``: the request's; ``start``: how many
-    tokens the sample had before these. ``prompt_logprobs``: of all the prompt's tokens but the first, with or
-    before the first token of any sample.
+    sample 0 and an error. ``stop_token`` tells that the last token is one of the request's stop ids
+    (end-of-sequence among them): such a token counts in usage but not in the text. ``serial``, ``attempt``: the
+    request's; ``start``: how many tokens the sample had before these. ``prompt_logprobs``: of all the prompt's
+    tokens but the first, with or before the first token of any sample.
     """
 
     request: RequestId
@@ -140,7 +139,7 @@ class Delta(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Meters:
-    """Counts since the start that the engine keeps, not the replica."""
+    """The counts since the start that the engine keeps, not the replica."""
 
     adapter_read_s: float = 0.0
     adapter_read_failures: int = 0
@@ -184,49 +183,50 @@ class EngineStats:
         raise AttributeError(f"EngineStats has no figure {name!r}")
 
     def with_adapters(self, adapters: tuple[AdapterUse, ...]) -> EngineStats:
-        """Give the same with these adapters."""
+        """Return a copy with these adapters."""
         return dataclasses.replace(self, gauges=dataclasses.replace(self.gauges, adapters=adapters))
 
 
 class EngineDead(Exception):
-    """The engine is gone; nothing more will come from it. The message says why."""
+    """An error: the engine has ended for good. The message says why."""
 
 
 class EngineBusy(Exception):
-    """The engine does not take in what it is sent as fast as it is sent; the message is meant for the sender."""
+    """An error: the engine takes in messages more slowly than they are sent. The message is meant for the
+    sender."""
 
 
 class EngineSilent(Exception):
-    """The engine does not answer at the moment; whether what was asked for is done is not known."""
+    """An error: the engine does not answer now; the call may or may not be done."""
 
 
 SILENT_S = 5.0
-"""What has given no sign of life for so long serves nothing at the moment."""
+"""After this long without a sign of life an engine counts as not serving."""
 
 
 class EngineClient(Protocol):
-    """Asynchronous; all methods are called from one event loop.
+    """An asynchronous client; all methods are called from one event loop.
 
-    What waits for an answer raises EngineDead once the engine is dead, EngineSilent while it says nothing.
+    A call that waits raises EngineDead once the engine is dead, and EngineSilent while it does not answer.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that never change."""
+        """The facts that never change."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """The request's deltas until each of its samples has finished; raises EngineDead and EngineBusy.
+        """Yield the request's deltas until each of its samples has finished; raise EngineDead and EngineBusy.
 
-        Submits at once, on the call itself. Closing the iterator (``aclose``) aborts what still runs.
+        Submit at once, on the call itself. Closing the iterator (``aclose``) aborts what still runs.
         """
 
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
         """End a request, or one of its samples, early: its Delta carries ``reason``. Unknown: ignored."""
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Serve the adapter at ``path`` under ``name``; raises AdapterError (duplicate name included).
+        """Serve the adapter at ``path`` under ``name``; raise AdapterError (also for a name in use).
 
-        Cancelled before the engine has begun with it, it is not done.
+        A call that is cancelled before the engine has begun with it is not done.
         """
 
     async def remove_adapter(self, name: str) -> None:
@@ -236,13 +236,13 @@ class EngineClient(Protocol):
         """
 
     async def adapters(self) -> tuple[AdapterCard, ...]:
-        """All served adapters in the order they were added."""
+        """Return all served adapters in the order in which they were added."""
 
     async def stats(self) -> EngineStats:
-        """A snapshot of this moment."""
+        """Return a snapshot of this moment."""
 
     def why_unready(self) -> str | None:
-        """Why nothing can be served at the moment; None where it can."""
+        """Return why the engine cannot serve now, if so."""
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine has died by itself (not by close)."""
@@ -256,7 +256,7 @@ class ReplacesAdapters(Protocol):
     """An engine client by which an adapter can take the place of another of its name."""
 
     def card(self, name: str) -> AdapterCard | None:
-        """The adapter that the name stands for now."""
+        """Return the adapter that the name stands for now."""
 
     async def replace_adapter(self, name: str, path: str) -> AdapterCard:
         """Serve the adapter at ``path`` under ``name``; requests that have come are served by the one before.

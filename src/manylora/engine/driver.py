@@ -1,7 +1,7 @@
 """An engine: a replica on a thread, its ports, and what others ask of it.
 
-Owns the clock, the inbox, the timer, the thread and its end, and the order of a round. Does not know what events
-and commands mean: that is the business of the replica and its ports.
+Owns the clock, the inbox, the timer, the thread and its end, and the order of a round. Does not know what
+events and commands mean: that is the business of the replica and its ports.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Driver:
 
     @property
     def end(self) -> str | None:
-        """Why the loop has ended; None while it goes on."""
+        """The reason of the loop's end; None while it goes on."""
         return self._end
 
     @property
     def backlog(self) -> int:
-        """How many things are in the inbox."""
+        """The number of items in the inbox."""
         return self._inbox.qsize()
 
     def start(
@@ -104,16 +104,17 @@ class Driver:
             self._watchdog = watch(self, self.step_timeout_s)
 
     def pulse(self) -> Pulse:
-        """What the loop is doing now."""
+        """Return the present work of the loop."""
         return Pulse(self._activity.work, self._ports.preparation_s)
 
     def close(self, *, frees: bool = True) -> None:
-        """End the loop after the step in flight and close the ports. Idempotent; every caller waits for the end.
+        """End the loop after the step in flight and close the ports. Idempotent; every caller waits for the
+        end.
 
-        A step that does not end within ``CLOSE_S`` is left behind on the loop's thread, which frees everything if
-        it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there. Without
-        ``frees`` files are closed and memory is left to the system: for a process that ends next, which has it
-        back sooner so than by unpinning and freeing it piece by piece.
+        A step that does not end within ``CLOSE_S`` is left behind on the loop's thread, which frees everything
+        if it ever ends. Does nothing in a process that was forked off the loop's: no thread of it is there.
+        Without ``frees`` files are closed and memory is left to the system: for a process that ends next, which
+        has it back sooner so than by unpinning and freeing it piece by piece.
         """
         if os.getpid() != self._pid:
             return
@@ -133,8 +134,7 @@ class Driver:
         self.abandon()
 
     def give_up(self, reason: str) -> None:
-        """The loop hangs: from now on it counts as dead, whatever it does when it gets on. From any thread but its
-        own."""
+        """Take a loop that hangs for dead, whatever it does later. From any thread but its own."""
         if self._end is None:
             self._is_lost = True
             self._die(reason)
@@ -145,11 +145,11 @@ class Driver:
         self._died(reason)
 
     def abandon(self) -> None:
-        """Fail whatever waits for something that the loop, now ended, will never say."""
+        """Fail every call that waits for the loop, which has ended."""
         self._ports.abandon(EngineDead(self._end or "the engine has ended"))
 
     def _free(self) -> None:
-        """The loop has ended, or never began: give everything back, once."""
+        """Free everything, once, after the loop has ended or if it never began."""
         with self._freeing:
             if self._is_free:
                 return
@@ -171,60 +171,64 @@ class Driver:
         self._inbox.put(Abort(request, sample, reason))
 
     def withdraw(self, request: RequestId, attempt: int = 0) -> None:
-        """Let an attempt at a request go for another engine: its open samples end as RELEASED after the tokens
-        of the steps in flight. Unknown: ignored."""
+        """Release an attempt at a request for another engine; ignore an unknown one.
+
+        Its open samples end as RELEASED after the tokens of the steps in flight.
+        """
         self._inbox.put(LetGo(request, attempt))
 
     def keep(self, adapter: AdapterId, is_kept: bool) -> None:
-        """Have a copy of the version stay on the device, or not any more; see ``Keep``."""
+        """Keep a copy of the version on the device, or stop that; see ``Keep``."""
         self._inbox.put(Keep(adapter, is_kept))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None
     ) -> AdapterCard:
-        """Check and serve an adapter; reads its files on the caller's thread. Raises AdapterError, and EngineDead.
+        """Check and serve an adapter; reads its files on the caller's thread. Raises AdapterError, and
+        EngineDead.
 
-        Without ``verify`` only headers are read: for thousands of adapters at start-up. ``adapter``: the version's
-        id, where others number versions; never given twice, whatever became of the first one.
+        Without ``verify`` only headers are read: for thousands of adapters at start-up. ``adapter``: the
+        version's id, where others number versions; never given twice, whatever became of the first one.
         """
         if self.end is not None:
             raise EngineDead(self.end)
         return self._ports.catalog.add(name, path, verify, adapter)
 
     def remove_adapter(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
-        """Stop serving a name, or a version of those that others number, at once; the future is done when nothing
-        of it is left."""
+        """Stop serving a name, or a version, at once; the future is done when nothing of it is left."""
         freed = self._ports.catalog.remove(name, version)
         self._abandon_if_ended()
         return freed
 
     @property
     def most_adapter_pages(self) -> int:
-        """How many pages of its pool one adapter may take."""
+        """The most pages of the pool that one adapter may take."""
         return self._ports.catalog.most_pages
 
     def adapters(self) -> tuple[AdapterCard, ...]:
         return self._ports.catalog.cards()
 
     def stats(self) -> concurrent.futures.Future[EngineStats]:
-        """A snapshot taken between two steps. ``adapters`` is empty there: ``adapter_uses`` has them."""
+        """Take a snapshot between two steps. Its ``adapters`` are empty: ``adapter_uses`` has them."""
         future = self._ports.ask_stats()
         self._abandon_if_ended()
         return future
 
     def status(self, is_full: bool = False) -> concurrent.futures.Future[Status]:
-        """What a router is to know, between two steps: changes since the last call, or all where ``is_full``. One
-        caller at a time, or changes go to another."""
+        """Take a status for a router between two steps: changes since the last call, or all if ``is_full``.
+
+        One caller at a time, or changes go to another.
+        """
         future = self._ports.ask_status(is_full)
         self._abandon_if_ended()
         return future
 
     def adapter_uses(self) -> tuple[AdapterUse, ...]:
-        """Every served adapter at the moment of the newest snapshot. O(adapters), none of it on the loop."""
+        """Return every served adapter as of the newest snapshot. O(adapters), none of it on the loop."""
         return self._ports.adapter_uses()
 
     def _abandon_if_ended(self) -> None:
-        """What was just put into the inbox waits for an answer, and the loop may have ended a moment ago."""
+        """Fail a question that was just put into the inbox, if the loop has ended."""
         if self.end is not None:
             self.abandon()
 
@@ -246,8 +250,10 @@ class Driver:
         self._free()
 
     def _round(self) -> bool:
-        """The end of what is on its way or the first thing to come in; all that has come in by then, the timer if
-        it is due, and only then that end, so that what is begun next knows of it all. False: told to stop."""
+        """Wait for the oldest step or the first item; feed all items, a due timer, and last the step's end.
+
+        So the next step is composed with all news. Return False to stop.
+        """
         has_waited = self._ports.is_busy
         item = None
         if has_waited:
@@ -265,7 +271,7 @@ class Driver:
             item = None
             if self._inbox.empty():
                 self._feed(self._ports.drained())
-        # Last before that end: where a first step has just been issued, that is in the next round.
+        # The timer is last before that end; if a first step was just issued, it is in the next round.
         is_last = has_waited or not self._ports.is_busy
         if is_last and self._timer_at is not None and self._clock() >= self._timer_at:
             self._timer_at = None
@@ -275,7 +281,7 @@ class Driver:
         return True
 
     def _next(self) -> object | None:
-        """The next thing to come in; None where the timer is due first."""
+        """Return the next item; None if the timer is due first."""
         if self._timer_at is None:
             return self._inbox.get()
         try:
@@ -284,7 +290,7 @@ class Driver:
             return None
 
     def _feed(self, events: Iterable[Event]) -> None:
-        """Tell the machine, and have each command carried out before the next event is asked for."""
+        """Give each event to the machine, and carry out its commands before the next event."""
         for event in events:
             self._activity.begin()
             now = self._clock()

@@ -1,9 +1,9 @@
 """A journal of one machine's events, a replica's or a router's: enough to replay its every decision.
 
-One JSON line an event, after a first line with the machine's settings: the moment, the event's name, its fields,
-and the fingerprint of the commands that the machine answered with, so that a replay is held against what was
-really commanded. Holds token ids (policy needs them to know pages), never text. Does not know how events come
-about. The trace, the cache policy's decisions for people to read, is a file of lines like it.
+One JSON line an event, after a first line with the machine's settings: the moment, the event's name, its
+fields, and the fingerprint of the commands that the machine answered with, so that a replay is held against
+what was really commanded. Holds token ids (policy needs them to know pages), never text. Does not know how
+events come about. The trace, the cache policy's decisions for people to read, is a file of lines like it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ log = logging.getLogger(__name__)
 
 
 def private(path: Path, flags: int) -> int:
-    """Open or make a file that its owner alone may read, since it says what clients ask; its descriptor, for
-    writing. Raises OSError, ValueError."""
+    """Open or make a file that only its owner may read, since it holds clients' requests; return its
+    descriptor.
+
+    Raise OSError, ValueError.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):  # and no terminal, nor /dev/null
@@ -48,9 +51,9 @@ def private(path: Path, flags: int) -> int:
 
 
 class LineFile:
-    """Buffered. ``what`` names it in the log, once, where it cannot be written any more.
+    """A buffered file of lines that may fail without its writer. ``what``: its name in the log when it fails.
 
-    Opening raises OSError or ValueError; nothing later raises.
+    Opening raises OSError or ValueError; no later call raises.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -60,7 +63,7 @@ class LineFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is written goes anywhere."""
+        """Whether the file can still be written."""
         return self._file is not None
 
     def write(self, line: str) -> None:
@@ -74,7 +77,7 @@ class LineFile:
             self.give_up(error)
 
     def flush(self) -> None:
-        """Let readers of the file see what was written; costs nothing where nothing was."""
+        """Let readers of the file see all lines; free of cost without new ones."""
         if self._file is None or not self._has_news:
             return
         self._has_news = False
@@ -84,7 +87,7 @@ class LineFile:
             self.give_up(error)
 
     def close(self) -> None:
-        """Write what is still buffered. Idempotent."""
+        """Write all buffered lines. Idempotent."""
         if self._file is None:
             return
         try:
@@ -94,7 +97,7 @@ class LineFile:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Say why it ends here, and close it."""
+        """Log why the file ends here, and close it."""
         log.error("the %s ends here, it cannot be written: %s", self._what, error)
         file, self._file = self._file, None
         if file is not None:
@@ -103,14 +106,15 @@ class LineFile:
 
 
 class TraceWriter:
-    """Appends decisions as they are taken. A file that cannot be written any more ends the trace alone."""
+    """A writer of decisions for people to read. A file that cannot be written any more ends the trace alone."""
 
     def __init__(self, path: Path) -> None:
-        """Start the file anew; raises OSError or ValueError where it cannot be written."""
+        """Start the file anew; raise OSError or ValueError if it cannot be written."""
         self._file = LineFile(path, "trace")
 
     def write(self, decided: Decided, label: str, at_s: float) -> None:
-        """One decision, ``at_s`` seconds after the engine's start, on a node of the adapter called ``label``."""
+        """Append a decision, ``at_s`` seconds after the engine's start, on a node of the adapter called
+        ``label``."""
         self._file.write(
             f"{at_s:10.3f} s  {decided.action:<10}  {label:<24}  {_what(decided):<25}  "
             + (
@@ -121,7 +125,7 @@ class TraceWriter:
         )
 
     def flush(self) -> None:
-        """Let readers see what was written."""
+        """Let readers see all lines."""
         self._file.flush()
 
     def close(self) -> None:
@@ -136,25 +140,26 @@ def _what(decided: Decided) -> str:
 
 
 FORM = 2
-"""The form of the fingerprints in a journal; those of another form say nothing here."""
+"""The form of the fingerprints in a journal; those of another form cannot be compared."""
 
 _NO_DEFAULT = object()
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {}
 _LEFT_OUT = {(SequenceStart, "params"), (SequenceStart, "request")}
-"""Sampling parameters, and the id, are handed on by the policy as they came."""
+"""Fields that the policy hands on unchanged: sampling parameters, and the id."""
 
 
 def fingerprint(commands: Sequence[object]) -> str:
     """Hash commands to 16 hex digits: equal for equal commands, on every machine and in later versions.
 
-    A field that has its default is left out, so that a command may gain fields and journals of before stay valid.
+    A field that has its default is left out, so that a command may gain fields and journals of before stay
+    valid.
     """
     plain = [(type(command).__name__, _form(command)) for command in commands]
     return hashlib.blake2b(msgspec.json.encode(plain), digest_size=8).hexdigest()
 
 
 def _form(value: Any) -> Any:
-    """The value as plain lists and objects, without what says nothing."""
+    """Return the value as plain lists and objects, without defaults."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [_form(part) for part in value] if value and not isinstance(value[0], int) else value
@@ -173,7 +178,7 @@ def _form(value: Any) -> Any:
 
 
 def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
-    """A record's fields with their defaults; none for other kinds of values."""
+    """Return a record's fields with their defaults; none for other kinds of values."""
     if dataclasses.is_dataclass(kind):
         return tuple(
             (field.name, _NO_DEFAULT if field.default is dataclasses.MISSING else field.default)
@@ -190,16 +195,17 @@ _Event = TypeVar("_Event")
 _Entry = tuple[float, object, Sequence[object] | None]
 
 MOST_WAITING = 1024
-"""Entries that wait to be written. A journal with holes could not be replayed, so where more come than the file
-takes, the step loop waits for it."""
+"""The most entries that wait to be written. A journal with holes could not be replayed, so the step loop waits
+for a slow file."""
 
 
 class JournalWriter:
-    """Appends events as they are handled, from one thread; encodes, hashes and writes on a thread of its own.
+    """A writer of events from one thread; it encodes, hashes and writes on a thread of its own.
 
     A file that cannot be written any more ends the journal alone; one that is slow slows the steps down, see
-    ``MOST_WAITING``. With ``part_bytes`` the journal goes on in another part once one has that size: FILE is the
-    first, then come FILE.1, FILE.2 and so on. Each ends with the number of the next; a replay needs them all.
+    ``MOST_WAITING``. With ``part_bytes`` the journal goes on in another part once one has that size: FILE is
+    the first, then come FILE.1, FILE.2 and so on. Each ends with the number of the next; a replay needs them
+    all.
     """
 
     def __init__(
@@ -219,12 +225,12 @@ class JournalWriter:
         self._thread.start()
 
     def record(self, event: object, now: float) -> None:
-        """One event at the time that the machine was told. Its line is written with the answer, or without."""
+        """Record an event at its time. Its line is written with the answer, or without."""
         self._put_unanswered(None)
         self._unanswered = now, event
 
     def answered(self, commands: Sequence[object]) -> None:
-        """What the machine commanded when it was told of the event recorded last; not to be changed any more."""
+        """Record the machine's commands for the last event; the caller must not change them any more."""
         self._put_unanswered(commands)
 
     def _put_unanswered(self, commands: Sequence[object] | None) -> None:
@@ -233,7 +239,7 @@ class JournalWriter:
             self._unanswered = None
 
     def close(self) -> None:
-        """Write what is still to be written. Idempotent."""
+        """Write all entries. Idempotent."""
         self._put_unanswered(None)
         if self._thread.is_alive():
             self._queue.put(None)
@@ -277,13 +283,13 @@ def _line(now: float, event: object, commands: Sequence[object] | None) -> bytes
 
 
 def _part(path: Path, number: int) -> Path:
-    """Where the journal at ``path`` goes on."""
+    """Return the path of a later part of the journal."""
     return path.with_name(f"{path.name}.{number}")
 
 
 class JournalForm(Generic[_Config, _Event]):
-    """The journals of one kind of machine: under which key the first line has the settings, their type, and the
-    events by name."""
+    """The form of journals of one kind of machine: the settings' key in the first line, their type, the events
+    by name."""
 
     def __init__(self, key: str, config: type[_Config], events: Sequence[type[_Event]]) -> None:
         self._key = key
@@ -291,12 +297,11 @@ class JournalForm(Generic[_Config, _Event]):
         self._events = {event.__name__: event for event in events}
 
     def read_answered(self, path: Path) -> tuple[_Config, Iterator[tuple[float, _Event, str | None]]]:
-        """The settings and the events of a journal, in order, with the fingerprint of each event's commands.
-        Raises ValueError where it is damaged.
+        """Return the settings, and the events in order, with the fingerprint of each event's commands.
 
-        The fingerprint is None where there is none that can be compared: in journals with fingerprints of another
-        form, or without, and after an event that the policy failed on. Events are read as they are asked for, one
-        line at a time, through all parts.
+        Raise ValueError if the journal is damaged. A fingerprint is None if it cannot be compared: in journals
+        of another form, or without fingerprints, and after an event that the policy failed on. Events are read
+        lazily, one line at a time, through all parts.
         """
         with path.open("rb") as file:
             first = file.readline()
@@ -322,7 +327,8 @@ class JournalForm(Generic[_Config, _Event]):
 
 
 def _present_form(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """An event's fields as they are now. Journals of 0.1 have a ReplicaReport's and its Status' side by side."""
+    """Return an event's fields in the present form. Journals of 0.1 have a ReplicaReport's and its Status' side
+    by side."""
     if name == "ReplicaReport" and "status" not in fields:
         own = {key: fields.pop(key) for key in ("replica", "epoch", "seen_upto")}
         return {**own, "status": fields}
@@ -330,7 +336,7 @@ def _present_form(name: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_removed(fields: dict[str, Any], config: object) -> None:
-    """Raise ValueError where a router decided by a setting of earlier versions, and would decide otherwise now."""
+    """Raise ValueError if a router decided by a removed setting, and would decide otherwise now."""
     if isinstance(config, RouterConfig):
         handover = find_router(config.policy).handover
         for name, values in (("across_numerics", (None, False)), ("handover", (None, handover))):
@@ -345,18 +351,18 @@ _KEYS: dict[type, str] = {PolicyConfig: "policy", RouterConfig: "router"}
 
 
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:
-    """The settings and the events of a replica's journal, in order; raises ValueError where it is damaged."""
+    """Return the settings and the events of a replica's journal; raise ValueError if it is damaged."""
     config, answered = read_answered(path)
     return config, ((now, event) for now, event, _ in answered)
 
 
 def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event, str | None]]]:
-    """The same with the fingerprint of each event's commands, see ``JournalForm.read_answered``."""
+    """Read a replica's journal with fingerprints, see ``JournalForm.read_answered``."""
     return REPLICA.read_answered(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:
-    """Every part's lines, with part and line number, but for the settings and the names of the next parts."""
+    """Yield every part's lines, with part and line number, without settings and names of parts."""
     part: Path | None = path
     for number in itertools.count(1):
         if part is None:

@@ -1,6 +1,6 @@
-"""A request's account where several engines may serve it, one after the other.
+"""A request's account across several engines that serve it, one after the other.
 
-Owns which tokens the client has, which samples have ended, the seed, and how often the request was begun. A token
+Owns the tokens that the client has, the samples that have ended, the seed, and the number of attempts. A token
 that was taken is never replaced. Does not know which engine is next, nor text.
 """
 
@@ -14,13 +14,13 @@ from manylora.engine.client import RELEASED, Delta, GenerationRequest
 
 
 class Ledger:
-    """Of one request, from when it is accepted. Attempts are numbered from 0."""
+    """The account of one request from its acceptance. Attempts are numbered from 0."""
 
     def __init__(
         self, request: GenerationRequest, clock: Callable[[], float], seed: int | None = None
     ) -> None:
-        """``clock``: seconds, any origin, never decreasing. ``seed``: of a request that gives none; None: one is
-        drawn here, once."""
+        """``clock``: seconds, any origin, never decreasing. ``seed``: for a request without one; None: draw it
+        here, once."""
         params = request.params
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
@@ -38,32 +38,34 @@ class Ledger:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all samples have."""
+        """Whether all samples have ended."""
         return len(self._closed) == self._request.params.n
 
     @property
     def open_samples(self) -> tuple[int, ...]:
-        """Those that have not ended."""
+        """The samples that have not ended."""
         return tuple(sample for sample in range(self._request.params.n) if sample not in self._closed)
 
     @property
     def waited_s(self) -> float:
-        """How long ago it was accepted."""
+        """The time since its acceptance."""
         return self._clock() - self._accepted_s
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """How many tokens each sample has."""
+        """The number of tokens of each sample."""
         return tuple(len(tokens) for tokens in self._tokens)
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """What each sample has."""
+        """The tokens of each sample."""
         return tuple(map(tuple, self._tokens))
 
     def begin(self, attempt: int | None = None) -> GenerationRequest:
-        """The next attempt, with all that there is of the request: to be given to an engine. ``attempt``: its
-        number, where others number attempts."""
+        """Begin the next attempt; return the request with all its tokens so far, for an engine.
+
+        ``attempt``: its number, where others number attempts.
+        """
         self._attempt = self._attempt + 1 if attempt is None else attempt
         resume = self.tokens if any(self._tokens) else ()
         return dataclasses.replace(
@@ -75,12 +77,12 @@ class Ledger:
         )
 
     def may_take(self, delta: Delta) -> bool:
-        """Whether the delta is of the present attempt, and goes on where the client's tokens end."""
+        """Return whether the delta is of the present attempt and follows the client's tokens."""
         goes_on = not delta.tokens or delta.start == len(self._tokens[delta.sample])
         return delta.attempt == self._attempt and goes_on
 
     def take(self, delta: Delta) -> Delta | None:
-        """Account for a delta of the present attempt; as the client is to see it, None where it says nothing."""
+        """Account for a delta of the present attempt; return it for the client, or None if it has no news."""
         if delta.sample in self._closed:
             return None  # it was ended meanwhile
         self._tokens[delta.sample].extend(delta.tokens)
@@ -92,5 +94,5 @@ class Ledger:
         return delta
 
     def close(self, sample: int) -> None:
-        """The client wants no more of the sample."""
+        """Close a sample that the client wants no more of."""
         self._closed.add(sample)

@@ -12,7 +12,8 @@ from manylora.types import AdapterCard, EngineInfo, RequestId
 
 
 class LocalEngine:
-    """Must be created inside the event loop that uses it; another may once that one is closed. Owns the driver."""
+    """Must be created inside the event loop that uses it; another may once that one is closed. Owns the
+    driver."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -1,6 +1,6 @@
-"""Routes deltas to the iterators that wait for them, inside one event loop.
+"""Mailboxes of deltas for the iterators that wait for them, inside one event loop.
 
-The part that a local and a remote engine client share. Does not know where the engine is.
+A local and a remote engine client share them. They do not know where the engine is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manylora.engine.client import Delta, EngineBusy, EngineDead, GenerationRequ
 from manylora.types import InvalidRequest, RequestId
 
 MAX_WAITING_BYTES = 256 * 2**20
-"""What all requests that wait may take in a front end's process; what the engine keeps of them is about as much.
+"""The most memory of all waiting requests in a front end's process; the engine keeps about as much of them.
 Prompts of 6 million tokens fit, such as 3,000 of 2,000 tokens each; 10,000 requests with 65,536 stop ids each
 would take 26 GB."""
 
@@ -27,7 +27,7 @@ _STOP_CHAR_BYTES = 8  # with what is prepared to find it
 
 
 def _size_bytes(request: GenerationRequest) -> int:
-    """What a request takes in memory while it waits, about."""
+    """Estimate the memory that a request takes while it waits."""
     params = request.params
     num_ids = len(request.prompt) + len(params.stop_token_ids)
     return (
@@ -39,11 +39,13 @@ def _size_bytes(request: GenerationRequest) -> int:
 
 
 class _Box:
-    """What has come for one request and has not been read. One reader at a time: asyncio.Queue, which lets many
-    wait, takes as long for a token as all the rest of the token's way."""
+    """The deltas of one request that have not been read, for one reader at a time.
+
+    asyncio.Queue, which lets many wait, takes as long for a token as all the rest of the token's way.
+    """
 
     def __init__(self, waiting_bytes: int) -> None:
-        """``waiting_bytes``: the request's, until something has come for it."""
+        """``waiting_bytes``: the request's, until its first delta."""
         self.waiting_bytes = waiting_bytes
         self._items: collections.deque[Delta | EngineDead] = collections.deque()
         self._reader: asyncio.Future[None] | None = None
@@ -61,7 +63,7 @@ class _Box:
 
 
 class DeltaStream:
-    """One request's deltas. Not a generator: closing it before the first delta must abort as well."""
+    """The deltas of one request. It is no generator: closing it before the first delta must abort as well."""
 
     def __init__(
         self,
@@ -97,10 +99,10 @@ class DeltaStream:
 
 
 class Mailboxes:
-    """One box an open request. All methods run on the event loop's thread.
+    """The boxes of open requests. All methods run on the event loop's thread.
 
-    Boxes are found by a serial that each request is given: an id is free again once its stream was read to the end
-    or closed, and what the engine still says of it then is not taken for its next request's.
+    Boxes are found by a serial that each request gets. An id is free again once its stream was read to the end
+    or closed; later deltas of the old request never reach the next one of that id.
     """
 
     def __init__(self, max_waiting_bytes: float = math.inf) -> None:
@@ -143,7 +145,7 @@ class Mailboxes:
             abort(asked.id)
 
     def dispatch(self, deltas: list[Delta]) -> None:
-        """Put each delta where it is waited for; news of closed requests is dropped."""
+        """Put each delta into its request's box; drop deltas of closed requests."""
         for delta in deltas:
             box = self._boxes.get(delta.serial)
             if box is not None:

@@ -1,7 +1,7 @@
-"""Turns what the policy commands for clients into deltas, one per sample and round.
+"""The outbox: turns the policy's commands for clients into deltas, one per sample and round.
 
-Owns what is known of each open request on its way out: whether it streams, when it came, what was held back.
-Does not know where deltas go.
+Owns each open request's delivery: whether it streams, when it arrived, which tokens are held back. Does not
+know the receivers of deltas.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Open:
         return sum(map(len, self.scored))
 
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Once, when they are those of the whole prompt."""
+        """Return them once, when the whole prompt is scored."""
         is_asked = self.request.params.prompt_logprobs is not None and not self.has_sent_prompt
         if not is_asked or self.num_scored < len(self.request.prompt) - 1:
             return None
@@ -51,10 +51,10 @@ class _Open:
 
 
 class Outbox:
-    """Deltas to be. Used by the loop's thread alone.
+    """The deltas of the present round. Used by the loop's thread alone.
 
     Entries are found by their request's id while it is live. Once it has ended the id is free, though its last
-    deltas may still wait to be collected: those wait by entry.
+    deltas may still wait to be collected: these wait by entry.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -65,12 +65,12 @@ class Outbox:
         self.prompt_logprobs: dict[SequenceId, PromptLogprobs] = {}
 
     def may_open(self, asked: GenerationRequest) -> bool:
-        """Whether no request of this id is live, or only an earlier attempt at it."""
+        """Return whether no request of this id is live, or only an earlier attempt at it."""
         entry = self._live.get(asked.id)
         return entry is None or entry.attempt < asked.attempt
 
     def open(self, request: Request, asked: GenerationRequest) -> None:
-        """A request has come that may; an earlier attempt at it is over."""
+        """Open a request; release an earlier attempt at it."""
         before = self._live.get(request.id)
         if before is not None:
             self._release(before)
@@ -80,41 +80,41 @@ class Outbox:
         )
 
     def refuse(self, request: Request, asked: GenerationRequest, error: RequestError) -> None:
-        """A request has come that the policy will not hear of; perhaps of an id that is live, which goes on."""
+        """Refuse a request that the policy never gets; a live one of its id goes on."""
         self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
 
     def admitted(self, command: Admitted, now: float) -> None:
-        """Takes in Admitted."""
+        """Take Admitted."""
         entry = self._live[command.request]
         if entry.timing is not None:
             queue_s = self._clock() - entry.arrived_s
             entry.timing = entry.timing._replace(num_cached_tokens=command.num_cached, queue_s=queue_s)
 
     def prompt_scored(self, command: PromptScored, now: float) -> None:
-        """Takes in PromptScored."""
+        """Take PromptScored."""
         entry = self._live[command.request]
         if command.start == entry.num_scored:  # else it is of an attempt before this entry's
             entry.scored.append(self.prompt_logprobs[command.sequence])
 
     def ready(self, command: Ready, now: float) -> None:
-        """Takes in Ready."""
+        """Take Ready."""
         entry = self._live[command.request]
         if entry.timing is not None:
             entry.timing = entry.timing._replace(adapter_s=command.adapter_s, kv_s=command.kv_s)
 
     def finish(self, command: Finish, now: float) -> None:
-        """Takes in Finish."""
+        """Take Finish."""
         entry = self._live[command.request]
         self._end(entry, command.sample, command.reason, command.error)
         if len(entry.ended) == entry.request.params.n:
             del self._live[command.request]
 
     def reject(self, command: Reject, now: float) -> None:
-        """Takes in Reject."""
+        """Take Reject."""
         self._reject(self._live.pop(command.request), command.error)
 
     def released(self, command: Released, now: float) -> None:
-        """Takes in Released."""
+        """Take Released."""
         entry = self._live.get(command.request)
         if entry is not None and entry.attempt == command.attempt:
             self._release(entry)
@@ -125,7 +125,7 @@ class Outbox:
         del self._live[entry.request.id]
 
     def emit(self, command: Emit, now: float) -> None:
-        """Takes in Emit."""
+        """Take Emit."""
         entry = self._live[command.request]
         sample = entry.samples.get(command.sample)
         if sample is None:
@@ -149,7 +149,7 @@ class Outbox:
         self._ready[entry, index] = None
 
     def collect(self) -> list[Delta]:
-        """Everything that is ready, each token once."""
+        """Return every delta that is ready, each token once."""
         if not self._ready:
             return []
         now_s = self._clock()

@@ -1,7 +1,7 @@
-"""What a replica is connected to: clients, the executor, the catalog of adapters, the trace.
+"""The connections of a replica: clients, the executor, the catalog of adapters, the trace.
 
-Turns what comes in into the replica's events, and its commands into what the executor obeys and clients hear. Owns
-no policy and no tensor.
+Turns items of the inbox into the replica's events, and its commands into commands of the executor and deltas of
+clients. Owns no policy and no tensor.
 """
 
 from __future__ import annotations
@@ -56,23 +56,24 @@ from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
 log = logging.getLogger(__name__)
 
 Routes = Mapping[type, Callable[[Any, float], object]]
-"""The method that carries out each kind of command, given the command and the moment at which it was commanded."""
+"""The method that carries out each kind of command, given the command and the moment at which it was
+commanded."""
 
 MAX_FAILED_STEPS = 3
-"""Steps that may fail in a row before the device is taken for broken; those that another pulled along do not
-count."""
+"""Steps that may fail in a row before the device is taken for broken, not counting steps that fail with
+another."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StatusAsked:
-    """An item of the inbox: a router wants to know how the replica is."""
+    """An item of the inbox: a router's question for a Status."""
 
     is_full: bool
     future: concurrent.futures.Future[Status]
 
 
 StatsAsked = concurrent.futures.Future[EngineStats]
-"""An item of the inbox: a snapshot is wanted."""
+"""An item of the inbox: a question for a snapshot."""
 
 
 class EnginePorts:
@@ -104,7 +105,7 @@ class EnginePorts:
         self._outbox = Outbox(clock)
         self._meters = Meters()
         self._state = ExecutorState()
-        # Those that have come and were not told of yet.
+        # Requests that have arrived and that the replica does not know yet.
         self._arrived: collections.deque[tuple[Request, GenerationRequest]] = collections.deque()
         self._more_follow = False  # after the last of them, at once
         self._in_flight: collections.deque[int] = collections.deque()  # steps, oldest first
@@ -116,16 +117,16 @@ class EnginePorts:
         executor.connect(self._receive)
 
     def deliver_to(self, deliver: Callable[[list[Delta]], None]) -> None:
-        """Where the news of each round goes; before the loop runs."""
+        """Set the receiver of each round's deltas, before the loop runs."""
         self._deliver = deliver
 
     # ------------------------------------------------------------ what comes in
 
     def _receive(self, answer: DeviceEvent) -> None:
-        """What the executor says, on any thread.
+        """Take an answer of the executor, on any thread.
 
-        What a loop that hangs may not hold up does not go through the inbox; nor do steps, whose end the loop
-        waits for: storing and taking one entry of a dict relies on the GIL.
+        Answers that a hanging loop must not hold up do not go through the inbox; nor do steps, whose end the
+        loop waits for: storing and taking one entry of a dict relies on the GIL.
         """
         match answer:
             case StepResult():
@@ -138,7 +139,7 @@ class EnginePorts:
                 self._inbox.put(answer)
 
     def ask_stats(self) -> StatsAsked:
-        """A snapshot is wanted; from any thread."""
+        """Ask for a snapshot; from any thread."""
         future: StatsAsked = concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # A cancelled one cannot be answered: the loop would end of it.
         # Not only in the inbox: a loop may take it from there and hang before it answers.
@@ -148,7 +149,7 @@ class EnginePorts:
         return future
 
     def ask_status(self, is_full: bool) -> concurrent.futures.Future[Status]:
-        """A Status is wanted; from any thread."""
+        """Ask for a Status; from any thread."""
         asked = StatusAsked(is_full, concurrent.futures.Future())
         asked.future.set_running_or_notify_cancel()
         self._status_asked.append(asked)
@@ -190,7 +191,7 @@ class EnginePorts:
             yield from self._arrivals()
 
     def _arrivals(self) -> Iterator[Event]:
-        """All that have come since the last other event, the policy being told that they come together."""
+        """Yield all requests since the last other event, marked as arriving together."""
         self._more_follow = False
         while self._arrived:
             request, asked = self._arrived.popleft()
@@ -207,7 +208,7 @@ class EnginePorts:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
             seed = self._info.seed
             params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
-        # An attempt before it may still be told of what steps bring, until the policy hears of this one.
+        # An earlier attempt may still get tokens of steps, until the policy knows of this one.
         self._more_follow = asked.more and not asked.attempt
         client = str(asked.client) if self._by_key else asked.adapter or self._info.model
         request = Request(
@@ -237,7 +238,7 @@ class EnginePorts:
         self._arrived.append((request, asked))
 
     def _version_of(self, asked: GenerationRequest) -> AdapterId | None:
-        """None where the adapter is not served."""
+        """Return the adapter's version, or None if it is not served."""
         if asked.version is not None:
             is_served = asked.version == BASE or self.catalog.card(asked.version) is not None
             return asked.version if is_served else None
@@ -259,8 +260,8 @@ class EnginePorts:
     def ended(self) -> Iterator[Event]:
         """Return the end of the oldest step, asked for when the replica knows of all that came before.
 
-        The next step's end comes with it where that step is known to have failed: a step started in between would
-        rely on it and fail too, and so would the one after that, without end.
+        The next step's end comes with it where that step is known to have failed: a step started in between
+        would rely on it and fail too, and so would the one after that, without end.
         """
         results = [self._results.pop(self._in_flight.popleft())]
         while self._in_flight and self._has_failed(self._in_flight[0]):
@@ -322,16 +323,16 @@ class EnginePorts:
         self._executor.obey(command)
 
     def adapter_freed(self, command: AdapterFreed, now: float) -> None:
-        """Carries out AdapterFreed."""
+        """Carry out AdapterFreed."""
         self.catalog.freed(command.adapter)
 
     def decided(self, command: Decided, now: float) -> None:
-        """Carries out Decided."""
+        """Carry out Decided."""
         if self._trace is not None:
             self._trace.write(command, self.catalog.label(command.adapter), now - self._start_s)
 
     def report(self, command: Report, now: float) -> None:
-        """Carries out Report; what has ids there has names here, and is left out where the name was given up."""
+        """Carry out Report: give names to ids, and leave out ids whose names were removed."""
         gauges = command.gauges
         self._note_uses(gauges.adapters)
         key_of = str if self._by_key else self._name_of
@@ -357,12 +358,12 @@ class EnginePorts:
         self._reporting.clear()
 
     def status(self, command: Status, now: float) -> None:
-        """Carries out Status: they are answered in the order in which they were asked for."""
+        """Carry out Status: answer questions in their order."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._status_asked.popleft().future.set_result(command)
 
     def _name_of(self, adapter: AdapterId) -> str | None:
-        """An adapter's name, or the base's; None where the name was given up."""
+        """Return an adapter's name, or the base's; None if the name was removed."""
         if adapter == BASE:
             return self._info.model
         card = self.catalog.card(adapter)
@@ -371,17 +372,17 @@ class EnginePorts:
     # ------------------------------------------------------------ each adapter's state
 
     def adapter_uses(self) -> tuple[AdapterUse, ...]:
-        """Every served adapter at the moment of the newest snapshot, in the order in which they were added.
+        """Return every served adapter as of the newest snapshot, in the order in which they were added.
 
-        Kept by what has changed since the snapshot before, so that with thousands of adapters one costs the loop
-        what its changes cost. Any thread may call this: it relies on the GIL, as values are copied in one piece.
+        The table is updated by changes alone, so that the cost of a snapshot does not grow with thousands of
+        adapters. Any thread may call this: it relies on the GIL, as values are copied in one piece.
         """
         return tuple(self._uses.values())
 
     def _note_uses(self, uses: Iterable[AdapterUse]) -> None:
         for use in uses:
             card = self.catalog.card(use.adapter)
-            if card is not None:  # neither the base nor one whose name was given up
+            if card is not None:  # neither the base nor an adapter whose name was removed
                 self._uses[use.adapter] = dataclasses.replace(use, name=card.name, rank=card.rank)
 
     # ------------------------------------------------------------ the end of a round, and of all

@@ -30,14 +30,14 @@ MAX_UNSENT_BYTES = 64 * 2**20
 """The most bytes of calls that the engine has not read yet. Past them a new call gets EngineBusy."""
 
 ANSWER_S = 10.0
-"""How long an engine may be silent before the callers that wait for an answer are told so."""
+"""After this long a silence fails the calls that wait for an answer."""
 
 FLUSH_S = 1.0
-"""How long the engine has to take what was sent before the end."""
+"""The time in which the engine must read the last messages before the end."""
 
 
 class RemoteEngine:
-    """Talks to ``engine.service`` over a connected socket. Create with ``connect``."""
+    """A client of ``engine.service`` over a connected socket. Create it with ``connect``."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, sock: socket.socket, settings: EngineSettings) -> RemoteEngine:
-        """Tell the engine what to be and wait until the engine at the other end is ready.
+        """Send the settings and wait until the engine at the other end is ready.
 
-        Raises ConfigError where the user's settings are at fault, EngineDead where the engine just ended.
+        Raise ConfigError if the user's settings are at fault, EngineDead if the engine has ended.
         """
         reader, writer = await open_stream(sock)
         writer.write(wire.frame(wire.Start(settings)))
@@ -120,7 +120,7 @@ class RemoteEngine:
                 self._fail_calls(EngineSilent(f"the engine has said nothing for {judge.silent_s:.0f} s"))
 
     def _note_sign(self, pulse: Pulse | None) -> None:
-        """An engine that compiles may say nothing meanwhile, but computes."""
+        """Note a sign of life: a pulse, or CPU time, as an engine that compiles sends no pulse."""
         if pulse is not None:
             self._idle_s = 0.0
         elif (now := effort([self._pid])) - self._effort > LEAST_EFFORT:
@@ -149,7 +149,7 @@ class RemoteEngine:
         self._writer.write(wire.frame(message))
 
     def _check_room(self) -> None:
-        """Before anything that is not the end of something else."""
+        """Raise EngineBusy if too much is unsent; not for messages that end something."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise EngineBusy("the engine takes in no more requests at the moment; try again later")
 

@@ -27,22 +27,22 @@ LOADS_A_MESSAGE = 256
 
 
 MAX_UNSENT = 1024
-"""Messages to the server that may wait to be written: the news of as many rounds. Then the step loop waits."""
+"""The most messages that wait to be written, one a round. Then the step loop waits."""
 
 MAX_BACKLOG = 1024
-"""Things asked for that the step loop has not looked at: then nothing more is read, and the server has to wait."""
+"""The most items in the inbox. Then no more messages are read, and the server has to wait."""
 
 MAX_LOADS = 1024
-"""Adapters that may wait to be read."""
+"""The most adapters that wait to be read."""
 
 _LOOK_AGAIN_S = 0.005
 
 
 class Sender:
-    """Writes messages from any thread in the order given, on a thread of its own.
+    """A writer of messages from any thread, in the order given, on a thread of its own.
 
-    So encoding never delays a step, nor does a server that stops reading for a moment. One that stops for long
-    holds the engine up rather than filling its memory.
+    So neither encoding nor a short pause of the server delays a step. A server that does not read for long
+    holds up the engine, so that memory does not fill.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -61,7 +61,7 @@ class Sender:
         self._put((message,))
 
     def send_all(self, messages: Iterable[wire.ToServer]) -> None:
-        """Queue messages that are made on the sender's thread, each when it is its turn."""
+        """Queue messages that the sender's thread makes, each in its turn."""
         self._put(messages)
 
     def _put(self, messages: Iterable[wire.ToServer] | None) -> None:
@@ -72,9 +72,9 @@ class Sender:
                 self._changed.notify_all()
 
     def beat(self, every_s: float, pulse: Callable[[], Pulse]) -> None:
-        """Say from now on at these intervals what ``pulse`` gives.
+        """Send ``pulse()`` at intervals from now on.
 
-        On the sender's own thread, so that beats do not pile up before a server that does not read.
+        The sender's thread makes the beats, so that they do not pile up before a server that does not read.
         """
         self._pulse, self._beat_every_s = pulse, every_s
         self._beat_at_s = time.monotonic()
@@ -86,7 +86,7 @@ class Sender:
         self._thread.join()
 
     def _next(self) -> Iterable[wire.ToServer] | None:
-        """The next messages in the queue, or a beat where one is due first."""
+        """Return the next messages of the queue, or a beat that is due first."""
         left_s = self._beat_at_s - time.monotonic()
         with self._changed:
             timeout_s = None if math.isinf(left_s) else left_s
@@ -117,8 +117,10 @@ class Sender:
 
 
 def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
-    """Serve until the server goes away (0) or the loop dies (1). Closes the driver and frees no memory, since the
-    process is to end next."""
+    """Serve until the server goes away (0) or the loop dies (1).
+
+    Close the driver and free no memory, since the process ends next.
+    """
     died = threading.Event()
 
     def deliver(deltas: list[Delta]) -> None:
@@ -173,7 +175,7 @@ def _loaded(
 
 
 def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
-    """Start what was asked for; its Answer follows, perhaps much later."""
+    """Begin a call; its Answer follows, perhaps much later."""
     match call.what:
         case "remove":
             try:

@@ -1,9 +1,9 @@
-"""Tells when an engine hangs: a step that does not end, a loop that is stuck, a process that says nothing.
+"""The watchdog of an engine: a step that does not end, a loop that is stuck, a process that is silent.
 
 The loop counts its pieces of work (``Activity``). A judge looks at the count at regular intervals, and a number
 that stays the same for too long is a hang (``Judge``). In a server the engine's process sends its pulse to the
-server's, which judges; an engine in the caller's own process is watched by a thread (``watch``). What is to be
-done with an engine that hangs is its owner's business.
+server's, which judges; an engine in the caller's own process is watched by a thread (``watch``). The
+owner of an engine that hangs decides what to do.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _TICKS = 8
 
 
 def tick_s(limit_s: float) -> float:
-    """How often an engine with this limit reports what it does, and how often the watchdog looks."""
+    """Return the interval at which an engine with this limit sends its pulse, and the watchdog looks."""
     return min(_MOST_TICK_S, limit_s / _TICKS)
 
 
 class Pulse(NamedTuple):
-    """What an engine is doing at one moment.
+    """The work of an engine at one moment.
 
-    ``work``: the number of the piece of work that it does, 0 while it waits for something to do. ``prepared_s``:
+    ``work``: the number of its piece of work, 0 while it is idle. ``prepared_s``:
     seconds that it has spent on compiling and capturing so far.
     """
 
@@ -35,24 +35,25 @@ class Pulse(NamedTuple):
 
 
 class Activity:
-    """What a loop is doing. Written by the loop's thread, read by any."""
+    """The work of a loop. Written by the loop's thread, read by any."""
 
     def __init__(self) -> None:
         self._count = 0
         self.work = 0
-        """The number of the piece of work that is being done; 0: none."""
+        """The number of the present piece of work; 0: none."""
 
     def begin(self) -> None:
-        """Another piece of work begins; the one before has ended."""
+        """Begin another piece of work, and end the one before."""
         self.work = self._count = self._count + 1
 
     def rest(self) -> None:
-        """There is nothing to do."""
+        """Note that the loop is idle."""
         self.work = 0
 
 
 class Judge:
-    """Takes an engine for lost when one piece of its work, or its silence, lasts longer than ``limit_s`` seconds.
+    """A judge that takes an engine for lost when a piece of work, or silence, lasts longer than ``limit_s``
+    seconds.
 
     Time that the judge itself sleeps through does not count: where all processes are stopped together, or this
     one's thread does not get to run, nothing is known of the engine.
@@ -65,13 +66,12 @@ class Judge:
         self._looked_s = clock()
         self._seen: Pulse | None = None
         self.busy_s = 0.0
-        """How long the piece of work that was seen last has lasted."""
+        """The time that the piece of work seen last has taken."""
         self.silent_s = 0.0
-        """How long there has been no new pulse."""
+        """The time without a new pulse."""
 
     def look(self, pulse: Pulse | None) -> str | None:
-        """Judge by what has come since the last look, None where nothing has. Gives the reason why the engine is
-        lost; None: it is not."""
+        """Judge by a pulse that came since the last look, if any; return why the engine is lost, if it is."""
         now = self._clock()
         passed_s = min(now - self._looked_s, self._most_s)
         self._looked_s = now
@@ -84,7 +84,7 @@ class Judge:
         if before is None or pulse.work != before.work or not pulse.work:
             self.busy_s = 0.0
         else:
-            # What passed in silence belongs to it as well.
+            # The silent time belongs to it as well.
             prepared_s = pulse.prepared_s - before.prepared_s
             self.busy_s += max(self.silent_s + passed_s - prepared_s, 0.0)
         self.silent_s = 0.0
@@ -99,10 +99,10 @@ class Watched(Protocol):
     is_closing: threading.Event
 
     def pulse(self) -> Pulse:
-        """What the loop does now."""
+        """Return the present work of the loop."""
 
     def give_up(self, reason: str) -> None:
-        """The engine is lost."""
+        """Take the engine for lost."""
 
 
 def watch(loop: Watched, limit_s: float) -> threading.Thread:

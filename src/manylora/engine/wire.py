@@ -31,11 +31,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameTooLong(Exception):
-    """A length is over the bound; nothing was allocated for it."""
+    """An error: a length is over the bound; nothing was allocated for it."""
 
 
 def frame(message: Any) -> bytes:
-    """The message, a msgspec type, with its length before it."""
+    """Encode a message, a msgspec type, with its length before it."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ def frame(message: Any) -> bytes:
 
 
 def body_of(framed: bytes) -> bytes:
-    """The message in a frame, encoded."""
+    """Return the encoded message of a frame."""
     return framed[_LENGTH.size :]
 
 
@@ -125,7 +125,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what engine to build."""
+    """The first message: build an engine with these settings."""
 
     settings: EngineSettings
 
@@ -154,7 +154,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 class DropCall(msgspec.Struct, tag=True):
-    """The client has dropped this Call: what has not begun need not be done, nor answered."""
+    """Drop a Call: if it has not begun, it need not be done or answered."""
 
     id: int
 
@@ -177,20 +177,20 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """News of requests."""
+    """Deltas of requests."""
 
     deltas: list[Delta]
 
 
 class Loads(msgspec.Struct, tag=True):
-    """Some of the adapters that the Answer to this Call leaves out; it comes after them all."""
+    """Some of the adapters of a Call's Answer, which follows after them all."""
 
     id: int
     loads: tuple[AdapterUse, ...]
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The one answer to a Call; ``status`` is 0 when it went well."""
+    """The one answer to a Call; ``status`` 0: success."""
 
     id: int
     status: int = 0
@@ -200,7 +200,7 @@ class Answer(msgspec.Struct, tag=True):
 
 
 class Beat(msgspec.Struct, tag=True):
-    """The engine's process lives, and this is what its loop does."""
+    """A sign of life of the engine's process, with its loop's work."""
 
     pulse: Pulse
 
@@ -212,12 +212,12 @@ _to_server = msgspec.msgpack.Decoder(ToServer)
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> ToServer | None:
-    """The engine's next message; None when it has gone."""
+    """Read the engine's next message; None if it has gone."""
     message: ToServer | None = await read_message(reader, _to_server)
     return message
 
 
 def read_from_server(sock: socket.socket) -> ToEngine | None:
-    """The server's next message (blocking); None when it has gone."""
+    """Read the server's next message (blocking); None if it has gone."""
     message: ToEngine | None = receive_message(sock, _to_engine)
     return message

@@ -98,7 +98,7 @@ reused again."""
 
 
 class OffloadRule:
-    """Whether KV is copied to the host, and back: here always."""
+    """A rule of offloading: KV is always copied to the host, and back."""
 
     def is_copy_cheaper(self, kv: Sequence[Node]) -> bool:
         """Return whether loading these pages from the host delays others less than computing them."""

@@ -57,7 +57,7 @@ class PageLedger:
     def release(self, pages: Sequence[PageId]) -> None:
         """Return pages; they become free when every step that has started so far has ended."""
         self.num_used -= len(pages)
-        if self._last_started > self._last_ended:
+        if self.is_step_in_flight:
             self._deferred.append((self._last_started, pages))
             self._num_deferred += len(pages)
         else:

@@ -188,7 +188,7 @@ class FairShares:
 
 
 Rank = tuple[int, bool, int, int, float, int]
-"""Sort key of a waiting sequence: level, is new, its client's counter, client, arrival."""
+"""The sort key of a waiting sequence: level, is new, its client's counter, client, arrival."""
 
 
 class Place(NamedTuple):

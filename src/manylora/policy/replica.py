@@ -1,8 +1,7 @@
 """One replica's policy: events in, commands out. The only door into ``policy`` for an engine.
 
-Owns adapters from being added to being freed, and the steps in flight; requests are ``requests``'. What runs in a
-step is ``batching``'s choice, which sequence holds which page is ``reservations``'. Knows no clock, no tensor, no
-text.
+Owns adapters from being added to being freed, and the steps in flight. ``requests`` owns requests, ``batching``
+chooses the rows of a step, ``reservations`` owns the pages of sequences. Knows no clock, no tensor, no text.
 """
 
 from __future__ import annotations
@@ -52,19 +51,19 @@ from manylora.reports import Which
 from manylora.types import BASE, AdapterId, RequestError
 
 MAX_FAILED_COPIES = 3
-"""Copies that may fail a request before it is given up: each time it looks for another way."""
+"""The most failed copies of a request before it fails: after each it looks for another way."""
 
 
 class Replica:
     """The state machine. ``handle`` is the only way to change it; commands come in execution order.
 
-    An id that it does not know is answered with an end, never with an exception: the removal of an unknown adapter
-    with AdapterFreed, a second request of a live id with Reject, a row without its tokens with its request's end,
-    the answer to nothing that was asked with nothing.
+    It answers an unknown id with an end, never with an exception: the removal of an unknown adapter with
+    AdapterFreed, a second request of a live id with Reject, a row without its tokens with its request's end. It
+    ignores an answer that it did not ask for.
     """
 
     def __init__(self, config: PolicyConfig, cache: CachePolicy | None = None) -> None:
-        """``cache``: instead of the policy that the config names."""
+        """``cache``: to use instead of the policy that the config names."""
         self._config = config
         self._waiting = WaitingQueue(config.queue)
         self._admission = Admission(config, self._waiting)
@@ -136,16 +135,16 @@ class Replica:
         return self._requests.take_commands()
 
     def _report(self, which: Which) -> Report:
-        """O(requests + the adapters named by ``which``).
+        """Return the gauges and counters. O(requests + the adapters named by ``which``).
 
-        ``changed`` takes turns: what the next one leaves out is as the one before had it.
+        With ``changed`` each report leaves out the adapters that are as in the one before.
         """
         return Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
 
     # ------------------------------------------------------------ adapters
 
     def _remove(self, adapter: AdapterId) -> None:
-        """AdapterFreed follows when nothing of it is left, which may be now: where it is not known."""
+        """Remove an adapter. AdapterFreed follows when nothing of it is left: at once, if it is unknown."""
         self._pinned.forget(adapter)
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
@@ -185,7 +184,7 @@ class Replica:
         self._wake(now)
 
     def _waiting_for(self, node: Node) -> list[Sequence]:
-        """Loading sequences that cannot start without this node."""
+        """Return the loading sequences that cannot start without this node."""
         below = {id(member) for member in subtree(node)}
         return [s for s in self._held.admitted if s.stage is LOADING and id(s.node) in below]
 
@@ -194,8 +193,10 @@ class Replica:
             self._requests.fail(state, error, now)
 
     def _wake(self, now: float) -> None:
-        """Let the sequences run whose copies have all landed, and note how long each part of the wait was. One
-        that has a row already runs on when its step has ended."""
+        """Start the sequences whose copies have all landed, and note each part of their wait.
+
+        A sequence that has a row already goes on when its step has ended.
+        """
         if not self._held.num_loading:
             return
         self._requests.collect()
@@ -206,7 +207,7 @@ class Replica:
                 self._requests.note_ready(sequence, now)
 
     def _free_removed(self) -> None:
-        """Give back what removed adapters hold, once no request uses them and nothing is on its way."""
+        """Free removed adapters that no request uses and no transfer touches."""
         residency, transfers = self._residency, self._residency.transfers
         for adapter in sorted(self._removing):
             if self._requests.has_any_of(adapter) or transfers.is_read(adapter):
@@ -228,7 +229,7 @@ class Replica:
     # ------------------------------------------------------------ the clock
 
     def _set_timer(self, now: float) -> None:
-        """Ask to be woken after an interval, while there is anything to watch."""
+        """Set the timer of the next interval, while there is anything to watch."""
         if self._requests.by_id or self._swapper.may_bring_in:
             self._timer_is_set = True
             self._requests.send(SetTimer(now + self._config.cache.interval_s))
@@ -236,13 +237,13 @@ class Replica:
     # ------------------------------------------------------------ steps
 
     def _start_next(self, now: float) -> bool:
-        """Start what can start now; whether another step may follow at once."""
+        """Start transfers and a step, if there are any; return whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
         if len(self._pinned):
             self._pinned.pin(len(self._waiting))
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
-        # Whatever runs beside compute starts before a step does.
+        # Transfers run beside compute: they start before the step.
         if len(self._pinned):
             self._pinned.bring(now)
         self._swapper.use_idle_lane(now)
@@ -261,7 +262,7 @@ class Replica:
         return bool(rows) and len(in_flight) < depth
 
     def _compose(self, now: float) -> StepPlan:
-        """The rows of the next step; requests for which it is too late end before others are admitted."""
+        """Return the plan of the next step; requests that are too late end before others are admitted."""
         batching = self._batching
         plan = batching.compose(now)
         if batching.has_room(plan):
@@ -299,9 +300,9 @@ class Replica:
     def _step_done(self, event: StepDone, now: float) -> None:
         oldest = self._num_steps - len(self._in_flight) + 1
         if not oldest <= event.step <= self._num_steps:
-            return  # it ended before, or was never started
+            return  # it has ended, or never started
         for step in range(oldest, event.step):
-            # Steps end in order, so it has ended too; how is not known.
+            # Steps end in order, so it has ended too; its result is not known.
             self._end_step(StepDone(step, False, error="its end was not told"), now)
         self._end_step(event, now)
         self._swapper.step_ended(now)

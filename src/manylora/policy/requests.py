@@ -46,7 +46,7 @@ UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter
 
 
 class Requests:
-    """The live requests of a replica, with the tokens and the end of each sample."""
+    """The live requests of a replica, from arrival to the end of each sample."""
 
     def __init__(
         self,
@@ -224,7 +224,8 @@ class Requests:
             self.note_ready(sequence, now)
 
     def note_ready(self, sequence: Sequence, now: float, mode: str = "wait") -> None:
-        """Announce the request's first sequence that has all that it reuses. ``mode``: how its cold start went."""
+        """Announce the request's first sequence that has all that it reuses. ``mode``: how its cold start
+        went."""
         if sequence.state.note_ready():
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
@@ -277,22 +278,23 @@ class Requests:
             if sequence.stage is not ENDED:
                 sequence.row_failed(num_samples > 0)
                 if sequence.stage is LEAVING:
-                    # It goes on elsewhere with what it had; what the next step draws would follow a token that is
-                    # missing.
+                    # It goes on elsewhere with its tokens so far; the next step's would follow a missing token.
                     self._release(sequence.state, now)
                 else:
                     self.fail(sequence.state, error, now)
 
     def fail_unsound(self, rows: list[Scheduled], unsound: set[SequenceId], now: float) -> None:
-        """Fail the requests of these sequences and drop the KV that they computed or read: somewhere in it is what
-        made the logits NaN or inf, and a request that finds it in the tree fails too."""
+        """Fail the requests of these sequences, and drop the KV that they computed or read.
+
+        Some of it made the logits NaN or inf, and a request that finds it in the tree would fail too.
+        """
         for sequence, _, num_samples in rows:
             if sequence.id not in unsound or sequence.stage is ENDED:
                 continue
             sequence.row_failed(num_samples > 0)
             path = self._held.path_of(sequence)
             self.fail(sequence.state, RequestError(500, UNSOUND), now)
-            # What others use stays: where it is at fault they fail as well, and the last of them drops it.
+            # KV that others use stays: if it is at fault they fail as well, and the last of them drops it.
             idle = next((node for node in path if not node.busy and not node.is_dropped), None)
             if idle is not None:
                 self._residency.discard(idle)

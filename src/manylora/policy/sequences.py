@@ -16,7 +16,7 @@ from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
 _MOST_SAMPLES = 128
-"""Of one request, as ``SamplingParams`` has it."""
+"""The most samples of one request, as in ``SamplingParams``."""
 
 
 class Stage(enum.Enum):

@@ -34,11 +34,11 @@ Tier = Literal["device", "host"]
 class SequenceStart:
     """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
 
-    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions
-    ``[i * page_tokens, (i+1) * page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``:
-    for people to read, should the step be the executor's last. ``first_rotary_row``: the row of the rotary tables
-    for position 0. ``num_scored``: where ``params.prompt_logprobs`` is set, the log-probabilities of the tokens
-    after the first so many positions are known, and not asked for.
+    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions ``[i * page_tokens, (i+1) *
+    page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``: for people to read,
+    should the step be the executor's last. ``first_rotary_row``: the row of the rotary tables for position 0.
+    ``num_scored``: where ``params.prompt_logprobs`` is set, the log-probabilities of the tokens after the first
+    so many positions are known, and not asked for.
     """
 
     sequence: SequenceId
@@ -82,7 +82,7 @@ class Await(NamedTuple):
 
 
 class CpuRows(NamedTuple):
-    """The CPU computes what the adapter of a copy adds to these sequences' rows, from the copy's sources."""
+    """Rows of sequences whose adapter's part the CPU computes, from the sources of the adapter's copy."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
@@ -140,8 +140,8 @@ class SwapPages:
     ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
     destinations are this copy's alone until the answer, and no issued step touches them but one that awaits it.
     ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
-    ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0: none
-    does.
+    ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0:
+    none does.
     """
 
     copy: CopyId
@@ -153,10 +153,11 @@ class SwapPages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetMerged:
-    """From the next step on the base's weights are with this adapter merged into them; BASE: as they were loaded.
+    """From the next step on the base's weights are with this adapter merged into them; BASE: as they were
+    loaded.
 
-    Ordered after the steps issued before and before those issued later; answered with SwitchDone. The adapter is
-    resident from now until the answer to the SetMerged that ends this.
+    Ordered after the steps issued before and before those issued later; answered with SwitchDone. The adapter
+    is resident from now until the answer to the SetMerged that ends this.
     """
 
     switch: SwitchId
@@ -172,7 +173,7 @@ class SetTimer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictAdapter:
-    """The adapter leaves the device; no step issued from now on reads it."""
+    """Drop an adapter from the device; no step issued from now on reads it."""
 
     adapter: AdapterId
 
@@ -205,9 +206,9 @@ emit = functools.partial(tuple.__new__, Emit)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptScored:
-    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last row.
-    The first is of the token after position ``start``. Each counts once, in order, whatever moved, and all of them
-    before the request's first Emit."""
+    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last
+    row. The first is of the token after position ``start``. Each counts once, in order, whatever moved, and all
+    of them before the request's first Emit."""
 
     request: RequestId
     sequence: SequenceId
@@ -216,7 +217,8 @@ class PromptScored:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request left the queue for the first time; ``num_cached`` of its prompt's tokens were reused."""
+    """Announce that the request left the queue for the first time; ``num_cached`` of its prompt's tokens were
+    reused."""
 
     request: RequestId
     num_cached: int
@@ -264,7 +266,7 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reject:
-    """The request will not be served at all; nothing was or will be emitted for it."""
+    """Reject a request; nothing was or will be emitted for it."""
 
     request: RequestId
     error: RequestError
@@ -274,8 +276,8 @@ class Reject:
 class Released:
     """The answer to LetGo, or to an Arrive of a later attempt: this attempt at the request is over.
 
-    ``positions``: how many tokens each sample has, those that have ended included; its open samples get no Finish.
-    Empty where there is no such attempt.
+    ``positions``: how many tokens each sample has, those that have ended included; its open samples get no
+    Finish. Empty where there is no such attempt.
     """
 
     request: RequestId
@@ -285,7 +287,7 @@ class Released:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The replica's state at this moment: its gauges, and its counts since the start."""
+    """Answer ReportDue with the replica's gauges and its counts since the start."""
 
     gauges: Snapshot
     counters: Counters
@@ -293,14 +295,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """What a router is to know of this replica. Counts are as they are; ``residency`` and ``evicted`` are changes.
+    """The state of a replica for a router. Counts are totals; ``residency`` and ``evicted`` are changes.
 
-    ``seq``: from 1, one more each time. ``free_pages`` are empty, ``reclaimable_pages`` hold what no request uses.
-    ``waiting_tokens``: of prompts still to be computed. ``residency``: (adapter, tier) as it changed since the
-    last Status; all adapters that are anywhere where ``is_full``. ``evicted``: hashes of blocks that can be reused
-    no more, since then. ``page_price_s``: seconds that the loss of a reclaimable page costs, by the replica's own
-    values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``, ``page_read_s``: as
-    learnt here; 0 means as in the replica's facts.
+    ``seq``: from 1, one more each time. ``free_pages`` are empty, ``reclaimable_pages`` hold what no request
+    uses. ``waiting_tokens``: of prompts still to be computed. ``residency``: (adapter, tier) as it changed
+    since the last Status; all adapters that are anywhere where ``is_full``. ``evicted``: hashes of blocks that
+    can be reused no more, since then. ``page_price_s``: seconds that the loss of a reclaimable page costs, by
+    the replica's own values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``,
+    ``page_read_s``: as learnt here; 0 means as in the replica's facts.
     """
 
     seq: int
@@ -374,7 +376,7 @@ Command = (
     | ClientCommand
     | EngineCommand
 )
-"""What a replica commands."""
+"""The commands of a replica."""
 
 DEVICE_COMMANDS: frozenset[type] = frozenset(get_args(DeviceCommand))
 CLIENT_COMMANDS: frozenset[type] = frozenset(get_args(ClientCommand))
@@ -429,7 +431,8 @@ def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
 
 
 class Machine(Protocol):
-    """What decides: a replica's policy, or anything of its form."""
+    """A state machine: a replica's policy, or any other of its form."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """React to one event at time ``now`` (seconds, any origin, never decreasing): commands, in their order."""
+        """React to one event at time ``now`` (seconds, any origin, never decreasing): commands, in their
+        order."""

@@ -1,4 +1,4 @@
-"""What a replica is told."""
+"""The events of a replica."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId, Sw
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrive:
-    """A request has come. ``more``: others follow at once, and no step starts before the last of them is known,
-    so that requests which come together start together.
+    """The arrival of a request. ``more``: others follow at once, and no step starts before the last of them is
+    known, so that requests which come together start together.
 
     Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no
     sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that ended.
@@ -38,8 +38,8 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LetGo:
-    """Another replica is to serve the request: it is given no step any more, and when those in flight have ended,
-    Released says how far it came. Its tokens until then are emitted as ever."""
+    """Another replica is to serve the request: it is given no step any more, and when those in flight have
+    ended, Released says how far it came. Its tokens until then are emitted as ever."""
 
     request: RequestId
     attempt: int = 0
@@ -47,8 +47,9 @@ class LetGo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
-    """A router wants a copy of the adapter to stay on the device, whether or not a request names it; ``is_kept``
-    False: not any more. Ignored where the share of such copies is full, and of an unknown adapter."""
+    """A router wants a copy of the adapter to stay on the device, whether or not a request names it;
+    ``is_kept`` False: not any more. Ignored where the share of such copies is full, and of an unknown
+    adapter."""
 
     adapter: AdapterId
     is_kept: bool = True
@@ -56,15 +57,15 @@ class Keep:
 
 @dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
 class StepDone:
-    """The step ended. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
+    """The end of a step. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
 
     When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
-    after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were not
-    finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy was to
-    bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s`` the step
-    stood still for copies or for the CPU, as far as it is known. ``cpu_s``: how long the CPU computed for the
-    step's cold rows, its busiest thread; ``cpu_workers``: how many threads there are by now, -1 where no row was
-    the CPU's.
+    after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were
+    not finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy
+    was to bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s``
+    the step stood still for copies or for the CPU, as far as it is known. ``cpu_s``: how long the CPU computed
+    for the step's cold rows, its busiest thread; ``cpu_workers``: how many threads there are by now, -1 where
+    no row was the CPU's.
     """
 
     step: int
@@ -138,12 +139,12 @@ class SwitchDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timer:
-    """The moment that the last SetTimer named has come (or has passed: a step may have been running)."""
+    """The moment of the last SetTimer, or later: a step may have been running."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportDue:
-    """Answer with Report; nothing is decided. ``which``: the adapters that it tells of."""
+    """Answer with Report; nothing is decided. ``which``: the adapters that it lists."""
 
     which: Which = "all"
 

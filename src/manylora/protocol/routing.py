@@ -1,7 +1,7 @@
-"""What a router is told, and what it commands: the seam between a cluster's decisions and its processes.
+"""The events and commands of a router: the seam between a cluster's decisions and its processes.
 
-Records of numbers, texts and tuples of these, so that each can cross to another process and be kept in a journal.
-``Timer`` and ``SetTimer`` are those of a replica. Does not know how a router decides.
+Records of numbers, texts and tuples of these, so that each can cross to another process and be kept in a
+journal. ``Timer`` and ``SetTimer`` are those of a replica. Does not know how a router decides.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from manylora.protocol.events import Timer
 from manylora.types import AdapterId, RequestError, RequestId
 
 ReplicaId = int
-"""A place for a replica. What runs there is told apart by its epoch, which is higher each time."""
+"""A place for a replica. Each replica that runs there has an epoch of its own, higher each time."""
 
 NOWHERE, ON_HOST, ON_DEVICE = 0, 1, 2
-"""Where a replica has an adapter; the higher of its tiers."""
+"""The tier in which a replica has an adapter; the higher one of two."""
 
 BLOCK_TOKENS = 64
 """Tokens of a block that is hashed for ``Asked.prefix``."""
@@ -52,12 +52,13 @@ class RankCosts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What stays true of a replica while its epoch lasts. Lengths in tokens, times in seconds.
+    """The facts of a replica while its epoch lasts. Lengths in tokens, times in seconds.
 
-    ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take; ``token_s``:
-    one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``: one page of an
-    adapter from its files; ``numerics``: replicas of one such class compute equal tokens. Where the seconds are
-    equal too, replicas are of one kind. ``rank_costs``: where replicas differ; None: as the router's settings say.
+    ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take;
+    ``token_s``: one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``:
+    one page of an adapter from its files; ``numerics``: replicas of one such class compute equal tokens. Where
+    the seconds are equal too, replicas are of one kind. ``rank_costs``: where replicas differ; None: as the
+    router's settings say.
     """
 
     num_pages: int
@@ -82,11 +83,11 @@ class ReplicaFacts:
 class Asked:
     """A front end wants a request to be served: ``samples`` of at most ``max_tokens`` tokens each.
 
-    ``prefix``: for each full block of the prompt's ``BLOCK_TOKENS`` a 64-bit hash of it and all before it, rooted
-    at the adapter's version and the cache scope. ``attempts``: how many were made before; where the request is
-    live and its present attempt is among them, the front end has given that one up. ``generated``: tokens so far
-    of each sample. ``waited_s``: since the request first came. ``failures``, ``deaths``: what the last Assign said
-    of these, should another router have made it.
+    ``prefix``: for each full block of the prompt's ``BLOCK_TOKENS`` a 64-bit hash of it and all before it,
+    rooted at the adapter's version and the cache scope. ``attempts``: how many were made before; where the
+    request is live and its present attempt is among them, the front end has given that one up. ``generated``:
+    tokens so far of each sample. ``waited_s``: since the request first came. ``failures``, ``deaths``: what the
+    last Assign said of these, should another router have made it.
     """
 
     request: RequestId
@@ -114,7 +115,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The sample has this many tokens."""
+    """The number of tokens of a sample."""
 
     request: RequestId
     sample: int
@@ -136,7 +137,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client does not want the request any more."""
+    """A request that the client has cancelled."""
 
     request: RequestId
 
@@ -153,7 +154,7 @@ class ReplicaUp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lacks:
-    """Of the adapters that are listed the replica of this epoch serves all but these, from now on."""
+    """The listed adapters that the replica of this epoch cannot serve from now on."""
 
     replica: ReplicaId
     epoch: int
@@ -175,7 +176,7 @@ class ReplicaReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaDown:
-    """The replica of this epoch is gone. ``is_crash``: it died by itself, and requests may be to blame:
+    """The end of this epoch of a replica. ``is_crash``: it died by itself, and requests may be to blame:
     ``blamed``, or all that it had accepted where that is not known (None). Nothing is, where it was ended."""
 
     replica: ReplicaId
@@ -187,7 +188,8 @@ class ReplicaDown:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drain:
-    """Give the replica no more work. ``migrate``: move its requests at once, not only after the time allowed."""
+    """Give the replica no more work. ``migrate``: move its requests at once, not only after the time
+    allowed."""
 
     replica: ReplicaId
     migrate: bool = False
@@ -195,7 +197,7 @@ class Drain:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveAsked:
-    """The request is to be served by this replica, whatever the move costs: people want it so."""
+    """A person's order to move the request to this replica at any cost."""
 
     request: RequestId
     replica: ReplicaId
@@ -203,7 +205,7 @@ class MoveAsked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The replica of this attempt has let the request go, after so many tokens of each sample."""
+    """The release of a request by the replica of this attempt, with the number of tokens of each sample."""
 
     request: RequestId
     attempt: int
@@ -230,8 +232,8 @@ class Unlisted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solved:
-    """An answer to Solve: for each of its requests the share that each of its replicas gets, and the least value
-    that any solution can have. Without ``shares`` there was no solution in time."""
+    """An answer to Solve: for each of its requests the share that each of its replicas gets, and the least
+    value that any solution can have. Without ``shares`` there was no solution in time."""
 
     number: int
     shares: tuple[tuple[float, ...], ...] = ()
@@ -242,7 +244,7 @@ RouterEvent = (
     Asked | Held | Progress | Ended | Cancelled | ReplicaUp | ReplicaReport | ReplicaDown | Drain
     | MoveAsked | Withdrawn | Listed | Unlisted | Lacks | Solved | Timer
 )  # fmt: skip
-"""What a router is told."""
+"""The events of a router."""
 
 
 # ---------------------------------------------------------------- commands
@@ -250,10 +252,11 @@ RouterEvent = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assign:
-    """The front end is to send the request to this replica, with the tokens that it has accepted so far.
+    """Order the front end to send the request to this replica, with the tokens that it has accepted so far.
 
-    ``number`` counts the replica's assignments. ``resume``: as many tokens of each sample as the router knows of.
-    ``failures``, ``deaths``: attempts that were lost before, and those of them that the request is blamed for.
+    ``number`` counts the replica's assignments. ``resume``: as many tokens of each sample as the router knows
+    of. ``failures``, ``deaths``: attempts that were lost before, and those of them that the request is blamed
+    for.
     """
 
     request: RequestId
@@ -267,7 +270,7 @@ class Assign:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Withdraw:
-    """The replica is to end the request after the step in flight, and to answer with Withdrawn."""
+    """Order the replica to end the request after the step in flight, and to answer with Withdrawn."""
 
     request: RequestId
     attempt: int
@@ -276,7 +279,7 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The replica is to keep the adapter on its device, within the share that is reserved for such copies."""
+    """Order the replica to keep the adapter on its device, within the share reserved for such copies."""
 
     adapter: AdapterId
     replica: ReplicaId
@@ -284,7 +287,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unplace:
-    """The replica need not keep the adapter any more."""
+    """End the order to keep the adapter."""
 
     adapter: AdapterId
     replica: ReplicaId
@@ -292,7 +295,7 @@ class Unplace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refuse:
-    """The request is not served any further."""
+    """Refuse a request, or end it."""
 
     request: RequestId
     error: RequestError
@@ -308,8 +311,8 @@ class ProgrammeReplica(NamedTuple):
 
 
 class ProgrammeRequest(NamedTuple):
-    """A request in dLoRA's programme. ``source``: the index of its replica; ``run_s``: what is left of it there;
-    ``move_s``: what computing it again takes elsewhere."""
+    """A request in dLoRA's programme. ``source``: the index of its replica; ``run_s``: what is left of it
+    there; ``move_s``: what computing it again takes elsewhere."""
 
     request: RequestId
     attempt: int
@@ -322,8 +325,9 @@ class ProgrammeRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solve:
-    """dLoRA's programme (§5.2), to be answered with Solved: which replica is to have each request so that the last
-    of them is done soonest. ``adapters``: the pages of each; ``eta_s``: what an adapter adds to a replica."""
+    """dLoRA's programme (§5.2), to be answered with Solved: which replica is to have each request so that the
+    last of them is done soonest. ``adapters``: the pages of each; ``eta_s``: what an adapter adds to a
+    replica."""
 
     number: int
     replicas: tuple[ProgrammeReplica, ...]
@@ -334,7 +338,7 @@ class Solve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScaleHint:
-    """The cluster would do with ``delta`` more replicas; one that is empty is named where it is negative."""
+    """Hint that the cluster needs ``delta`` more replicas; a negative one names an empty replica."""
 
     delta: int
     reason: str
@@ -343,7 +347,7 @@ class ScaleHint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fence:
-    """The replica of this epoch must not serve any more: end it where it still runs."""
+    """Fence the replica of this epoch: end it if it still runs."""
 
     replica: ReplicaId
     epoch: int
@@ -371,9 +375,9 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """dLoRA's plan, for people; only with ``RouterConfig.trace``. ``value_s``: the time until the last replica is
-    done by it; ``before_s``: had nothing moved; ``bound_s``: no plan is done sooner, as the solver says, 0 where
-    none has answered."""
+    """dLoRA's plan, for people; only with ``RouterConfig.trace``. ``value_s``: the time until the last replica
+    is done by it; ``before_s``: had nothing moved; ``bound_s``: no plan is done sooner, as the solver says, 0
+    where none has answered."""
 
     number: int
     num_requests: int
@@ -387,6 +391,6 @@ RouterCommand = (
     Assign | Withdraw | Place | Unplace | Refuse | Solve | ScaleHint | Fence | AskReport
     | Routed | Planned | SetTimer
 )  # fmt: skip
-"""What a router commands."""
+"""The commands of a router."""
 
 ROUTER_COMMANDS: frozenset[type] = frozenset(get_args(RouterCommand))

@@ -1,7 +1,7 @@
 """The cluster as the router knows it, and as routing policies see it: replicas, and indexes over them.
 
-Owns which replicas are up and which may get work, the index by load, and the index of adapters' homes. Policies
-read all of this and change none of it.
+Owns the replicas that are up, the ones that may get work, the index by load, and the index of adapters' homes.
+Policies read all of this and change none of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from manylora.types import BASE, AdapterId, RequestId
 
 
 class LoadIndex:
-    """Ids by an integer load. Adding, removing and finding are O(log n) but for moving entries of small lists."""
+    """The ids of replicas by an integer load. Each change takes O(log n), but for moving entries of small
+    lists."""
 
     def __init__(self) -> None:
         self._ids: dict[int, list[int]] = {}  # by load, ascending
@@ -50,7 +51,7 @@ class LoadIndex:
 
     @property
     def least_load(self) -> int:
-        """Of those that there are; there must be one."""
+        """The least load; there must be a replica."""
         return self._loads[0]
 
     @property
@@ -58,17 +59,17 @@ class LoadIndex:
         return self._loads[-1]
 
     def ascending(self) -> Iterator[int]:
-        """Least load first, of equal ones the lowest id. Not to be changed meanwhile."""
+        """Yield ids, the least load first, then the lowest id; the index must not change meanwhile."""
         for load in self._loads:
             yield from self._ids[load]
 
     def descending(self, below: int) -> Iterator[int]:
-        """Those of a load below the bound, largest first, of equal ones the highest id."""
+        """Yield ids of a load below the bound, the largest first, then the highest id."""
         for place in range(bisect_left(self._loads, below) - 1, -1, -1):
             yield from reversed(self._ids[self._loads[place]])
 
     def least(self, count: int) -> list[int]:
-        """The first of ``ascending``."""
+        """Return the first ``count`` ids of ``ascending``."""
         found: list[int] = []
         for load in self._loads:
             ids = self._ids[load]
@@ -81,11 +82,11 @@ class LoadIndex:
 
 _FIRST = 128.0
 _KEEP = 0.9
-"""How much of an adapter's estimate survives one request."""
+"""The weight of an adapter's estimate against one new request."""
 
 
 class OutputLengths:
-    """The mean of all, and for each adapter one in which late requests count most."""
+    """The mean output length of all requests, and of each adapter's, in which late requests count most."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -94,11 +95,11 @@ class OutputLengths:
 
     @property
     def mean(self) -> float:
-        """Of all that have ended; 128 before the first."""
+        """The mean of all requests that have ended; 128 before the first."""
         return self._sum / self._count if self._count else _FIRST
 
     def saw(self, adapter: AdapterId, num_tokens: int) -> None:
-        """A request has ended after so many tokens of output."""
+        """Learn from a request that has ended."""
         self._sum += num_tokens
         self._count += 1
         old = self._adapters.get(adapter)
@@ -108,20 +109,22 @@ class OutputLengths:
         self._adapters.pop(adapter, None)
 
     def expected(self, adapter: AdapterId) -> float:
-        """Tokens of one more request."""
+        """Return the expected output of one more request."""
         found = self._adapters.get(adapter)
         return self.mean if found is None else found
 
     def remaining(self, adapter: AdapterId, num_generated: float, max_tokens: int) -> float:
-        """Tokens that a request has before it, at least 1."""
+        """Return how many tokens a request is still expected to generate, at least 1."""
         expected = min(self.expected(adapter), max_tokens) - num_generated
         return expected if expected > 1 else 1.0
 
 
 class Fleet:
-    """``up``: all replicas that are up, by id; ``open_ids``: those that may get work, ascending; ``by_load``:
-    these by their sequences. ``load``: of all that are up together. ``now``: the moment of the event that is
-    handled."""
+    """The replicas of the cluster, with their indexes.
+
+    ``up``: by id; ``open_ids``: the ids of replicas that may get work, ascending; ``by_load``: these by their
+    sequences. ``load``: the sum over all that are up. ``now``: the moment of the event that is handled.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
@@ -144,59 +147,59 @@ class Fleet:
     # ------------------------------------------------------------ what policies ask
 
     def homes(self, adapter: AdapterId) -> tuple[ReplicaId, ...]:
-        """Replicas that are up and have the adapter in some tier, or get it with a request."""
+        """Return the replicas that have the adapter in some tier, or get it with a request."""
         return self._homes.get(adapter, ())
 
     def next_open(self, after: ReplicaId) -> ReplicaState:
-        """The next open replica in the order of ids, round and round; there must be one."""
+        """Return the next open replica in the order of ids, cyclically; there must be one."""
         place = bisect_right(self.open_ids, after)
         return self.up[self.open_ids[place % len(self.open_ids)]]
 
     def can_take(self, replica: ReplicaState | None, request: LiveRequest) -> bool:
-        """Whether the replica is open and can serve the request to its end, were it alone there."""
+        """Return whether the replica is open and could serve the request alone to its end."""
         return replica is not None and replica.is_open and self.fits_ever(replica, request)
 
     def fits_ever(self, replica: ReplicaState, request: LiveRequest) -> bool:
-        """Whether the replica has the request's adapter, and can hold it to its end, were it alone there."""
+        """Return whether the replica serves the request's adapter and could hold it alone to its end."""
         return request.adapter not in replica.lacks and request.can_ever_fit(replica.shape)
 
     def num_cached(self, replica: ReplicaState, request: LiveRequest) -> int:
-        """Tokens of the request's prompt that the replica's prefix cache is believed to have."""
+        """Return how many tokens of the prompt the replica's prefix cache is believed to have."""
         if not request.prefix:
             return 0
         return BLOCK_TOKENS * self.prefixes.cached_blocks(request.prefix, replica)
 
     def is_any_shape_right(self, request: LiveRequest) -> bool:
-        """Whether some replica that ever was up could hold the request."""
+        """Return whether a replica that was ever up could hold the request."""
         return any(map(request.can_ever_fit, self._known_shapes))
 
     def is_any_right(self, request: LiveRequest) -> bool:
-        """Whether some replica that is up and does not drain could serve the request."""
+        """Return whether a replica that is up and does not drain could serve the request."""
         if request.adapter not in self._lacking:
             return any(map(request.can_ever_fit, self._shapes))
         staying = (replica for replica in self.up.values() if replica.drains_from_s is None)
         return any(self.fits_ever(replica, request) for replica in staying)
 
     def why_none(self, request: LiveRequest) -> str:
-        """Why there is none, for people."""
+        """Return why no replica could serve the request, for people."""
         if request.adapter in self._lacking:
             return "no replica that is up can hold the request and has its adapter"
         return "no replica that can hold the request is up"
 
     def lacking(self, adapter: AdapterId) -> frozenset[ReplicaId]:
-        """Replicas that are up and cannot serve the adapter."""
+        """Return the replicas that cannot serve the adapter."""
         if adapter not in self._lacking:
             return frozenset()
         return frozenset(replica.id for replica in self.up.values() if adapter in replica.lacks)
 
     @property
     def knows_shapes(self) -> bool:
-        """Whether any replica ever was up."""
+        """Whether any replica was ever up."""
         return bool(self._known_shapes)
 
     @property
     def mean_load(self) -> ReplicaLoad:
-        """Of a replica, in the mean of all that are up."""
+        """The mean load of a replica."""
         count = len(self.up) or 1
         rows, kv_tokens, adapters, adapter_pages, rank_sum = self.load
         return ReplicaLoad(
@@ -204,7 +207,7 @@ class Fleet:
         )
 
     def remaining_tokens(self, request: LiveRequest) -> float:
-        """Tokens that each of the request's samples is expected to give yet."""
+        """Return how many tokens each sample of the request is still expected to generate."""
         return self.lengths.remaining(
             request.adapter, request.num_generated / request.samples, request.max_tokens
         )
@@ -236,7 +239,7 @@ class Fleet:
     # ------------------------------------------------------------ requests
 
     def take(self, replica: ReplicaState, request: LiveRequest) -> int:
-        """The request is assigned to the replica; returns the assignment's number."""
+        """Assign the request to the replica; return the assignment's number."""
         before = replica.load
         cached = BLOCK_TOKENS * self.prefixes.add(request.prefix, replica)
         number = replica.take(request, cached)
@@ -246,7 +249,7 @@ class Fleet:
         return number
 
     def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
-        """The replica has the request already, by another router's assignment."""
+        """Add a request that the replica has already, by another router's assignment."""
         before = replica.load
         replica.hold(request)
         self._recount(replica, before)
@@ -255,7 +258,7 @@ class Fleet:
         self.prefixes.add(request.prefix, replica)
 
     def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
-        """The request is not on the replica any more."""
+        """Remove the request from the replica."""
         before = replica.load
         replica.drop(request)
         self._recount(replica, before)
@@ -264,7 +267,7 @@ class Fleet:
             self._note_home(adapter, replica.id, False)
 
     def _recount(self, replica: ReplicaState, before: ReplicaLoad) -> None:
-        """The replica had this load until now."""
+        """Update the sums and indexes after a change of the replica's load."""
         self._reload(before, replica.load)
         if replica.is_open:
             self.by_load.remove(int(before.rows), replica.id)
@@ -285,7 +288,7 @@ class Fleet:
     # ------------------------------------------------------------ replicas
 
     def add(self, replica: ReplicaId, epoch: int, facts: ReplicaFacts) -> ReplicaState:
-        """A replica is up."""
+        """Add a replica that is up."""
         # One tuple for equal shapes: requests remember the last that they were asked about.
         shape = shape_of(facts)
         shape = self._known_shapes.setdefault(shape, shape)
@@ -297,7 +300,7 @@ class Fleet:
         return state
 
     def remove(self, replica: ReplicaState) -> None:
-        """A replica is down; its requests must have been dropped."""
+        """Remove a replica that is down; its requests must have been dropped."""
         self._close(replica)
         if replica.drains_from_s is None:
             self._forget_shape(replica.shape)
@@ -310,7 +313,7 @@ class Fleet:
         del self.up[replica.id]
 
     def note_lacks(self, replica: ReplicaState, lacks: Iterable[AdapterId]) -> None:
-        """The replica serves all adapters but these."""
+        """Set the adapters that the replica cannot serve."""
         before = replica.lacks
         replica.lacks = frozenset(lacks)
         self._lacking.update(replica.lacks - before)
@@ -318,24 +321,24 @@ class Fleet:
         self._lacking = +self._lacking  # of counts above 0
 
     def drain(self, replica: ReplicaState, since_s: float) -> None:
-        """The replica gets no more work; it counts as draining since that moment."""
+        """Close the replica for good, draining since ``since_s``."""
         if replica.drains_from_s is None:
             self._close(replica)
             self._forget_shape(replica.shape)
         replica.drain(since_s)
 
     def suspect(self, replica: ReplicaState) -> None:
-        """The replica gets no work until it reports again."""
+        """Close the replica until it reports again."""
         self._close(replica)
         replica.suspect()
 
     def reserve(self, replica: ReplicaState) -> None:
-        """The replica gets no work but one request's."""
+        """Close the replica for all requests but one."""
         self._close(replica)
         replica.reserve()
 
     def release(self, replica: ReplicaState) -> None:
-        """The replica may get any work again."""
+        """Let the replica have any request again."""
         replica.release()
         if replica.is_open:
             self._open(replica)
@@ -357,7 +360,7 @@ class Fleet:
     # ------------------------------------------------------------ reports
 
     def receive(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
-        """Take a newer report; returns the requests whose assignments it has seen."""
+        """Take a newer report; return the requests whose assignments it has seen."""
         was_open, before = replica.is_open, replica.load
         seen = replica.receive(report, self.now)
         self._reload(before, replica.load)
@@ -368,14 +371,14 @@ class Fleet:
         if status.is_full:
             named = {adapter for adapter, tier in status.residency if tier != NOWHERE}
             for adapter in [each for each in replica.residency if each not in named]:
-                self._hear_tier(replica, adapter, NOWHERE)
+                self._set_tier(replica, adapter, NOWHERE)
         for adapter, tier in status.residency:
-            self._hear_tier(replica, adapter, tier)
+            self._set_tier(replica, adapter, tier)
         if status.evicted:
             self.prefixes.evict(status.evicted, replica)
         return seen
 
-    def _hear_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:
+    def _set_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:
         if adapter == BASE or not NOWHERE <= tier <= ON_DEVICE:
             return
         before = replica.residency.get(adapter, NOWHERE)

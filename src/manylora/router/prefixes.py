@@ -1,7 +1,7 @@
-"""Which replicas have which prefixes, by what was sent where: an approximation that evictions correct.
+"""The index of prefixes by replica, from the prompts sent there: an approximation that evictions correct.
 
-Owns a bounded memory of block hashes. A hash stands for its block and all before it, under one adapter version and
-cache scope, so equal hashes are equal KV.
+Owns a bounded memory of block hashes. A hash stands for its block and all before it, under one adapter version
+and cache scope, so equal hashes are equal KV.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from manylora.router.replicas import ReplicaState
 
 _MOST_HOLDERS = 4
-"""Of one block; the latest are remembered."""
+"""The most replicas of one block; the latest stay."""
 
 
 class Prefixes:
-    """Two generations of hashes: when the younger is full the older is forgotten, and what is used stays young."""
+    """Two generations of hashes: when the younger is full the older is dropped; a hash that is used stays
+    young."""
 
     def __init__(self, most_blocks: int) -> None:
         self._most_young = max(most_blocks // 2, 1)
@@ -26,7 +27,7 @@ class Prefixes:
         return len(self._young) + len(self._old)
 
     def add(self, prefix: Sequence[int], replica: ReplicaState) -> int:
-        """A prompt of these blocks was sent there; returns how many of its first ones were there already."""
+        """Add a prompt that was sent to a replica; return how many of its first blocks were there already."""
         young, old = self._young, self._old
         alone = (replica,)
         num_there, is_there = 0, True
@@ -48,7 +49,7 @@ class Prefixes:
         return num_there
 
     def evict(self, blocks: Sequence[int], replica: ReplicaState) -> None:
-        """The replica has lost these blocks."""
+        """Remove blocks that the replica has lost."""
         for block in blocks:
             for generation in (self._young, self._old):
                 holders = generation.get(block)
@@ -60,8 +61,8 @@ class Prefixes:
                         del generation[block]
 
     def match(self, prefix: Sequence[int], most: int) -> list[tuple[ReplicaState, int]]:
-        """Open replicas that have the longest parts of a prompt, and how many blocks; longest first, at most
-        ``most``."""
+        """Return the open replicas with the longest parts of a prompt, each with its number of blocks, longest
+        first."""
         young, old = self._young, self._old
         levels: list[tuple[ReplicaState, ...]] = []
         for block in prefix:
@@ -86,7 +87,7 @@ class Prefixes:
         return found
 
     def cached_blocks(self, prefix: Sequence[int], replica: ReplicaState) -> int:
-        """How many of a prompt's first blocks the replica has."""
+        """Return how many of a prompt's first blocks the replica has."""
         young, old = self._young, self._old
         count = 0
         for block in prefix:

@@ -1,7 +1,7 @@
-"""Requests that the router holds: those that no replica has, and those that run alone.
+"""The requests that wait at the router: the queue, and the quarantine of requests that may kill replicas.
 
-Owns the order of those that wait, first come, first served; and which requests may have killed replicas: each of
-them is served alone, by a replica that is kept free for it. Does not know what they are blamed for.
+Owns the order of waiting requests, first come, first served. Each quarantined request is served alone, by a
+replica that is reserved for it. Does not know who blamed it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manylora.types import RequestId
 
 
 class RouterQueue:
-    """A heap that forgets late: what was taken out leaves when it comes to the front."""
+    """A queue by arrival: a heap with lazy deletion."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, int], LiveRequest]] = []
@@ -37,7 +37,7 @@ class RouterQueue:
         del self._waiting[request.id]
 
     def first(self) -> LiveRequest | None:
-        """The oldest; None where none waits."""
+        """Return the oldest request, if any."""
         while self._heap:
             request = self._heap[0][1]
             if self._waiting.get(request.id) is request:
@@ -47,13 +47,16 @@ class RouterQueue:
 
 
 CLEARED_TOKENS = 4
-"""What a request computes alone: a replica that has not died by then gets others beside it. Whole answers, one
-after the other, would keep all others waiting where replicas are killed under full load."""
+"""The tokens that a quarantined request generates alone; if the replica still lives, it gets others again. To
+wait for whole answers would hold up all others when replicas die under full load."""
 
 
 class Quarantine:
-    """A request takes a replica that is empty; where none is, the one with the least load gets no others, until it
-    is."""
+    """The requests that may run only alone on a replica.
+
+    A request takes an empty replica. If there is none, the one with the least load gets no other requests until
+    it is empty.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, LiveRequest] = {}
@@ -66,19 +69,19 @@ class Quarantine:
         return self._waiting.get(request.id) is request
 
     def put(self, request: LiveRequest) -> None:
-        """It waits for a replica of its own."""
+        """Add a request, to wait for a replica of its own."""
         self._waiting[request.id] = request
 
     def remove(self, request: LiveRequest) -> None:
-        """It waits no more; what is kept for it stays so."""
+        """Remove a waiting request; its reservation stays."""
         del self._waiting[request.id]
 
     def waiting(self) -> Iterable[LiveRequest]:
-        """Those that wait, oldest first."""
+        """Return the waiting requests, oldest first."""
         return sorted(self._waiting.values(), key=lambda request: request.key)
 
     def replica_for(self, fleet: Fleet, request: LiveRequest) -> ReplicaState | None:
-        """An empty replica, now kept for the request; None where there is none yet."""
+        """Reserve a replica for the request; return it once it is empty, else None."""
         reserved = self._reserved.get(request.id)
         if reserved is not None:
             replica = fleet.up[reserved]
@@ -97,16 +100,16 @@ class Quarantine:
         return None if found.requests or found.is_suspect else found
 
     def leave(self, fleet: Fleet, request: LiveRequest) -> None:
-        """The request needs no replica of its own any more: others may have what was kept for it."""
+        """Give up the request's reservation: the replica may get others again."""
         reserved = self._reserved.pop(request.id, None)
         if reserved is not None and reserved in fleet.up:
             fleet.release(fleet.up[reserved])
 
     def is_cleared(self, request: LiveRequest) -> bool:
-        """Whether a replica is kept for the request that has shown to survive it: others may have what is left."""
+        """Return whether the request has a reserved replica that has survived it so far."""
         return request.id in self._reserved and request.num_new >= CLEARED_TOKENS
 
     def lose(self, replica: ReplicaState) -> None:
-        """The replica is down."""
+        """Drop the reservation of a replica that is down."""
         for name in [name for name, reserved in self._reserved.items() if reserved == replica.id]:
             del self._reserved[name]

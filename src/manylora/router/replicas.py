@@ -1,8 +1,9 @@
 """Replicas as the router knows them, and kinds of replicas, which are believed to be equally fast.
 
-Owns each replica's account between its reports, and what the replicas of a kind have learnt of prompts, copies and
-reads, as one estimate of each. A replica's own estimate follows its last few prompts, so what differs between
-prompts looks like a difference between replicas, and the one that happens to look fast gets the next request.
+Owns each replica's account between its reports, and what the replicas of a kind have learnt of prompts, copies
+and reads, as one estimate of each. A replica's own estimate follows its last few prompts, so what differs
+between prompts looks like a difference between replicas, and the one that happens to look fast gets the next
+request.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ KindKey = tuple[str, tuple[StepPlane, ...], float, float, float]
 
 
 class Learnt(NamedTuple):
-    """Seconds that a replica has learnt, or 0 where it has not: of a prompt's token, of a page from the host, and
-    of an adapter's page that is read."""
+    """The seconds that a replica has learnt, 0 if it has not: of a prompt's token, a page from the host, and an
+    adapter's page that is read."""
 
     token_s: float = 0.0
     page_in_s: float = 0.0
@@ -34,13 +35,16 @@ def learnt_of(status: Status) -> Learnt:
 
 
 def kind_key(facts: ReplicaFacts) -> KindKey:
-    """What replicas of one kind have in common: the device that they name, and the seconds."""
+    """Return the key of a replica's kind: the device that it names, and the seconds."""
     return facts.numerics, facts.planes, facts.token_s, facts.page_in_s, facts.page_read_s
 
 
 class ReplicaKind:
-    """``planes``: of decode steps, one object for all. ``token_s``, ``page_in_s``, ``page_read_s``: means over the
-    replicas of the kind that have learnt these; before any has, what the facts say."""
+    """A kind of replicas, which share what they learn.
+
+    ``planes``: of decode steps, one object for all. ``token_s``, ``page_in_s``, ``page_read_s``: means over the
+    replicas that have learnt these; before any has, the values of the facts.
+    """
 
     __slots__ = ("_counts", "_stated", "_sums", "page_in_s", "page_read_s", "planes", "token_s")
 
@@ -52,7 +56,7 @@ class ReplicaKind:
         self.token_s, self.page_in_s, self.page_read_s = self._stated
 
     def note(self, before: Learnt, now: Learnt) -> None:
-        """A replica of the kind that had learnt one has learnt another; ``NOTHING`` where it comes or goes."""
+        """Replace what one replica has learnt; ``NOTHING`` as it comes or goes."""
         if before == now:
             return
         for place, (old, new) in enumerate(zip(before, now)):
@@ -65,8 +69,8 @@ class ReplicaKind:
 
 
 class Taken(NamedTuple):
-    """What a request takes of a replica. ``waiting_tokens``: of its prompt, to be computed; ``kv_tokens``: that it
-    attends to."""
+    """The share of a replica that a request takes. ``waiting_tokens``: of its prompt, to be computed;
+    ``kv_tokens``: the positions that it attends to."""
 
     request: RequestId
     rows: int
@@ -76,7 +80,7 @@ class Taken(NamedTuple):
 
 
 class ReplicaLoad(NamedTuple):
-    """What decode steps are made of: ``rows``, the positions that these attend to, distinct ``adapters`` and their
+    """The load of decode steps: ``rows``, the positions that they attend to, distinct ``adapters`` and their
     pages, and the ranks of all rows."""
 
     rows: float = 0
@@ -89,22 +93,23 @@ class ReplicaLoad(NamedTuple):
 class ReplicaState:
     """One epoch of a replica.
 
-    ``requests``: those that are assigned to it, oldest assignment first; ``rows``: their sequences. ``adapters``:
-    how many requests each adapter has here; ``ranks``: and each rank. ``is_open``: whether it may get new work;
-    ``lacks``: adapters that it cannot serve.
+    ``requests``: the assigned ones, oldest assignment first; ``rows``: their sequences. ``adapters``: the
+    number of requests by adapter; ``ranks``: by rank. ``is_open``: whether it may get new work; ``lacks``:
+    adapters that it cannot serve.
 
-    What is reserved for unseen assignments is taken off ``free_pages`` (empty or reclaimable) and ``spare_pages``
-    (empty), and is in ``waiting_tokens`` (prompts to be computed) and ``kv_tokens``. ``unseen``: these, by number;
-    ``gone``: what has left since the last report, and what that still counted, oldest first. ``num_changes``: how
-    often requests or reports have come; ``step_now``: what ``present_step`` has found, until then. ``kind``: how
-    fast prompts, copies and reads are on replicas like this one; ``learnt``: what it has learnt of that itself.
+    Assignments that no report has seen yet (``unseen``, by number) are taken off ``free_pages`` (empty or
+    reclaimable) and ``spare_pages`` (empty), and counted in ``waiting_tokens`` (prompts to be computed) and
+    ``kv_tokens``. ``gone``: requests that have left and that the last report may still count, oldest first.
+    ``num_changes``: the number of requests and reports so far; ``step_now``: the result of ``present_step``
+    since the last change. ``kind``: the speed of prompts, copies and reads on replicas like this one.
+    ``report``: its last Status.
     """
 
     __slots__ = (
         "adapter_pages", "adapters", "drains_from_s", "epoch", "facts", "free_pages", "gone", "has_gap", "id",
-        "is_exhausted", "is_open", "is_reserved", "is_suspect", "is_up", "kind", "kv_tokens", "lacks", "learnt",
-        "max_seqs", "num_assigned", "num_changes", "page_price_s", "rank_sum", "ranks", "report", "reported_s",
-        "requests", "residency", "rows", "seq", "shape", "spare_pages", "step_now", "unseen", "waiting_tokens",
+        "is_open", "is_reserved", "is_suspect", "is_up", "kind", "kv_tokens", "lacks",
+        "max_seqs", "num_assigned", "num_changes", "rank_sum", "ranks", "report", "reported_s",
+        "requests", "residency", "rows", "shape", "spare_pages", "step_now", "unseen", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -116,13 +121,11 @@ class ReplicaState:
         self.max_seqs = facts.max_seqs
         self.shape = shape
         self.kind = kind
-        self.learnt = NOTHING
         self.is_open = self.is_up = True
         self.is_suspect = False
         self.is_reserved = False
         self.drains_from_s: float | None = None
         self.reported_s = now
-        self.seq = 0
         self.has_gap = False
         self.requests: dict[RequestId, LiveRequest] = {}
         self.rows = 0
@@ -139,8 +142,6 @@ class ReplicaState:
         self.report = Status(0, 0, 0, facts.num_pages)
         self.free_pages = self.spare_pages = facts.num_pages
         self.waiting_tokens = self.kv_tokens = 0
-        self.is_exhausted = False
-        self.page_price_s = 0.0
         self.step_now: tuple[float, StepPlane] | None = None
 
     @property
@@ -150,36 +151,34 @@ class ReplicaState:
 
     @property
     def load(self) -> ReplicaLoad:
-        """What it has now."""
+        """The present load."""
         return ReplicaLoad(self.rows, self.kv_tokens, len(self.adapters), self.adapter_pages, self.rank_sum)
 
     def tier_of(self, adapter: AdapterId) -> int:
-        """Where the adapter is, or will be when what was assigned has come."""
+        """Return the tier of an adapter, as it will be once all assignments have arrived."""
         if adapter == BASE or adapter in self.adapters:
             return ON_DEVICE
         return self.residency.get(adapter, NOWHERE)
 
     def pages_for(self, request: LiveRequest) -> int:
-        """Pages that it needs here to go on, its adapter's among them where that is not on the device."""
+        """Return the pages that a request needs here, with its adapter's if that is not on the device."""
         pages = request.pages_now(self.facts.page_tokens)
         return pages if self.tier_of(request.adapter) == ON_DEVICE else pages + request.adapter_pages
 
     def has_room(self, request: LiveRequest) -> bool:
-        """Whether the pages that it needs are free or reclaimable now; all of them are enough for any request that
-        can ever be held here."""
+        """Return whether the pages that a request needs, at most all, are free or reclaimable now."""
         return min(self.pages_for(request), self.facts.num_pages) <= self.free_pages
 
     def movable(self) -> list[LiveRequest]:
-        """The requests that it is known to have and was not told to let go, newest first: by the moment at which
-        each first came."""
+        """Return the requests that it has reported and is not withdrawing, the newest arrival first."""
         held = (each for each in self.requests.values() if each.is_accepted and not each.is_withdrawing)
         return sorted(held, key=lambda request: request.key, reverse=True)
 
     # ------------------------------------------------------------ assignments
 
     def take(self, request: LiveRequest, num_cached: int) -> int:
-        """The request is assigned here, ``num_cached`` of its tokens being expected in the prefix cache. Returns
-        the assignment's number."""
+        """Assign a request, with ``num_cached`` tokens expected in the prefix cache; return the assignment's
+        number."""
         self.num_assigned += 1
         self._note_change()
         num_tokens = request.num_tokens
@@ -192,7 +191,7 @@ class ReplicaState:
         return self.num_assigned
 
     def hold(self, request: LiveRequest) -> None:
-        """The request is here already, and what it takes is in the reports."""
+        """Add a request that is here already, and counted in the reports."""
         self._note_change()
         self._add(request)
 
@@ -208,7 +207,7 @@ class ReplicaState:
                 self.adapter_pages += request.adapter_pages
 
     def drop(self, request: LiveRequest) -> None:
-        """The request is not here any more."""
+        """Remove a request."""
         del self.requests[request.id]
         self._note_change()
         taken = self.unseen.pop(request.number, None)
@@ -243,20 +242,19 @@ class ReplicaState:
         self.kv_tokens += times * taken.kv_tokens
 
     def _free(self, taken: Taken) -> None:
-        """It was in the last report. Its pages may be had, though what they hold can be reused."""
+        """Free the share of a request that the last report counted; its pages are reclaimable."""
         self.free_pages += taken.pages
         self.kv_tokens -= taken.kv_tokens
 
     # ------------------------------------------------------------ reports
 
     def receive(self, report: ReplicaReport, now: float) -> list[RequestId]:
-        """Take the counts of a newer report. Returns the requests whose assignments it has seen."""
-        status = self.report = report.status
-        self.has_gap = not status.is_full and (self.has_gap or status.seq > self.seq + 1)
-        self.seq = status.seq
+        """Take the counts of a newer report. Return the requests whose assignments it has seen."""
+        before, status = self.report, report.status
+        self.report = status
+        self.has_gap = not status.is_full and (self.has_gap or status.seq > before.seq + 1)
         self._note_change()
         self.reported_s = now
-        self.is_exhausted = status.is_exhausted
         seen = []
         for number in list(self.unseen):
             if number > report.seen_upto:
@@ -277,17 +275,11 @@ class ReplicaState:
             too_many -= self.gone[still].rows
             self._free(self.gone[still])
         del self.gone[:still]
-        self.page_price_s = status.page_price_s
-        self._learn(learnt_of(status))
+        self.kind.note(learnt_of(before), learnt_of(status))
         return seen
 
-    def _learn(self, learnt: Learnt) -> None:
-        """Of a kind whatever its replicas have learnt counts together."""
-        self.kind.note(self.learnt, learnt)
-        self.learnt = learnt
-
     def set_tier(self, adapter: AdapterId, tier: int) -> None:
-        """The replica has said where it has an adapter."""
+        """Set the reported tier of an adapter."""
         if tier == NOWHERE:
             self.residency.pop(adapter, None)
         else:
@@ -296,22 +288,22 @@ class ReplicaState:
     # ------------------------------------------------------------ life
 
     def suspect(self) -> None:
-        """No report has come for too long."""
+        """Close the replica, as no report has come for too long."""
         self.is_suspect = True
         self.is_open = False
 
     def trust(self) -> None:
-        """One has come."""
+        """Open a suspect replica again, as a report has come."""
         self.is_suspect = False
         self._reopen()
 
     def reserve(self) -> None:
-        """It is kept for one request."""
+        """Reserve the replica for one request."""
         self.is_reserved = True
         self.is_open = False
 
     def release(self) -> None:
-        """It is not any more."""
+        """End the reservation."""
         self.is_reserved = False
         self._reopen()
 
@@ -320,20 +312,20 @@ class ReplicaState:
         self.is_open = self.is_up and not is_held
 
     def drain(self, since_s: float) -> None:
-        """It gets no more work; the earliest moment that was named counts."""
+        """Close the replica for good; the earliest moment counts."""
         self.drains_from_s = since_s if self.drains_from_s is None else min(self.drains_from_s, since_s)
         self.is_open = False
 
     def end(self) -> None:
-        """This epoch is over."""
+        """End this epoch."""
         self.is_open = self.is_up = False
-        self._learn(NOTHING)
+        self.kind.note(learnt_of(self.report), NOTHING)
 
     # ------------------------------------------------------------ seconds
 
     def present_step(self) -> tuple[float, StepPlane]:
-        """A decode step of what is here now, of one row at least, by the replica's fitted model: its seconds, and
-        the plane that bounds it."""
+        """Return the seconds of a decode step of the present load (one row at least), and the plane that bounds
+        it."""
         found = self.step_now
         if found is None:
             rows = self.rows if 0 < self.rows <= self.max_seqs else min(max(self.rows, 1), self.max_seqs)
@@ -353,5 +345,5 @@ class ReplicaState:
 
     @property
     def step_s(self) -> float:
-        """Seconds of such a step."""
+        """The seconds of ``present_step``."""
         return self.present_step()[0]

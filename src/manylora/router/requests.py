@@ -6,27 +6,28 @@ from manylora.protocol.routing import Asked, ReplicaFacts, ReplicaId
 from manylora.types import AdapterId, RequestId
 
 Shape = tuple[int, int, int, int, str]
-"""What of a replica's facts bounds the requests that it can ever hold: pages, tokens of one, context, the pages
-that adapters may take, and the class of its numerics."""
+"""The facts of a replica that bound its requests: pages, tokens of a page, context, pages for adapters, and the
+class of its numerics."""
 
 
 INNOCENT_DEATHS = 3
-"""So many deaths of replicas that others are to blame for count as one failure."""
+"""This many deaths of replicas by the fault of others count as one failure."""
 
 
 def shape_of(facts: ReplicaFacts) -> Shape:
-    """Of a replica's facts what bounds its requests."""
+    """Return the bounds of a replica's requests from its facts."""
     most = facts.num_pages if facts.adapter_pages is None else facts.adapter_pages
     return facts.num_pages, facts.page_tokens, facts.max_model_len, most, facts.numerics
 
 
 class LiveRequest:
-    """From Asked to its one end. ``replica``: where it is, None in the queue; ``number``: of its assignment.
+    """A request from Asked to its one end. ``replica``: its replica, None in the queue; ``number``: of its
+    assignment.
 
-    ``key``: its place in the queue, by the moment at which it first came. ``failures``: attempts that were lost
-    by deaths or given up by the front end, of which it may be to blame for ``deaths``. ``gap_s``: since when no
-    replica that is up can hold it. With its first token it is bound to the ``numerics`` of the replica that gave
-    it, so that it goes on alike.
+    ``key``: its place in the queue, by the moment of its first arrival. ``failures``: attempts that did not
+    finish. ``deaths``: the attempts among them in which the replica died and the request may be to blame.
+    ``gap_s``: since when no replica that is up can hold it. Its first token binds it to the ``numerics`` of the
+    replica that gave it.
     """
 
     __slots__ = (
@@ -71,7 +72,7 @@ class LiveRequest:
     # ------------------------------------------------------------ where it is
 
     def assign(self, replica: ReplicaId, number: int, numerics: str) -> None:
-        """Another attempt begins, on this replica."""
+        """Begin another attempt, on this replica."""
         self._numerics_here = numerics
         self._bind()
         self.attempt += 1
@@ -82,7 +83,7 @@ class LiveRequest:
         self.gap_s = None
 
     def hold(self, replica: ReplicaId, numerics: str) -> None:
-        """Its present attempt is on this replica, by another router's assignment."""
+        """Note the present attempt, on this replica by another router's assignment."""
         self._numerics_here = numerics
         self.replica = replica
         self.is_accepted = True
@@ -90,25 +91,28 @@ class LiveRequest:
 
     @property
     def can_leave(self) -> bool:
-        """Whether its replica has said that it has it, and was not told to let it go."""
+        """Whether its replica has reported it and is not withdrawing it."""
         return self.replica is not None and self.is_accepted and not self.is_withdrawing
 
     def withdraw(self, target: ReplicaId | None, reason: str) -> None:
-        """Its replica is to let it go; ``target``: which is to have it then, None: whichever is chosen then."""
+        """Note that its replica will release it, for ``target`` or, if None, for a replica chosen then."""
         self.is_withdrawing = True
         self.target = target
         self.reason = reason
 
     def leave(self, reason: str) -> None:
-        """It is on no replica any more."""
+        """Note that it is on no replica any more."""
         self.source, self.replica = self.replica, None
         self.is_withdrawing = False
         self.target = None
         self.reason = reason
 
     def die(self, is_blamed: bool) -> None:
-        """Its replica has died with it. Where others are to blame that counts a third: else a request that waits
-        while replicas are killed one after the other would be given up with them."""
+        """Count a death of its replica.
+
+        If others are to blame it counts a third, or a request that waits while replicas are killed would be
+        given up with them.
+        """
         self._num_innocent += not is_blamed
         if is_blamed or self._num_innocent % INNOCENT_DEATHS == 0:
             self.failures += 1
@@ -116,11 +120,11 @@ class LiveRequest:
 
     @property
     def num_new(self) -> int:
-        """Tokens of its present attempt that are known of."""
+        """Known tokens of its present attempt."""
         return self.num_generated - self._num_before
 
     def note_progress(self, sample: int, position: int) -> bool:
-        """A sample has this many tokens; whether that is news."""
+        """Note how many tokens a sample has; return whether they are more than before."""
         if not 0 <= sample < len(self.positions) or position <= self.positions[sample]:
             return False
         self.num_generated += position - self.positions[sample]
@@ -138,15 +142,15 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute where nothing of it is cached: the prompt, and what was generated."""
+        """Tokens to compute if none is cached: of the prompt, and generated ones."""
         return self.prompt_tokens + self.num_generated
 
     def pages_now(self, page_tokens: int) -> int:
-        """Pages of KV that it needs to go on, and one for each sample to grow into."""
+        """Return the pages of KV to go on with, and one more for each sample."""
         return -(-self.num_tokens // page_tokens) + self.samples
 
     def can_ever_fit(self, shape: Shape) -> bool:
-        """Whether an empty replica of this shape holds it to the end, as the replica itself decides."""
+        """Return whether an empty replica of this shape holds it to the end, as the replica itself decides."""
         if shape is not self._fits_shape:
             self._fits_shape = shape
             num_pages, page_tokens, max_model_len, most_adapter_pages, numerics = shape

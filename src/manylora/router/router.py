@@ -1,7 +1,7 @@
 """One cluster's router: events in, commands out. It decides which replica serves which request.
 
-Owns requests from Asked to their one end: the queue, attempts, moves, refusals; which replicas are believed to be
-alive. The choice among replicas is a policy's (``router.policies``). Knows no clock, no link, no token.
+Owns requests from Asked to their one end: the queue, attempts, moves, refusals. Owns the belief which replicas
+are alive. A policy (``router.policies``) chooses among replicas. Knows no clock, no link, no token.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from manylora.types import RequestError, RequestId
 class Router:
     """The state machine. ``handle`` is the only way to change it; commands come in execution order.
 
-    What it does not know, or knows better by now (a late report, an old attempt), it ignores.
+    It ignores unknown ids, late reports and old attempts.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ConfigError where the policy's settings cannot work."""
+        """Raise ConfigError if the policy's settings cannot work."""
         self._config = config
         kind = find_router(config.policy)
         self._policy = kind(read_parameters(config.policy, kind.parameters, config.settings))
@@ -67,7 +67,7 @@ class Router:
         self._epochs: dict[ReplicaId, int] = {}  # the last of each replica that ever was up
         self._num_asked = 0
         self._timer_is_set = False
-        self._may_serve = False  # room may have come for what waits
+        self._may_serve = False  # waiting requests may find room now
         self._commands: list[RouterCommand] = []
 
     # ------------------------------------------------------------ the door
@@ -127,20 +127,20 @@ class Router:
 
     @property
     def fleet(self) -> Fleet:
-        """The replicas as the router knows them; to be read only."""
+        """The replicas as the router knows them, for reading."""
         return self._fleet
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are on no replica."""
+        """The number of requests that are on no replica."""
         return len(self._queue) + len(self._stranded) + len(self._quarantine)
 
     def requests(self) -> tuple[RequestId, ...]:
-        """All that are live, oldest first."""
+        """Return the live requests, oldest first."""
         return tuple(self._requests)
 
     def can_leave(self, request: RequestId) -> bool:
-        """Whether a move of the request can begin."""
+        """Return whether a move of the request can begin."""
         found = self._requests.get(request)
         return found is not None and found.can_leave
 
@@ -167,7 +167,7 @@ class Router:
         return request
 
     def _held(self, held: Held) -> None:
-        """Another router gave the request to a replica, which has it."""
+        """Take over a request that another router assigned to a replica."""
         asked, replica = held.asked, self._fleet.up.get(held.replica)
         if asked.request in self._requests:
             return
@@ -183,7 +183,7 @@ class Router:
             self._place(request)
 
     def _asked_again(self, request: LiveRequest, asked: Asked) -> None:
-        """The front end may know sooner than the router that an attempt is lost."""
+        """Take a repeated request: the front end may know sooner than the router that an attempt is lost."""
         if asked.attempts < request.attempt or request.replica is None:
             return
         for sample, position in enumerate(asked.generated):
@@ -221,7 +221,7 @@ class Router:
         self._forget(request)
 
     def _end(self, name: RequestId) -> None:
-        """The request has ended, whatever it was about to do."""
+        """End a request in any state."""
         request = self._requests.get(name)
         if request is not None:
             self._forget(request)
@@ -234,11 +234,11 @@ class Router:
             self._end_quarantine(request)
         elif self._stranded.pop(request.id, None) is None and request in self._queue:
             self._queue.remove(request)
-            self._may_serve = True  # it may have stood before others
+            self._may_serve = True  # it may have blocked others
         del self._requests[request.id]
 
     def _take_off(self, request: LiveRequest, reason: str) -> None:
-        """The request leaves the replica that it is on."""
+        """Take the request off its replica."""
         assert request.replica is not None
         self._fleet.drop(self._fleet.up[request.replica], request)
         request.leave(reason)
@@ -246,14 +246,14 @@ class Router:
         self._may_serve = True
 
     def _end_quarantine(self, request: LiveRequest) -> None:
-        """Others may have the replica that was kept for it."""
+        """Give up the replica that is reserved for the request."""
         self._quarantine.leave(self._fleet, request)
         self._may_serve = True
 
     # ------------------------------------------------------------ placing
 
     def _place(self, request: LiveRequest) -> None:
-        """Give the request to a replica, or have it wait in its place in the queue."""
+        """Assign the request to a replica, or queue it."""
         if self._runs_alone(request):
             self._wait(request)
             return
@@ -268,7 +268,7 @@ class Router:
         return request.deaths >= self._config.poison_deaths
 
     def _wait(self, request: LiveRequest) -> None:
-        """The request waits with others of its kind."""
+        """Queue the request, or quarantine it."""
         if self._runs_alone(request):
             self._quarantine.put(request)
         else:
@@ -283,7 +283,7 @@ class Router:
         return True
 
     def _is_stranded(self, request: LiveRequest) -> bool:
-        """Set the request aside if no replica that is up can serve it: it must not stand before others."""
+        """Set the request aside if no replica that is up can serve it, so that it blocks no others."""
         if self._fleet.is_any_right(request):
             return False
         request.gap_s = self._fleet.now
@@ -306,14 +306,14 @@ class Router:
             )
 
     def _serve_queue(self) -> None:
-        """As many of those that wait as find a replica, oldest first; the first that finds none ends it."""
+        """Assign waiting requests, oldest first, until one finds no replica."""
         while (request := self._queue.first()) is not None:
             if not (self._try(request) or self._is_stranded(request)):
                 return
             self._queue.remove(request)
 
     def _serve_quarantined(self) -> None:
-        """Those that run alone and find an empty replica; the others have one kept free for them."""
+        """Assign quarantined requests whose reserved replica is empty; reserve one for each of the others."""
         for request in self._quarantine.waiting():
             if self._is_stranded(request):
                 self._quarantine.remove(request)
@@ -339,7 +339,7 @@ class Router:
                 self._commands.append(wish)
 
     def _relocate(self, wish: Relocation) -> None:
-        """Begin a move, if all is still as the policy saw it."""
+        """Begin a move, if its request is still where the policy saw it."""
         request = self._requests.get(wish.request)
         if request is None or (request.attempt, request.replica) != (wish.attempt, wish.source):
             return
@@ -356,7 +356,7 @@ class Router:
             request.num_moves += 1
 
     def _withdraw(self, request: LiveRequest, target: ReplicaId | None, reason: str) -> bool:
-        """Have its replica let the request go, if that has it and was not told yet."""
+        """Ask its replica to release the request, if that has it and was not asked yet."""
         if request.replica is None or not request.can_leave:
             return False
         self._commands.append(Withdraw(request.id, request.attempt, request.replica))
@@ -374,7 +374,7 @@ class Router:
         self._hand_over(request)
 
     def _hand_over(self, request: LiveRequest) -> None:
-        """The request leaves its replica for its target, or for the one that is chosen now."""
+        """Move the request to its target, or to a replica that is chosen now."""
         name, reason = request.target, request.reason
         self._take_off(request, reason)
         target = None if name is None or self._runs_alone(request) else self._fleet.up.get(name)
@@ -400,7 +400,7 @@ class Router:
         self._requeue_stranded()
 
     def _lacks(self, event: Lacks) -> None:
-        """What waits for an adapter may have a replica now; what has none any more goes on elsewhere."""
+        """Note the adapters that a replica cannot serve, and move their requests elsewhere."""
         if (replica := self._fleet.up.get(event.replica)) is None or replica.epoch != event.epoch:
             return
         self._fleet.note_lacks(replica, event.adapters)
@@ -411,7 +411,7 @@ class Router:
         self._requeue_stranded()
 
     def _requeue_stranded(self) -> None:
-        """Requests that wait or were set aside may have a replica now, or be known never to."""
+        """Queue requests that were set aside and may find a replica now; refuse those that never can."""
         self._may_serve = True
         for request in list(self._stranded.values()):
             if self._fleet.is_any_right(request):
@@ -426,7 +426,7 @@ class Router:
             if report.epoch <= self._epochs.get(report.replica, -1):
                 self._commands.append(Fence(report.replica, report.epoch))
             return
-        if report.status.seq <= replica.seq:
+        if report.status.seq <= replica.report.seq:
             return
         had_gap = replica.has_gap
         for name in self._fleet.receive(replica, report):
@@ -440,8 +440,10 @@ class Router:
     def _lose(
         self, replica: ReplicaState, is_crash: bool, blamed: Collection[RequestId] | None = None
     ) -> None:
-        """The replica is down: its requests go elsewhere at once, oldest first. A death of its own counts against
-        them; an end that was made by others does not."""
+        """Remove a replica that is down and move its requests elsewhere, oldest first.
+
+        Only a crash counts against the requests.
+        """
         self._quarantine.lose(replica)
         lost = sorted(replica.requests.values(), key=lambda request: request.key)
         for request in lost:

@@ -1,4 +1,4 @@
-"""When the cluster should have more replicas, or fewer: Punica's rule (§5.1), with a delay both ways."""
+"""Hints to add replicas or to remove them: Punica's rule (§5.1), with a delay both ways."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from manylora.router.fleet import Fleet
 from manylora.router.replicas import ReplicaState
 
 _LOOKED_AT = 8
-"""Of the replicas of least load, in search of one that is lightly loaded."""
+"""How many replicas of least load are searched for a lightly loaded one."""
 _MEAN_PROMPT_TOKENS = 256
 
 
 class ScaleHints:
-    """One more where no replica was lightly loaded for ``scale_up_s``; one fewer where one was empty, and another
-    lightly loaded, for ``scale_down_s``. That long also passes from each hint to the next."""
+    """The hints: one more if no replica was lightly loaded for ``scale_up_s``; one fewer if one was empty, and
+    another lightly loaded, for ``scale_down_s``.
+
+    ``scale_down_s`` also passes from each hint to the next.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -23,7 +26,7 @@ class ScaleHints:
         self._said_s = float("-inf")
 
     def tick(self, view: Fleet, num_queued: int) -> ScaleHint | None:
-        """Look at the cluster as it is now."""
+        """Return a hint for the present cluster, if it is due."""
         light = self._light(view)
         if num_queued and not light:
             return self._want_more(view, "requests wait at the router")
@@ -54,7 +57,7 @@ class ScaleHints:
         return view.now - since_s >= delay_s and view.now - self._said_s >= self._config.scale_down_s
 
     def _light(self, view: Fleet) -> list[ReplicaState]:
-        """Of the least loaded those that have less than half of their rows, and room for a mean request."""
+        """Return the least loaded replicas with less than half of their rows, and room for a mean request."""
         found = (view.up[replica] for replica in view.by_load.least(_LOOKED_AT))
         return [
             replica

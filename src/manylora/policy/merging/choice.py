@@ -1,4 +1,5 @@
-"""What a merge policy is asked and told, and what it answers. Decides nothing."""
+"""The contract of merge policies: their view, their choice, and the events that they learn from. Decides
+nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from manylora.types import BASE, AdapterId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What is to be merged, and which sequences may run.
+    """The choice of the merged adapter, and of the sequences that may run.
 
-    ``adapter``: whose weights the next step runs on; BASE: the base's own. ``only``: whose admitted sequences may
-    run; None: those of all. Where an adapter is merged only its own may, whatever this says.
-    ``line``: the adapters whose waiting sequences may be admitted, the first of them first; None: all, in the
-    queue's order. ``batch``: sequences that are to be in, in this order; a waiting one may take the slot of an
-    admitted one that is not among them. ``reason``: why ``adapter`` changes, for the trace.
+    ``adapter``: in the weights of the next step; BASE: none. ``only``: the adapter whose admitted sequences may
+    run; None: all. While an adapter is merged only its own may run in any case. ``line``: the adapters whose
+    waiting sequences may be admitted, in this order; None: all, in the queue's order. ``batch``: sequences that
+    should run, in this order; a waiting one may take the slot of an admitted one outside the batch. ``reason``:
+    why ``adapter`` changes, for the trace.
     """
 
     adapter: AdapterId
@@ -32,11 +33,11 @@ class Choice:
 
 @dataclasses.dataclass(slots=True)
 class MergeView:
-    """What a merge policy may look at when the next step is composed.
+    """The view of a merge policy when the next step is composed.
 
-    ``merged``: whose weights the step runs on if nothing changes. ``can_switch``: no switch is under way, and a
-    token was drawn since the last one; ``can_merge``: none has failed lately. ``ready``: admitted sequences that
-    could have a row, by adapter; their adapters are resident.
+    ``merged``: the adapter in the weights if nothing changes. ``can_switch``: no switch is under way, and a
+    token was drawn since the last one; ``can_merge``: none has failed lately. ``ready``: admitted sequences
+    that could have a row, by adapter; their adapters are resident.
     """
 
     now: float
@@ -54,7 +55,7 @@ class MergeView:
         self.ready = collections.Counter(s.adapter for s in self.admitted if s.stage is RUNNING)
 
     def may_switch_to(self, adapter: AdapterId) -> bool:
-        """Whether the step may run on these weights; an adapter's only where it has a sequence to run on them."""
+        """Return whether the step may run on these weights; an adapter needs a sequence that could run."""
         if adapter == self.merged:
             return True
         if adapter == BASE:
@@ -62,23 +63,23 @@ class MergeView:
         return self.can_switch and self.can_merge and self.ready[adapter] > 0
 
     def num_unfinished(self, adapter: AdapterId) -> int:
-        """Sequences of the adapter, admitted or waiting."""
+        """Return how many sequences the adapter has, admitted or waiting."""
         return self.num_admitted[adapter] + self.waiting.num_by_adapter.get(adapter, 0)
 
     def first_served(self) -> list[Sequence]:
-        """As many as may run at once, admitted or waiting, the first that came first (dLoRA's B_fcfs)."""
+        """Return as many sequences as may run at once, admitted or waiting, by arrival (dLoRA's B_fcfs)."""
         known = [*self.admitted, *self.waiting.leading(self.max_num_seqs)]
         known.sort(key=lambda sequence: sequence.order)
         return known[: self.max_num_seqs]
 
     def longest_paused(self, but: AdapterId | None = None) -> Sequence | None:
-        """The sequence that has been paused for longest, of any other adapter than ``but``."""
+        """Return the sequence paused for longest, of any adapter but ``but``."""
         paused = [s for s in self.admitted if s.paused_s is not None and s.adapter != but]
         return min(paused, key=lambda s: (s.paused_s, s.order), default=None)
 
 
 class StepShape(NamedTuple):
-    """What a step holds, by adapter. ``merged``: whose weights it runs on; all rows are of that adapter then."""
+    """The rows and tokens of a step by adapter. ``merged``: the adapter in its weights, then of all rows."""
 
     merged: AdapterId
     rows: collections.Counter[AdapterId]
@@ -93,13 +94,13 @@ class StepShape(NamedTuple):
         return self.tokens.total()
 
     def largest(self) -> AdapterId:
-        """The adapter with most tokens; BASE where all are the base's."""
+        """Return the adapter with most tokens; BASE if all are the base's."""
         adapters = self.tokens.keys() - {BASE}
         return max(adapters, key=lambda adapter: (self.tokens[adapter], -adapter), default=BASE)
 
 
 def shape_of(merged: AdapterId, rows: list[Scheduled]) -> StepShape:
-    """Of a step that is about to start."""
+    """Return the shape of a step that is about to start."""
     shape = StepShape(merged, collections.Counter(), collections.Counter())
     for sequence, num_tokens, _ in rows:
         shape.rows[sequence.adapter] += 1
@@ -108,8 +109,8 @@ def shape_of(merged: AdapterId, rows: list[Scheduled]) -> StepShape:
 
 
 class MergeGauges(NamedTuple):
-    """What a policy shows of itself, where it has it: dLoRA's thresholds, and its credits in seconds for which one
-    request is held back."""
+    """The gauges of a policy, if it has them: dLoRA's thresholds, and its credits in seconds of one request
+    held back."""
 
     alpha: float | None = None
     beta: float | None = None
@@ -117,27 +118,27 @@ class MergeGauges(NamedTuple):
 
 
 class MergePolicy:
-    """Asked once whenever a step is composed. All that it knows comes from what it is told."""
+    """A merge policy. It chooses once for each step, and learns from events alone."""
 
     def __init__(self, config: PolicyConfig, times: Any) -> None:
         """``times``: the ``StepSeconds`` of the device."""
 
     def choose(self, view: MergeView) -> Choice:
-        """The choice may name another adapter than the merged one only where ``view.may_switch_to`` allows it."""
+        """Return the choice, which may change the merged adapter only if ``view.may_switch_to`` allows it."""
         raise NotImplementedError
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
-        """A step starts that the last choice has led to."""
+        """Take the start of a step after the last choice."""
 
     def step_ended(self, seconds: float) -> None:
-        """A step has ended, after so many seconds of the device; 0 where that is not known."""
+        """Take the end of a step. ``seconds``: of the device, 0 if not known."""
 
     def switched(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """A switch has taken effect, or, with ``after`` BASE, failed."""
+        """Take a switch that has taken effect or, with ``after`` BASE, failed."""
 
     def forget(self, adapter: AdapterId) -> None:
-        """The adapter is gone, and all its requests."""
+        """Drop an adapter that is gone with all its requests."""
 
     def gauges(self) -> MergeGauges:
-        """What the policy shows of itself."""
+        """Return the policy's gauges."""
         return MergeGauges()

@@ -1,7 +1,8 @@
-"""``dlora``: dLoRA's dynamic batching (§4): thresholds say when to merge, credits what may be held back for it.
+"""``dlora``: dLoRA's dynamic batching (§4): thresholds decide when to merge, credits limit the requests held
+back.
 
-Algorithm 1 is here, Algorithm 2 is ``thresholds``, Algorithm 3 ``credits``. All unfinished requests count,
-admitted or waiting; a batch is at most ``max_num_seqs`` of them.
+``DloraMerging`` is Algorithm 1, ``Thresholds`` Algorithm 2, ``Credits`` Algorithm 3. All unfinished requests
+count, admitted or waiting; a batch is at most ``max_num_seqs`` of them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ class Credits:
     """By adapter; the base has credits like one.
 
     ``starve_s``: an adapter of which a whole batch, ``batch`` requests, is held back for so long has gained
-    ``margin`` and starves, until it has paid half of that back. All start with twice the margin, which is what an
-    adapter can pay.
+    ``margin`` and starves, until it has paid half of that back. All start with twice the margin, which is what
+    an adapter can pay.
     """
 
     def __init__(self, starve_s: float, batch: int) -> None:
         self.margin = int(starve_s * MICROSECONDS) * batch
         self.start = 2 * self.margin
         self.left_over = 0
-        """What adapters that are gone had beyond ``start``: with it all sums to ``start`` for each adapter."""
+        """The sum of removed adapters' credits beyond ``start``; with it all credits sum to ``start`` for each
+        adapter."""
         self._credits: dict[AdapterId, int] = {}
         self._starving: set[AdapterId] = set()
 
@@ -39,18 +41,20 @@ class Credits:
         return self._credits.get(adapter, self.start)
 
     def all(self) -> dict[AdapterId, int]:
-        """Of every adapter that ever paid or got any."""
+        """Return the credit of every adapter that ever paid or gained any."""
         return self._credits
 
     def forget(self, adapter: AdapterId) -> None:
-        """The adapter is gone."""
+        """Drop an adapter that is gone."""
         self.left_over += self.of(adapter) - self.start
         self._credits.pop(adapter, None)
         self._starving.discard(adapter)
 
     def transfer(self, payers: Iterable[AdapterId], held_back: Collection[AdapterId], amount: int) -> None:
-        """Each of ``held_back`` gets the amount: the first from the first payer, the second from the second.
-        Where there are fewer payers, the first pays for the rest; without any, none is paid."""
+        """Pay each of ``held_back`` the amount: the first from the first payer, the second from the second.
+
+        If there are fewer payers, the first pays for the rest; without any, none is paid.
+        """
         paying = list(payers)
         if not paying:
             return
@@ -61,7 +65,7 @@ class Credits:
                 self._credits[adapter] = self.of(adapter) + amount
 
     def starving(self) -> set[AdapterId]:
-        """Adapters whose requests go first."""
+        """Return the adapters whose requests go first."""
         for adapter, credit in self._credits.items():
             if adapter in self._starving:
                 if credit < self.start + self.margin // 2:
@@ -72,14 +76,16 @@ class Credits:
 
 
 LEAST_BETA, MOST_ALPHA = 0.05, 4.0
-"""Between which both stay, but for what was set beyond; alpha stays above beta by a step at least. Our own: the
-paper bounds neither."""
+"""The bounds of both thresholds, unless they are set beyond; alpha stays above beta by a step at least. They
+are ours: the paper bounds neither."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Period:
-    """Steps of one mode while one adapter had the most requests: requests and seconds of the batch that merging
-    gives, and of the one in arrival order."""
+    """The steps of one mode while one adapter had the most requests.
+
+    Counts requests and seconds of the merged batch, and of the batch in arrival order.
+    """
 
     is_merged: bool
     adapter: AdapterId
@@ -95,8 +101,8 @@ class Thresholds:
     """Merge where an adapter's requests are more than ``alpha`` of a batch; unmerge where fewer than ``beta``.
 
     An unmerged period tunes alpha, a merged one beta, as the paper says (the authors' code does the opposite):
-    where the other mode would have served more requests a second, the switch to it included, the threshold on the
-    way there comes nearer by ``dec``; else it goes away by the factor ``mul``.
+    where the other mode would have served more requests a second, the switch to it included, the threshold on
+    the way there comes nearer by ``dec``; else it goes away by the factor ``mul``.
     """
 
     def __init__(self, config: MergeConfig) -> None:
@@ -113,8 +119,8 @@ class Thresholds:
         fcfs: tuple[int, float],
         switch_s: float,
     ) -> None:
-        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of that
-        in arrival order; ``switch_s``: what a switch to the other mode takes."""
+        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of
+        that in arrival order; ``switch_s``: what a switch to the other mode takes."""
         period = self._period
         if period is None or period.is_merged != is_merged or period.adapter != adapter:
             self._end()
@@ -129,7 +135,7 @@ class Thresholds:
             self._end()
 
     def _end(self) -> None:
-        """A break point: judge the period, if there is one."""
+        """Judge the period at a break point, if there is one."""
         period, self._period = self._period, None
         if period is None or period.merge_s <= 0 or period.fcfs_s <= 0:
             return
@@ -146,13 +152,13 @@ class Thresholds:
 
 
 class DloraMerging(MergePolicy):
-    """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that was
-    let past them may lose its slot to them.
+    """While an adapter is merged its requests alone run. Unmerged, the requests that came first run; one that
+    was let past them may lose its slot to them.
 
-    The paper names no amounts. Here a request that is held back for a step, though it would run in arrival order,
-    gets what the step would have taken unmerged, from one that runs in its stead. An adapter may be merged while
-    it can pay for one more step. Beside the paper's credits, which judge the sum, a request that is held back for
-    ``starve_s`` makes its adapter starve for as long.
+    The paper names no amounts. Here a request that is held back for a step, though it would run in arrival
+    order, gets what the step would have taken unmerged, from one that runs in its stead. An adapter may be
+    merged while it can pay for one more step. Beside the paper's credits, which judge the sum, a request that
+    is held back for ``starve_s`` makes its adapter starve for as long.
     """
 
     def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
@@ -196,7 +202,7 @@ class DloraMerging(MergePolicy):
         return choice
 
     def _hottest(self, view: MergeView, first: collections.Counter[AdapterId]) -> AdapterId | None:
-        """The adapter with the most requests among those that can pay for being merged."""
+        """Return the adapter with the most requests among adapters that can pay for being merged."""
         known = {*view.num_admitted, *view.waiting.num_by_adapter} - {BASE}
         able = [adapter for adapter in known if self._can_pay(adapter, first)]
         return max(able, key=lambda adapter: (view.num_unfinished(adapter), -adapter), default=None)
@@ -206,7 +212,8 @@ class DloraMerging(MergePolicy):
         return self.credits.of(adapter) >= num_held_back * self._amount(first.total())
 
     def _amount(self, num_requests: int) -> int:
-        """What a request gets for which so many run: a step of them, none merged, in microseconds."""
+        """Return the amount for a request held back: an unmerged step of the requests that run, in
+        microseconds."""
         return round(self._times.unmerged_s(num_requests) * MICROSECONDS)
 
     def _stays(self, view: MergeView, first: collections.Counter[AdapterId]) -> bool:
@@ -214,7 +221,7 @@ class DloraMerging(MergePolicy):
         return ratio >= self.thresholds.beta and self._can_pay(view.merged, first)
 
     def _merge_hottest(self, view: MergeView) -> Choice | None:
-        """Merge the adapter with the most requests where these are enough; another may be merged at the time."""
+        """Merge the adapter with the most requests if they are enough; another one may be merged now."""
         hot, merged = self._hot, view.merged
         if hot is None or hot == merged or not view.can_merge:
             return None
@@ -222,7 +229,7 @@ class DloraMerging(MergePolicy):
             return None
         if view.may_switch_to(hot):
             return Choice(hot, hot, (hot,), reason=self._ratio_text(view, hot, ">", self.thresholds.alpha))
-        # None of its requests can run yet: one is to be admitted, and all go on unmerged meanwhile.
+        # None of its requests can run yet: one must be admitted, and all go on unmerged meanwhile.
         waits = None if view.num_admitted[hot] else view.waiting.first_of(hot)
         return Choice(
             BASE,
@@ -238,7 +245,8 @@ class DloraMerging(MergePolicy):
     # ------------------------------------------------------------ starving
 
     def _starving(self, view: MergeView) -> set[AdapterId]:
-        """Adapters with requests that go first: by their credits, or since one of them was held back too long."""
+        """Return the adapters with requests that go first: by their credits, or as one was held back too
+        long."""
         now, until = view.now, self._relieved_until
         held_back = list(self._held_back.values())
         paused = view.longest_paused()
@@ -252,8 +260,8 @@ class DloraMerging(MergePolicy):
         return {adapter for adapter in {*until, *self.credits.starving()} if view.num_unfinished(adapter)}
 
     def _relieve(self, view: MergeView, starving: set[AdapterId]) -> Choice:
-        """The starving ones' requests, then others in arrival order; on merged weights only where these are
-        theirs."""
+        """Choose the starving adapters' requests, then others in arrival order; merged only if one adapter
+        starves."""
         if starving == {view.merged}:
             return Choice(view.merged, view.merged, (view.merged,))
         theirs = {s.id: s for s in (*view.admitted, *self._fcfs) if s.adapter in starving}
@@ -265,7 +273,7 @@ class DloraMerging(MergePolicy):
         others = [s for s in self._fcfs if s.adapter not in starving]
         return Choice(BASE, batch=tuple((first + others)[: self._batch]), reason="others starve")
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ events
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""

@@ -1,12 +1,12 @@
 """``manylora``: merge when the measured time that it would have saved has paid for the switch. No thresholds.
 
-A ski rental between as many states as there are weights to run on: what the present weights cost more than others
-would have is their regret, and when that has come to half of the switch there and back, the switch is made. So the
-time lost is at most three times what a switcher loses that knows the future, and two switches. That alone could be
-slower than unmerged on an unlucky stream, where others come after each switch: there the price doubles, and when
-switches have cost more than they saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a while.
-And where others end it, unmerging may make first tokens late by ``SHARE`` of the times to first tokens. Both go
-before the bound (docs/decisions.md says why one must).
+A ski rental between as many states as there are weights to run on. The regret of a state is the excess cost of
+the present weights over it; when that reaches half of the switch there and back, the switch is made. So the
+time lost is at most three times the loss of a switcher that knows the future, and two switches. On an unlucky
+stream, where others come after each switch, that alone could be slower than unmerged: there the price doubles.
+When switches have cost more than they saved by ``SHARE`` of the time and ``ALLOWANCE``, there are none for a
+while. If others end the merging, it may delay first tokens by ``SHARE`` of the times to first tokens. Both
+rules go before the bound (see docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.types import BASE, AdapterId
 
 SHARE = 0.005
-"""Of the time in steps, what switches may cost more than they have saved,"""
+"""The share of the time in steps by which switches may cost more than they have saved."""
 ALLOWANCE = 3.0
-"""and besides so many switches there and back, so that a short run can show what merging is worth."""
+"""The switches there and back that may be lost besides, so that a short run can show the worth of merging."""
 
 
 class RegretMerging(MergePolicy):
-    """``minority``, what becomes of others while an adapter is merged: they end it at once (``unmerge``), or wait
-    for ``starve_s`` at most (``wait``)."""
+    """The merge policy ``manylora``. ``minority``: other adapters' requests end the merging at once
+    (``unmerge``), or wait for ``starve_s`` at most (``wait``)."""
 
     def __init__(self, config: PolicyConfig, times: StepSeconds) -> None:
         self._times = times
         self._minority = config.merge.minority
         self._starve_s = config.merge.starve_s
         self.regrets: dict[AdapterId, float] = {}
-        """Seconds that the present weights cost more than these would have, since these could have run the same
-        steps."""
+        """By adapter, the excess seconds of the present weights over its own, for the steps that these could
+        have run."""
         self.saved_s = 0.0
-        """By merging so far, less what it cost."""
+        """The seconds saved by merging so far, less its cost."""
         self.busy_s = 0.0
         self.first_tokens_s = 0.0
-        """Times to the first tokens so far, summed,"""
+        """The sum of the times to the first tokens so far."""
         self.late_s = 0.0
-        """and what unmerging for others has added to them."""
+        """The sum of the delays that unmerging for others has added to them."""
         self._seen: set[AdapterId] = set()  # with requests
         self._since_s = 0.0  # when the present weights were chosen
 
@@ -68,7 +68,7 @@ class RegretMerging(MergePolicy):
         return Choice(adapter, line=(adapter,) if is_alone else None, reason=reason)
 
     def _end_for_others(self, view: MergeView) -> Choice | None:
-        """Unmerge where a sequence of another adapter can wait no longer."""
+        """Return the choice to unmerge, if a sequence of another adapter can wait no longer."""
         merged = view.merged
         if not view.may_switch_to(BASE):
             return None
@@ -93,16 +93,18 @@ class RegretMerging(MergePolicy):
         return Choice(BASE, reason=f"others have waited {waited_s:.2f} s")
 
     def _is_alone(self, view: MergeView, adapter: AdapterId) -> bool:
-        """Whether nothing of others could run, so that none would be paused."""
+        """Return whether no sequence of others could run, so that none would be paused."""
         return adapter == BASE or view.ready.keys() == {adapter}
 
     def _price_s(self, before: AdapterId, after: AdapterId) -> float:
-        """Half of a switch there and back."""
+        """Return half of a switch there and back."""
         return (self._times.switch_s(before, after) + self._times.switch_s(after, before)) / 2
 
     def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
-        """Whether the regret has come to the price: to twice the price where as much was lost by switches before.
-        An adapter is merged only while not too much was."""
+        """Return whether the regret has reached the price, or up to twice the price after losses by switches.
+
+        After larger losses no adapter is merged.
+        """
         has_others = len(self._seen) > (target in self._seen)
         if target != BASE and self._minority == "unmerge" and has_others:
             next_late_s = self.late_s + self._times.restore_s
@@ -113,7 +115,7 @@ class RegretMerging(MergePolicy):
             return False
         return regret_s >= price_s + (min(debt_s, price_s) if target != BASE else 0.0)
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ events
 
     def started(self, shape: StepShape, rows: list[Scheduled], now: float) -> None:
         """See MergePolicy."""
@@ -134,7 +136,7 @@ class RegretMerging(MergePolicy):
             self._seen.update(s.adapter for s in first_ones)
 
     def _cost_s(self, shape: StepShape, merged: AdapterId) -> float:
-        """What a step takes on these weights beyond one of the base alone."""
+        """Return the excess seconds of a step on these weights over one of the base alone."""
         return self._times.added_s(shape.tokens, merged)
 
     def step_ended(self, seconds: float) -> None:
@@ -153,5 +155,5 @@ class RegretMerging(MergePolicy):
 
 
 def _has_no_token(sequence: Sequence) -> bool:
-    """Whether its request has no token yet, nor waits for one that a step in flight draws."""
+    """Return whether the sequence has no token yet, and no step in flight draws one."""
     return len(sequence.tokens) == sequence.num_prompt and not sequence.num_pending

@@ -1,9 +1,9 @@
-"""What is merged: no adapter, a switch that is under way, or one adapter. Has a policy's choices carried out.
+"""The state of merging: no adapter, a switch under way, or one adapter. Carries out a policy's choices.
 
 ``MergedBatching`` pauses the sequences that a choice leaves out, and gives their slots to others.
 
-Owns the switches, the merged adapter's pin, and which steps in flight run on what; does not know when a switch
-pays, nor what runs in a step.
+Owns the switches, the merged adapter's pin, and the weights of each step in flight. Does not know when a switch
+pays.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from manylora.types import BASE, AdapterId, SequenceId, SwitchId
 
 
 def merge_policy(config: PolicyConfig, times: StepSeconds) -> MergePolicy:
-    """The policy that ``--merge`` names; not for ``unmerged``, which needs none."""
+    """Return the policy that ``--merge`` names; ``unmerged`` needs none."""
     found = imported_class("merge mode", place_of("merge", MERGE_POLICIES, config.merge.mode), MergePolicy)
     return found(config, times)
 
 
 BARRED_S = 60.0
-"""After a switch has failed nothing is merged for so long."""
+"""The time without merging after a failed switch."""
 
 
 class Switch(NamedTuple):
@@ -44,8 +44,11 @@ class Switch(NamedTuple):
 
 
 class MergeState:
-    """``adapter``: whose weights the next step runs on, as the last SetMerged said; BASE where none did, or where
-    it has failed. It is pinned from its SetMerged until the next one has been answered."""
+    """The merged adapter and its switches.
+
+    ``adapter``: in the weights of the next step, by the last SetMerged; BASE without one, or after a failed
+    one. It is pinned from its SetMerged until the next one has been answered.
+    """
 
     def __init__(
         self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: WaitingQueue
@@ -58,9 +61,9 @@ class MergeState:
         self.policy = merge_policy(config, self._times)
         self.adapter: AdapterId = BASE
         self.switch: Switch | None = None
-        """The one that is under way."""
+        """The switch under way."""
         self._num_switches = 0
-        # A step that draws a token has started since the last switch; so every switch there and back gets on.
+        # A step that draws a token has started since the last switch, so that switches never stop all progress.
         self._has_drawn = True
         self._barred_until_s = 0.0
         self._is_restricted = False  # whether the last choice kept any from running
@@ -72,17 +75,16 @@ class MergeState:
 
     @property
     def must_wait(self) -> bool:
-        """Whether no step may start until the switch that is under way has ended."""
+        """Whether no step may start until the switch under way has ended."""
         return self.switch is not None and self._config.merge.times.steps_wait
 
     def pinned(self) -> list[AdapterId]:
-        """Adapters that are kept resident, since their weights are merged or about to be, or not yet unmerged."""
+        """Return the pinned adapters: in the weights now, or at either end of the switch under way."""
         kept = {self.adapter} if self.switch is None else {self.switch.before, self.switch.after}
         return sorted(kept - {BASE})
 
     def is_stuck(self) -> bool:
-        """Nothing runs, and no answer is due that could change that: whether another choice could. That lets
-        all run."""
+        """Return whether nothing runs for want of another choice; then the next choice lets all run."""
         if self.switch is not None or self._gives_way:
             return False
         if self._is_left_over():
@@ -96,7 +98,7 @@ class MergeState:
         return self._gives_way
 
     def _is_left_over(self) -> bool:
-        """Whether the merged adapter is removed, and its requests have ended."""
+        """Return whether the merged adapter is removed, and its requests have ended."""
         adapter = self.adapter
         if self._residency.tree.knows(adapter) or adapter in self._waiting.num_by_adapter:
             return False
@@ -109,7 +111,7 @@ class MergeState:
     # ------------------------------------------------------------ choosing
 
     def choose(self, now: float) -> Choice:
-        """Which sequences may run in the next step; commands the switch that it takes."""
+        """Choose which sequences may run in the next step, and command the switch that this needs."""
         can_switch, can_merge = self.switch is None and self._has_drawn, now >= self._barred_until_s
         view = MergeView(
             now, self.adapter, can_switch, can_merge, self._held.admitted, self._waiting,
@@ -146,10 +148,10 @@ class MergeState:
         action, named = ("unmerge", before) if after == BASE else ("merge", after)
         self._residency.note(action, tree.node(named), choice.reason)
 
-    # ------------------------------------------------------------ told
+    # ------------------------------------------------------------ events
 
     def ended(self, event: SwitchDone, now: float) -> None:
-        """A switch has taken effect, or failed: then nothing is merged."""
+        """Take the end of a switch; after a failed one nothing is merged."""
         switch, counters = self.switch, self._residency.counters
         if switch is None or event.switch != switch.number:
             return
@@ -173,7 +175,7 @@ class MergeState:
             self._residency.unpin(node, node.last_use)
 
     def started(self, rows: list[Scheduled], now: float) -> AdapterId:
-        """A step with these rows starts; whose weights it runs on."""
+        """Note a step that starts; return the adapter in its weights."""
         self._has_drawn = self._has_drawn or any(num_samples for _, _, num_samples in rows)
         shape = shape_of(self.adapter, rows)
         self.in_flight.append(shape)
@@ -181,7 +183,7 @@ class MergeState:
         return shape.merged
 
     def step_ended(self, seconds: float) -> None:
-        """The oldest step has ended after so many seconds of the device; 0 where that is not known."""
+        """Take the end of the oldest step. ``seconds``: of the device, 0 if not known."""
         shape, counters = self.in_flight.popleft(), self._residency.counters
         counters.steps_unmerged += shape.merged == BASE
         counters.steps_merged += shape.merged != BASE
@@ -189,12 +191,12 @@ class MergeState:
         self.policy.step_ended(seconds)
 
     def forget(self, adapter: AdapterId) -> None:
-        """The adapter is gone, and all its requests."""
+        """Drop the account of an adapter that is gone with all its requests."""
         self.policy.forget(adapter)
 
 
 class MergedBatching(FirstComeFirstServed):
-    """First come, first served among those that the merge policy's choice lets run. The others are paused."""
+    """The batching of the sequences that the merge policy's choice lets run. The others are paused."""
 
     def __init__(
         self,
@@ -241,14 +243,14 @@ class MergedBatching(FirstComeFirstServed):
     # ------------------------------------------------------------ admission
 
     def admit(self, plan: StepPlan, now: float) -> None:
-        """See FirstComeFirstServed. Those that lose their slots lose their rows."""
+        """See FirstComeFirstServed. A sequence that loses its slot loses its row."""
         self._displaced.clear()
         super().admit(plan, now)
         if self._displaced:
             plan.rows = [row for row in plan.rows if row[0].id not in self._displaced]
 
     def candidates(self, now: float) -> list[Sequence]:
-        """See FirstComeFirstServed. Of the batch first; then of the adapters that may be admitted, or of all."""
+        """See FirstComeFirstServed. The batch comes first; then the adapters that may be admitted, or all."""
         found: list[Sequence] | None = None
         for sequence in self._choice.batch:
             if sequence.is_waiting and self._is_let_in(sequence):
@@ -259,24 +261,24 @@ class MergedBatching(FirstComeFirstServed):
         elif found is None:
             firsts = [self._in_line.first_of(adapter) for adapter in self._choice.line or ()]
             found = [sequence for sequence in firsts if sequence is not None and self._is_let_in(sequence)]
-        # What has just lost a slot does not take another's in return.
+        # A sequence that has just lost its slot does not take another's in return.
         return [] if any(sequence.id in self._displaced for sequence in found) else found
 
     def _is_let_in(self, sequence: Sequence) -> bool:
         return self._clusters is None or self._clusters.lets_in(sequence.adapter, self._held.admitted)
 
     def has_room(self, plan: StepPlan) -> bool:
-        """See FirstComeFirstServed: whether a slot is free, or one can be had."""
+        """See FirstComeFirstServed. A slot that can be taken from another counts as free."""
         if plan.budget <= 0 or not plan.prefills:
             return False
         has_slot = len(self._held.admitted) < self._config.max_num_seqs
         return has_slot or self._held.num_paused > 0 or any(s.is_waiting for s in self._choice.batch)
 
     def let_in(self, sequence: Sequence, budget: int, now: float) -> bool:
-        """Admit it; where slots or pages are missing, instead of those that must give way to it.
+        """Admit a sequence; if slots or pages are missing, displace others for it.
 
-        For a slot the newest that is paused, or not of the batch where the sequence is of it; for pages only such
-        as came after it, and none while pages are on their way.
+        For a slot the newest paused sequence gives way or, to a sequence of the batch, the newest one outside
+        it. For pages only a newer sequence gives way, and none while pages are on their way.
         """
         held, residency = self._held, self._residency
         if len(held.admitted) >= self._config.max_num_seqs:

@@ -1,8 +1,8 @@
-"""What steps and switches take, by mode: what was measured before serving, corrected by what events tell.
+"""The seconds of steps and switches by mode: measured before serving, corrected by events.
 
-Only differences between modes count for a choice, and these are small beside what all modes have in common, such
-as attention over ever longer contexts. So a difference is corrected only where a switch shows it: by the median
-step before and after. Numbers in, seconds out.
+Only differences between modes count for a choice, and these are small beside the common part, such as attention
+over ever longer contexts. So a difference is corrected only by the median steps before and after a switch.
+Numbers in, seconds out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from manylora.policy.merging.choice import StepShape
 from manylora.types import BASE, AdapterId
 
 _KEEP = 0.9
-"""How much of an estimate survives one observation."""
+"""The weight of an estimate against one new observation."""
 _STEPS = 9
-"""Decoding steps on each side of a switch that are compared; their median is."""
+"""Decoding steps on each side of a switch whose medians are compared."""
 _SKIPPED = 2
 """Steps after a switch that are not counted: the device may still be busy with the switch."""
 _MOST_SCALE = 2.0
-"""How much larger than measured before serving a difference may be found."""
+"""The most by which a difference may exceed the one measured before serving."""
 
 
 class StepSeconds:
-    """Seconds of a step by its tokens: unmerged, all of one adapter; and merged."""
+    """The seconds of a step by its tokens: unmerged, all of one adapter; and merged."""
 
     def __init__(self, times: MergeTimes) -> None:
         self.steps_wait = times.steps_wait
@@ -40,7 +40,7 @@ class StepSeconds:
                 self._steps.append(step)
         self._tokens = [step.num_tokens for step in self._steps]
         self.scale = 1.0
-        """By how much what an adapter adds to a step differs from what was measured before serving."""
+        """The factor between an adapter's addition to a step and the one measured before serving."""
         self._level_s = 0.0  # of steps beside what was measured, whatever their mode
         self._num_seen = 0
         self._before = collections.deque[float](maxlen=_STEPS)  # a decoding step's seconds beside its model's
@@ -50,31 +50,34 @@ class StepSeconds:
         self._num_after = 0
         self._addons = collections.deque[float](maxlen=_STEPS)
 
-    # ------------------------------------------------------------ asked
+    # ------------------------------------------------------------ estimates
 
     def merged_s(self, num_tokens: int) -> float:
-        """A step of the merged adapter's rows alone."""
+        """Return the seconds of a step of the merged adapter's rows alone."""
         return max(self._measured(num_tokens).merged_s + self._level_s, 0.0)
 
     def unmerged_s(self, num_tokens: int) -> float:
-        """A step of one adapter's rows, none merged."""
+        """Return the seconds of a step of one adapter's rows, none merged."""
         return self.merged_s(num_tokens) + self.adapter_s(num_tokens)
 
     def adapter_s(self, num_tokens: int) -> float:
-        """What so many tokens of adapters add to a step while nothing is merged."""
+        """Return the seconds that tokens of adapters add to a step while nothing is merged."""
         if not num_tokens:
             return 0.0
         step = self._measured(num_tokens)
         return self.scale * max(step.unmerged_s - step.merged_s, 0.0)
 
     def added_s(self, tokens: Mapping[AdapterId, int], merged: AdapterId) -> float:
-        """What adapters add to a step of so many tokens of each, on the base's weights or on those of the one
-        adapter that all tokens are of."""
+        """Return the seconds that adapters add to a step with these tokens by adapter, on the base's weights or
+        on those of the one adapter of all tokens."""
         return self.adapter_s(sum(number for adapter, number in tokens.items() if adapter != merged))
 
     def switch_s(self, before: AdapterId, after: AdapterId) -> float:
-        """A change of what is merged. Pristine weights in host memory come back before another adapter is
-        merged; those on the device are read as the other is merged."""
+        """Return the seconds of a switch.
+
+        Pristine weights in host memory come back before another adapter is merged; on the device they are read
+        as the other is merged.
+        """
         if before == after:
             return 0.0
         if after == BASE:
@@ -82,7 +85,7 @@ class StepSeconds:
         return self.merge_s + (self.restore_s if before != BASE and self.steps_wait else 0.0)
 
     def _measured(self, num_tokens: int) -> StepTimes:
-        """Between the nearest two sizes that were measured, and not beyond the least and the largest."""
+        """Interpolate between the nearest two measured sizes, and not beyond the least and the largest."""
         if not self._steps:
             return StepTimes(0, 0, 0.0, 0.0)
         place = bisect.bisect_left(self._tokens, num_tokens)
@@ -97,10 +100,10 @@ class StepSeconds:
             low.merged_s + part * (high.merged_s - low.merged_s),
         )
 
-    # ------------------------------------------------------------ told
+    # ------------------------------------------------------------ events
 
     def saw_step(self, shape: StepShape, seconds: float) -> None:
-        """It ended, after so many seconds of the device; 0 where that is not known."""
+        """Learn from a step. ``seconds``: of the device, 0 if not known."""
         num_tokens, is_merged = shape.num_tokens, shape.merged != BASE
         if seconds <= 0 or num_tokens != shape.num_rows:
             return  # with prompts in it a step's length says little about its mode
@@ -122,7 +125,7 @@ class StepSeconds:
             self._compared = None
 
     def _correct(self, before_s: float, after_s: float) -> None:
-        """The same steps took so long beside their models in two modes: what adapters add is so much more."""
+        """Correct the addition of adapters by the excess of the same steps over their models in two modes."""
         adds_s = statistics.median(self._addons)
         if adds_s <= 0:
             return
@@ -131,7 +134,7 @@ class StepSeconds:
         self.scale = min(max((self.scale + found) / 2, 0.0), _MOST_SCALE)
 
     def saw_switch(self, before: AdapterId, after: AdapterId, seconds: float) -> None:
-        """A change of what is merged took so long."""
+        """Learn from a switch."""
         if seconds <= 0 or (before != BASE and after != BASE and self.steps_wait):
             return  # that one is two in one
         if after == BASE:

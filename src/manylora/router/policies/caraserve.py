@@ -11,11 +11,10 @@ from manylora.router.requests import LiveRequest
 
 
 class CaraServe(RoutingPolicy):
-    """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and to
-    a decode step, with a penalty where that step misses the objective, times those that suffer. An empty replica
-    costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the router.
-    Replicas that differ have coefficients of their own.
-    """
+    """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and
+    to a decode step, with a penalty where that step misses the objective, times those that suffer. An empty
+    replica costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the
+    router. Replicas that differ have coefficients of their own."""
 
     parameters = CaraServeParameters
 
@@ -57,8 +56,8 @@ class CaraServe(RoutingPolicy):
         return cost_s * before
 
     def decode_s(self, rows: int, replica: ReplicaState, more: LiveRequest | None) -> float:
-        """A decode step of what the replica has, with one more request. bgmv pads every row to the largest rank;
-        mbgmv does not pad. Ranks count once a request, as printed."""
+        """A decode step of what the replica has, with one more request. bgmv pads every row to the largest
+        rank; mbgmv does not pad. Ranks count once a request, as printed."""
         largest, total = replica.rank_max, replica.rank_sum
         if more is not None:
             largest, total = max(largest, more.rank), total + more.rank

@@ -1,4 +1,4 @@
-"""What a request costs at a replica, in seconds: its own and those of others there.
+"""The cost of a request at a replica, in seconds: its own and others' there.
 
 There is one loop, and it is written out: it runs some twenty times for every request that comes.
 """
@@ -25,7 +25,8 @@ def load_s(replica: ReplicaState, adapter: AdapterId, num_pages: int) -> float:
 
 
 class QueueBySteps:
-    """What is left to generate on a replica, shared by its slots, and the prompts that it has yet to compute.
+    """The tokens left to generate on a replica, shared by its slots, and the prompts that it has yet to
+    compute.
 
     dLoRA (§5.2) gives no estimate; this one is ours. It is made anew where requests or reports have come.
     """
@@ -66,13 +67,13 @@ def cheapest(
     candidates: Sequence[ReplicaState],
     blocks: Mapping[ReplicaState, int],
 ) -> ReplicaState | None:
-    """The candidate that costs least, of equal ones the first; None where none can ever hold the request.
+    """Return the candidate of least cost, of equal ones the first; None if none can ever hold the request.
 
-    ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token (the
-    wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for its
-    prompt, and what decode steps take longer for all that run, this request included, as long as it is expected
-    to run: at first with those that are there now, and from ``steps_until_even`` on with what all replicas have
-    in the mean. Its adapter makes steps longer as long as no other request there has it.
+    ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token
+    (the wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for
+    its prompt, and what decode steps take longer for all that run, this request included, as long as it is
+    expected to run: at first with those that are there now, and from ``steps_until_even`` on with what all
+    replicas have in the mean. Its adapter makes steps longer as long as no other request there has it.
     """
     best, least_s = None, float("inf")
     remaining = view.remaining_tokens(request)
@@ -113,7 +114,7 @@ def cheapest(
             cost_s += replica.waiting_tokens * token_s
         new_pages = pages - reused_pages
         if new_pages > replica.spare_pages:
-            cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.page_price_s
+            cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.report.page_price_s
         added = samples
         if is_full:  # all slots are taken then
             rows = min(rows, replica.max_seqs)
@@ -147,10 +148,10 @@ def cheapest(
 def steps_until_even(remaining: float, output_tokens: float, mean_rows: float) -> float:
     """For how many of a request's steps its replica has more or less to do than others, as it has now.
 
-    Were that not evened out, those that run would end, one by one, and half of the request's life would be spent
-    with them. If all requests went where there is least to do, it would be even as soon as every replica has had
-    one more: those are as many steps as a reply has tokens, over the sequences of a replica. What else the
-    router looks at keeps it between the two; this is their geometric mean.
+    Were that not evened out, those that run would end, one by one, and half of the request's life would be
+    spent with them. If all requests went where there is least to do, it would be even as soon as every replica
+    has had one more: those are as many steps as a reply has tokens, over the sequences of a replica. What else
+    the router looks at keeps it between the two; this is their geometric mean.
     """
     half = remaining / 2
     return min(half, math.sqrt(half * output_tokens / max(mean_rows, 1.0)))

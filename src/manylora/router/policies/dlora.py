@@ -1,4 +1,5 @@
-"""dLoRA (§5): adapters placed ahead of bursts, and requests that move with them where replicas are overloaded."""
+"""dLoRA (§5): adapters placed ahead of bursts, and requests that move with them where replicas are
+overloaded."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from manylora.router.requests import LiveRequest
 
 
 class DloraProactive(RoutingPolicy):
-    """Dispatch (§5.2): the replica at which the request is pending for the shortest time, loading its adapter and
-    queueing; of equal ones the lowest id."""
+    """Dispatch (§5.2): the replica at which the request is pending for the shortest time, loading its adapter
+    and queueing; of equal ones the lowest id."""
 
     parameters: ClassVar[type[DloraParameters]] = DloraParameters
 
@@ -55,9 +56,9 @@ class DloraProactive(RoutingPolicy):
 
 
 class Dlora(DloraProactive):
-    """A replica is overloaded where more than ``most_kv_use`` of its pages are used, or where its queue is longer
-    than ``most_delay_ratio`` medians and ``least_delay_s``. Then a programme over the most and the least loaded
-    replicas is to be solved; where no answer comes in time a greedy plan stands for it."""
+    """A replica is overloaded where more than ``most_kv_use`` of its pages are used, or where its queue is
+    longer than ``most_delay_ratio`` medians and ``least_delay_s``. Then a programme over the most and the least
+    loaded replicas is to be solved; where no answer comes in time a greedy plan stands for it."""
 
     parameters: ClassVar[type[ReactiveParameters]] = ReactiveParameters
 

@@ -1,6 +1,5 @@
-"""dLoRA's plans (dLoRA §5): which adapters a replica keeps, from rates of arrivals, and which requests move, as an
-integer programme.
-"""
+"""dLoRA's plans (dLoRA §5): which adapters a replica keeps, from rates of arrivals, and which requests move, as
+an integer programme."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Plan = list[int]
 
 
 def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, eta_steps: float) -> Solve:
-    """The programme of these replicas and all their requests."""
+    """Build the programme of these replicas and all their requests."""
     places, requests = [], []
     adapters: dict[AdapterId, int] = {}
     for place, replica in enumerate(replicas):
@@ -86,7 +85,7 @@ class PlanState:
         return request.run_s + (request.move_s if place != request.source else 0.0)
 
     def finish_s(self, place: int) -> float:
-        """When the replica is done."""
+        """Return when the replica is done."""
         return self._finish_s(place, self._run_s[place], self._pages[place], len(self._adapters[place]))
 
     def _finish_s(self, place: int, run_s: float, pages: int, num_adapters: int) -> float:
@@ -94,7 +93,7 @@ class PlanState:
         return run_s + max(pages - replica.pages, 0) * replica.page_s + self._problem.eta_s * num_adapters
 
     def finish_without_s(self, request: int) -> float:
-        """When the request's replica would be done without it."""
+        """Return when the request's replica would be done without it."""
         place, each = self.plan[request], self._problem.requests[request]
         is_last = self._adapters[place][each.adapter] == 1
         pages = self._pages[place] - each.pages - (self._sizes[each.adapter] if is_last else 0)
@@ -102,7 +101,7 @@ class PlanState:
         return self._finish_s(place, self._run_s[place] - self._cost_s(each, place), pages, num_adapters)
 
     def finish_with_s(self, request: int, place: int) -> float:
-        """When another replica would be done with the request besides."""
+        """Return when another replica would be done with the request besides."""
         each = self._problem.requests[request]
         is_first = each.adapter not in self._adapters[place]
         pages = self._pages[place] + each.pages + (self._sizes[each.adapter] if is_first else 0)
@@ -110,11 +109,11 @@ class PlanState:
         return self._finish_s(place, self._run_s[place] + self._cost_s(each, place), pages, num_adapters)
 
     def value_s(self) -> float:
-        """When the last replica is done."""
+        """Return when the last replica is done."""
         return max(self.finish_s(place) for place in range(len(self._problem.replicas)))
 
     def move(self, request: int, place: int) -> None:
-        """The request goes to another replica."""
+        """Move the request to another replica."""
         self._add(request, self.plan[request], -1)
         self._add(request, place, 1)
         self.plan[request] = place
@@ -130,8 +129,8 @@ def greedy_plan(problem: Solve) -> Plan:
 
 
 def improve(problem: Solve, plan: Sequence[int]) -> Plan:
-    """One request after another leaves the replica that is done last, each time the move after which the later of
-    the two replicas is done soonest, as long as the plan's value falls."""
+    """One request after another leaves the replica that is done last, each time the move after which the later
+    of the two replicas is done soonest, as long as the plan's value falls."""
     state = PlanState(problem, plan)
     places = range(len(problem.replicas))
     for _ in range(len(problem.requests) * len(places)):
@@ -155,13 +154,13 @@ def improve(problem: Solve, plan: Sequence[int]) -> Plan:
 
 
 def is_solution(problem: Solve, shares: Sequence[Sequence[float]]) -> bool:
-    """Whether there is a share of each request for each replica."""
+    """Return whether there is a share of each request for each replica."""
     count = len(problem.replicas)
     return len(shares) == len(problem.requests) and all(len(each) == count for each in shares)
 
 
 def round_shares(problem: Solve, shares: Sequence[Sequence[float]]) -> Plan:
-    """The longest requests first."""
+    """Round shares to a plan, the longest requests first."""
     count = len(problem.replicas)
     due_s = [0.0] * count  # what the solution gives each replica, of the requests so far
     given_s = [0.0] * count
@@ -195,12 +194,12 @@ class AdapterRates:
         self._counts: dict[AdapterId, tuple[float, float]] = {}  # decayed, and at which moment
 
     def saw(self, adapter: AdapterId, now: float) -> None:
-        """A request has come."""
+        """Count a request."""
         if adapter != BASE:
             self._counts[adapter] = self._count(adapter, now) + 1.0, now
 
     def rates(self, now: float) -> dict[AdapterId, float]:
-        """Of the adapters that have one; others are forgotten."""
+        """Return the rates of the adapters that have one; drop the others."""
         counts = {adapter: (self._count(adapter, now), now) for adapter in self._counts}
         self._counts = {adapter: count for adapter, count in counts.items() if count[0] >= _FORGOTTEN}
         return {
@@ -249,7 +248,7 @@ class _Bursts:
         return self.tolerance(adapter), -self._loads[adapter], adapter
 
     def least(self) -> tuple[float, AdapterId]:
-        """The least tolerance, and the adapter that has it."""
+        """Return the least tolerance, and its adapter."""
         while True:
             entry = self._heap[0]
             now = self._entry(entry[2])
@@ -287,8 +286,8 @@ def plan_copies(
     last copy is not made.
 
     ``free``: unallocated pages of each replica; ``reserve``: how many of them copies may take; ``holders``: the
-    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean request;
-    ``barred``: replicas that cannot have an adapter.
+    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean
+    request; ``barred``: replicas that cannot have an adapter.
     """
     if not loads:
         return []
@@ -316,9 +315,9 @@ def plan_copies(
 
 
 _PROMPT_TOKENS = 256.0
-"""Of a mean request, before the first."""
+"""The prompt of a mean request, before the first."""
 _KEEP = 0.99
-"""How much of the mean prompt survives one request."""
+"""The weight of the mean prompt against one new request."""
 
 Placed = Place | Unplace
 
@@ -336,7 +335,7 @@ class Placement:
         self._copies: dict[AdapterId, dict[ReplicaId, int]] = {}  # with the epoch of each replica
 
     def saw(self, request: LiveRequest, now: float) -> None:
-        """A request is to be routed; it counts the first time."""
+        """Count a request that is routed for the first time."""
         order = request.key[1]
         if order > self._last_order:
             self._last_order = order
@@ -349,7 +348,7 @@ class Placement:
         return sorted(replica for replica in found if replica in view.up and view.up[replica].is_open)
 
     def on_timer(self, view: Fleet) -> Sequence[Placed]:
-        """What is to be kept, and what need not be any more, where a new plan is due."""
+        """Return the copies to place and to unplace, if a new plan is due."""
         if self._due_s is not None and view.now < self._due_s:
             return ()
         loads = self._rates.rates(view.now)

@@ -19,9 +19,9 @@ from manylora.types import BASE, AdapterId
 def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation]:
     """At most so many requests from the replica with the longest wait to that with the shortest, newest first.
 
-    A request that has not begun gains the difference of the waits, one that runs the difference of its remaining
-    steps. It costs what is to be computed again there, and its adapter. Moves gain ``least_ratio`` times their
-    cost.
+    A request that has not begun gains the difference of the waits, one that runs the difference of its
+    remaining steps. It costs what is to be computed again there, and its adapter. Moves gain ``least_ratio``
+    times their cost.
     """
     waits = {name: wait_s(view, view.up[name], 1, 0) for name in view.open_ids}
     if len(waits) < 2:
@@ -54,12 +54,12 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
 
 
 def step_gap_s(source: ReplicaState, target: ReplicaState) -> float:
-    """How much longer a decode step takes on one replica than on another."""
+    """Return how much longer a decode step takes on one replica than on another."""
     return max(source.step_s - target.step_s, 0.0)
 
 
 _POINTS = 16
-"""Of each replica on the ring; the more, the more even."""
+"""Points of each replica on the ring; more points make it more even."""
 
 
 class HomeRing:
@@ -72,7 +72,7 @@ class HomeRing:
         self._replicas: list[ReplicaId] = []
 
     def homes(self, view: Fleet, adapter: AdapterId, count: int) -> list[ReplicaId]:
-        """The first ``count`` of the adapter's homes that are open, in their order."""
+        """Return the first ``count`` open homes of the adapter, in their order."""
         if self._version != view.version:
             self._build(view)
         found: list[ReplicaId] = []
@@ -97,8 +97,9 @@ class HomeRing:
 
 class CheapestReplica(RoutingPolicy):
     """Looks at the adapter's homes, at replicas that have it, at those that have most of the prompt, and at the
-    least loaded. An adapter has one home, and one more each time that a request finds a queue at all of them; the
-    further ones are forgotten as time passes. Of equal costs the one that was looked at first has the request."""
+    least loaded. An adapter has one home, and one more each time that a request finds a queue at all of them;
+    the further ones are forgotten as time passes. Of equal costs the one that was looked at first has the
+    request."""
 
     parameters = ManyloraParameters
 
@@ -131,7 +132,7 @@ class CheapestReplica(RoutingPolicy):
         return balance(view, self._given.most_moves, self._given.move_gain)
 
     def num_homes(self, now: float, adapter: AdapterId) -> int:
-        """How many homes the adapter has."""
+        """Return how many homes the adapter has."""
         extra, at_s = self._extra_homes.get(adapter, (0.0, 0.0))
         if extra:
             extra *= 2.0 ** ((at_s - now) / self._given.home_half_life_s)

@@ -1,4 +1,4 @@
-"""What a routing policy decides. Owns the questions; the router asks them and carries the answers out."""
+"""The contract of routing policies. Owns the questions; the router asks them and carries out the answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from manylora.types import RequestId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relocation:
-    """A request should leave its replica; ``target``: for which, None: for the one that is then chosen.
+    """A wish that a request leaves its replica for ``target``; None: for the replica chosen then.
 
-    It is made where it gains more seconds than it costs, times two for each move of the request before it, and
-    not within the cool-down; one that ``is_forced`` (its replica has no page left) is made at once. ``attempt``:
-    of the request, when this was thought of.
+    The router makes it if it gains more seconds than it costs, times two for each earlier move of the request,
+    and not within the cool-down. It makes one that ``is_forced`` (its replica has no page left) at once.
+    ``attempt``: of the request at the moment of the wish.
     """
 
     request: RequestId
@@ -36,35 +36,34 @@ class Relocation:
 
 
 Wish = Relocation | Place | Unplace | Solve | Planned
-"""What a policy wants besides choosing."""
+"""A wish of a policy besides its choices."""
 
 
 class RoutingPolicy:
-    """Subclasses say which replica a request goes to. None: it waits in the router's queue, and so do those behind
-    it."""
+    """A routing policy, which chooses the replica of each request."""
 
     parameters: ClassVar[type[RouterParameters]] = NoParameters
     handover: ClassVar[Literal["wait", "drop"]] = "wait"
-    """Whether a request that moves is assigned anew when its replica has let it go, or at once."""
+    """Assign a moving request anew when its replica has released it (wait), or at once (drop)."""
 
     def __init__(self, parameters: Any) -> None:
         """``parameters``: a record of the class's ``parameters``."""
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
-        """An open replica that can hold the request, or None."""
+        """Return an open replica that can hold the request. None: it waits in the queue, with all behind it."""
         raise NotImplementedError
 
     def on_timer(self, view: Fleet) -> Sequence[Wish]:
-        """What should change now. Asked on every tick, and when a replica reports that it is out of pages."""
+        """Return wishes, on every tick and when a replica reports that it is out of pages."""
         return ()
 
     def on_solved(self, view: Fleet, solved: Solved) -> Sequence[Wish]:
-        """What follows from the answer to a Solve that this policy wished for."""
+        """Return wishes that follow from the answer to this policy's Solve."""
         return ()
 
 
 def find_router(name: str) -> type[RoutingPolicy]:
-    """The policy of that name, which settings have checked; raises ConfigError where its class is not there."""
+    """Return the policy class of a name that settings have checked; raise ConfigError if it is not there."""
     found = imported_class("router", place_of("router", ROUTERS, name), RoutingPolicy)
     if found.choose is RoutingPolicy.choose:
         raise ConfigError(f"router {name!r} has no method choose, which says where a request goes")
@@ -72,6 +71,6 @@ def find_router(name: str) -> type[RoutingPolicy]:
 
 
 def router_help(name: str) -> str:
-    """The parameters of a routing policy, a line each. Raises ConfigError."""
+    """Return the parameters of a routing policy, a line each. Raise ConfigError."""
     RouterConfig(name)
     return "\n".join(parameter_lines(name, find_router(name).parameters))

@@ -13,10 +13,10 @@ from manylora.router.requests import LiveRequest
 
 
 class Punica(RoutingPolicy):
-    """Route (§5.1): of the replicas with fewer than ``max_batch`` sequences and enough free pages that with most
-    sequences, of equal ones the highest id; else the queue. Enough is for the tokens so far and a page to grow
-    into, not for all that may come, or memory would never run out. Evict (§5.3): where a replica has no page left,
-    its newest request is withdrawn and routed like a new one."""
+    """Route (§5.1): of the replicas with fewer than ``max_batch`` sequences and enough free pages that with
+    most sequences, of equal ones the highest id; else the queue. Enough is for the tokens so far and a page to
+    grow into, not for all that may come, or memory would never run out. Evict (§5.3): where a replica has no
+    page left, its newest request is withdrawn and routed like a new one."""
 
     parameters: ClassVar[type[BatchParameters]] = BatchParameters
     handover = "drop"
@@ -39,8 +39,8 @@ class Punica(RoutingPolicy):
         """One request leaves each replica that has reported anew that it is out of pages."""
         wishes: list[Wish] = []
         for replica in view.up.values():
-            report = replica.epoch, replica.seq
-            if not replica.is_exhausted or self._evicted.get(replica.id) == report:
+            report = replica.epoch, replica.report.seq
+            if not replica.report.is_exhausted or self._evicted.get(replica.id) == report:
                 continue
             newest = replica.movable()
             if len(newest) > 1:

@@ -31,9 +31,9 @@ class RoundRobin(RoutingPolicy):
 
 
 class CacheAware(RoutingPolicy):
-    """Where the fullest replica has ``most_difference`` more sequences than the emptiest and ``most_ratio`` times
-    as many, the emptiest; else the one that has most of the prompt, if it has more than ``least_share``; else the
-    emptiest. The lowest id of equal ones."""
+    """Where the fullest replica has ``most_difference`` more sequences than the emptiest and ``most_ratio``
+    times as many, the emptiest; else the one that has most of the prompt, if it has more than ``least_share``;
+    else the emptiest. The lowest id of equal ones."""
 
     parameters = CacheAwareParameters
 
