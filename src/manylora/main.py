@@ -153,32 +153,38 @@ def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Wri
 
 
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Collection[str]) -> None:
-    """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
-
-    None of the latter can have a name that means the base, by one of ``bases``, or another adapter
-    (``why_reserved``).
-    """
+    """Add the adapters of the start. Raises ConfigError for a bad one that is named; skips, with a warning, a bad
+    one of the folder."""
     for name, path in settings.adapters:
         try:
             driver.add_adapter(name, path, verify=False)
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
+    for name, folder in adapters_found(settings, bases):
+        try:
+            driver.add_adapter(name, folder, verify=False)
+        except AdapterError as error:
+            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
+
+
+def adapters_found(settings: AdapterSettings, bases: Collection[str]) -> list[tuple[str, str]]:
+    """List the adapters of the folder, but for named ones, and reserved names, which are skipped with a warning.
+
+    ``bases``: names that mean the base (``why_reserved``). Raises ConfigError.
+    """
     if settings.adapter_dir is None:
-        return
-    named = {name for name, _ in settings.adapters}
+        return []
+    named, kept = {name for name, _ in settings.adapters}, []
     try:
         found = discover(Path(settings.adapter_dir))
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     for name, folder in found:
-        if name in named:
-            continue
-        try:
-            if reason := why_reserved(name, bases):
-                raise AdapterError(reason)
-            driver.add_adapter(name, str(folder), verify=False)
-        except AdapterError as error:
-            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
+        if reason := why_reserved(name, bases):
+            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, reason)
+        elif name not in named:
+            kept.append((name, str(folder)))
+    return kept
 
 
 def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
