@@ -55,7 +55,7 @@ def check_named_adapters(settings: EngineSettings) -> None:
 
 
 def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
-    """What the adapter is; raises ConfigError where it cannot be served."""
+    """Describe the adapter; raise ConfigError where it cannot be served."""
     looks = _geometries(settings)
     try:
         facts = _facts(settings, looks, Path(path))
@@ -65,7 +65,7 @@ def check_adapter(settings: EngineSettings, path: str, *, as_json: bool) -> str:
 
 
 def list_adapters(settings: EngineSettings, path: str, *, as_json: bool) -> str:
-    """One line an adapter, the ones that do not fit with the reason; raises ConfigError."""
+    """Describe each adapter in a line, with the reason where it does not fit; raise ConfigError."""
     looks = _geometries(settings)
     if not Path(path).is_dir():
         raise ConfigError(f"{path} is not a folder")

@@ -144,7 +144,7 @@ def build_driver(
 
 
 def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
-    """What ``opened`` gives; raises ConfigError, in one line, where the file cannot be written."""
+    """Open a file by ``opened``; raise ConfigError, in one line, where it cannot be written."""
     try:
         return opened(Path(path))
     except (OSError, ValueError) as error:
@@ -276,7 +276,7 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def run_loop(work: Coroutine[Any, Any, int]) -> int:
-    """On the fastest event loop that there is."""
+    """Run it on the fastest event loop that there is."""
     try:
         from uvloop import run
     except ImportError:  # it is not made for every system
@@ -323,7 +323,7 @@ async def _serve(
 def server_settings(
     engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
-    """What a server's own side goes by. ``sock``: what it listens on."""
+    """Make the settings of a server's HTTP side. ``sock``: the one that it listens on."""
     from manylora.server.middleware import allowed_hosts
     from manylora.server.settings import ServerSettings
 

@@ -37,7 +37,7 @@ class AdapterUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientUse:
-    """What one client was served, in weighted tokens, and its counter: service over its share, and what it was
+    """The service of a client, in weighted tokens, and its counter: service over its share, and what it was
     lifted by. ``client``: an adapter, or the place of an API key. The engine adds ``name``: the adapter's, the
     base's, or the key's place."""
 
@@ -49,7 +49,7 @@ class ClientUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreditUse:
-    """What an adapter may still be paid or has to pay under ``--merge dlora``: seconds for which one request is
+    """The credit of an adapter, or its debt, under ``--merge dlora``: seconds for which one request is
     held back. The engine adds ``name``: the adapter's, or the base's."""
 
     adapter: AdapterId

@@ -19,7 +19,7 @@ INFINITE = float("inf")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be: ``says`` completes "must be"."""
+    """A condition on a value: ``says`` completes "must be"."""
 
     says: str
     holds: Callable[[Any], bool]

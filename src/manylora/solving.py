@@ -128,13 +128,13 @@ START_S = 30.0
 
 
 def solver_is_there() -> bool:
-    """Whether HiGHS is installed (``pip install 'manylora[cluster]'``)."""
+    """Tell whether HiGHS is installed (``pip install 'manylora[cluster]'``)."""
     return importlib.util.find_spec("highspy") is not None
 
 
 @contextlib.contextmanager
 def solving(wait_s: float | None = None) -> Iterator[Callable[[Solve], Solved] | None]:
-    """What solves programmes as long as the context lasts; None without HiGHS."""
+    """Give a solver for as long as the context lasts; None without HiGHS."""
     if not solver_is_there():
         yield None
         return

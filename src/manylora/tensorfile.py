@@ -33,11 +33,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class TensorFileError(ValueError):
-    """What is wrong with a file, in one line that names the file but not its folder."""
+    """A fault of a file, in one line that names the file but not its folder."""
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies: ``[begin, begin + size_bytes)`` of the file, row-major."""
+    """The place of a tensor: ``[begin, begin + size_bytes)`` of the file, row-major."""
 
     dtype: str
     shape: tuple[int, ...]

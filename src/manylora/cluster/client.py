@@ -340,7 +340,7 @@ class ClusterClient:
             return
         note, self._note, self._has_note = self._note, messages.Note(), False
         note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
-        if self._router is not None:  # else all that is open is told to the next one
+        if self._router is not None:  # else the next one gets all that is open
             self._router.send(note)
 
     async def _follow_router(self) -> None:

@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 BOUNDS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
 
 STATES = ("starting", "running", "suspect", "draining", "drained", "waiting", "stopping")
-"""What a replica may be: coming up; serving; silent; letting go of its requests; empty, and to stay so; about to
+"""What a replica may be: coming up; serving; silent; releasing its requests; empty, and to stay so; about to
 be started again; about to end."""
 
 
@@ -35,7 +35,7 @@ be started again; about to end."""
 class ReplicaMember:
     """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
     last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
-    ``reported``: of those, what the router has been told."""
+    ``reported``: those of them that the router knows."""
 
     id: ReplicaId
     epoch: int

@@ -239,7 +239,7 @@ class Operations:
         left, there, asked = set(names), set[str](), set[str]()
 
         def have_moved() -> bool:
-            """Asks for those that can be let go by now."""
+            """Ask for the moves of requests that can leave by now."""
             for name in [name for name in left - asked if router.can_leave(name)]:
                 asked.add(name)
                 self._board.handle(MoveAsked(name, replica))

@@ -149,7 +149,7 @@ EXPECTED: tuple[type[Exception], ...] = (
 
 
 def bug(request_id: str) -> ApiError:
-    """500: what a client is told of an unexpected exception."""
+    """Give the answer 500 for an unexpected exception."""
     return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
 
 

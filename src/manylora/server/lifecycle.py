@@ -272,13 +272,13 @@ def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterato
         logger.info("%s: the server ends", number.name)
         lifecycle.stop()
 
-    def told(number: int, frame: object) -> None:
+    def received(number: int, frame: object) -> None:
         loop.call_soon_threadsafe(stop, signal.Signals(number))
 
     for number in signals:
         # Outside the main thread no handler can be set; then the caller ends the server by ``stop``.
         with contextlib.suppress(ValueError):
-            before[number] = signal.signal(number, told)
+            before[number] = signal.signal(number, received)
     try:
         yield
     finally:
