@@ -66,10 +66,8 @@ class NodeShare:
                 f"{num_at_start} replicas do not fit on {len(self._gpus)} GPUs: --replicas-per-gpu shares them, "
                 "--device cpu does without"
             )
-        if self._gpus and per_gpu > 1 and settings.cache.device_pool is None:
-            raise ConfigError(
-                "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
-            )
+        if self._gpus:
+            check_shared_gpu(settings, per_gpu)
         self._cores = num_cores() // most
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
@@ -101,6 +99,14 @@ class NodeShare:
 def gpus_needed(replicas: int, ranks: int, per_gpu: int) -> int:
     """Count the GPUs of so many replicas of so many ranks where ``per_gpu`` replicas share each."""
     return ranks * -(-replicas // per_gpu)
+
+
+def check_shared_gpu(settings: EngineSettings, per_gpu: int) -> None:
+    """Raise ConfigError where replicas share a GPU and each would take most of it."""
+    if per_gpu > 1 and settings.cache.device_pool is None:
+        raise ConfigError(
+            "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
+        )
 
 
 def shared_pools(

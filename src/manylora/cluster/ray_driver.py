@@ -27,7 +27,7 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
-from manylora.cluster.local import gpus_needed, shared_pools, with_share
+from manylora.cluster.local import check_shared_gpu, gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
@@ -119,10 +119,8 @@ class RayNodes:
                 "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which gives "
                 "parts of one GPU only"
             )
-        if self.uses_gpus and per_gpu > 1 and settings.cache.device_pool is None:
-            raise ConfigError(
-                "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
-            )
+        if self.uses_gpus:
+            check_shared_gpu(settings, per_gpu)
 
     @property
     def num_gpus(self) -> int:
