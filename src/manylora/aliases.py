@@ -28,12 +28,12 @@ class Alias:
     of: str | None
     engines: str
     means: str = ""
-    """What is always on."""
+    """The feature that is always on."""
     contradicts: tuple[str, str] | None = None
     """A flag and the value of it with which it is not on after all."""
     lists_adapters: bool = False
     switch: tuple[str, str] | None = None
-    """Of a flag that is on or off there: the values of ours that these mean."""
+    """For a flag that is on or off there: the values of ours that these mean."""
     is_short: bool = False
     """Written with one dash."""
     values: tuple[tuple[str, str], ...] = ()
@@ -45,7 +45,7 @@ class Alias:
 
     @property
     def same(self) -> str:
-        """What of ours it is."""
+        """Our flag and value, for people."""
         assert self.of is not None
         value = "" if self.switch is None else f" {self.switch[0]}"
         return option_of(self.of) + value

@@ -52,7 +52,7 @@ _Section = TypeVar("_Section")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting, and the section and field that hold it. ``kind``: str, int, float, bool or size (bytes, or
+    """A setting, and the section and field that hold it. ``kind``: str, int, float, bool or size (bytes, or
     text)."""
 
     name: str
@@ -306,7 +306,7 @@ def build_http(values: Mapping[str, Any]) -> HttpSettings:
 
 
 def _http(given: Mapping[str, Any]) -> HttpSettings:
-    """With the keys of --api-key-file."""
+    """Build the section, with the keys of --api-key-file."""
     keys = given.get("api_key", ())
     if "api_key_file" in given:
         keys = (*keys, *_keys_in(given["api_key_file"]))
@@ -412,7 +412,7 @@ def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> N
 
 
 def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of these settings that were given, by name. Raises ConfigError where two names of one differ."""
+    """Collect the named settings that were given. Raises ConfigError where two names of one differ."""
     wanted = set(names)
     wanted |= {alias.name for alias in ALIASES if alias.of in wanted}
     return canonical(

@@ -1,4 +1,4 @@
-"""Where a server listens: an address or a path, from when it is taken until it is given back. Knows no HTTP."""
+"""The address or path of a server, from when it is taken until it is given back. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bound(http: HttpSettings) -> Iterator[socket.socket]:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where clients find a server, for people."""
+    """Give the address where clients find a server, for people."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -53,7 +53,7 @@ def bind(http: HttpSettings) -> socket.socket:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """Raises OSError."""
+    """Take a path that no server listens on. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         # Of a server that was killed. Any other file is not ours to remove.
@@ -67,6 +67,6 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
-    """What the user is told."""
+    """Word the error for the user."""
     reason = getattr(error, "strerror", None) or error
     return ConfigError(f"cannot listen on {http.uds or f'{http.host}:{http.port}'}: {reason}")

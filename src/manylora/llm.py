@@ -44,7 +44,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(slots=True)
 class _Job:
-    """One prompt on its way."""
+    """A prompt that is being answered."""
 
     request: GenerationRequest
     prompt: str | None
@@ -52,7 +52,7 @@ class _Job:
 
 
 class Generation:
-    """What ``AsyncLLM.generate`` returns: ``await`` it for all results, or iterate to see them grow."""
+    """The result of ``AsyncLLM.generate``: ``await`` it for all results, or iterate to see them grow."""
 
     def __init__(self, llm: AsyncLLM, jobs: Callable[[], Coroutine[Any, Any, list[_Job]]]) -> None:
         self._llm = llm
@@ -519,7 +519,7 @@ def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; raises InvalidRequest."""
+    """Make one prompt or several a list; raise InvalidRequest."""
     if isinstance(prompts, str):
         return [_prompt(prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
@@ -545,7 +545,7 @@ def _no_prompt(found: Any) -> InvalidRequest:
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for all, or one for each."""
+    """Spread one value over all, or check that there is one for each."""
     if value is None or isinstance(value, str | int | SamplingParams):
         return [value] * count
     if not isinstance(value, Iterable):

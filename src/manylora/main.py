@@ -143,7 +143,7 @@ def build_driver(
 
 
 def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
-    """What ``opened`` gives; raises ConfigError, in one line, where the file cannot be written."""
+    """Open a file by ``opened``; raise ConfigError, in one line, where it cannot be written."""
     try:
         return opened(Path(path))
     except (OSError, ValueError) as error:
@@ -152,32 +152,38 @@ def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Wri
 
 
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Collection[str]) -> None:
-    """Named adapters must be good (ConfigError); a bad one that was merely found is skipped, with a warning.
-
-    None of the latter can have a name that means the base, by one of ``bases``, or another adapter
-    (``why_reserved``).
-    """
+    """Add the adapters of the start. Raises ConfigError for a bad one that is named; skips, with a warning, a bad
+    one of the folder."""
     for name, path in settings.adapters:
         try:
             driver.add_adapter(name, path, verify=False)
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
+    for name, folder in adapters_found(settings, bases):
+        try:
+            driver.add_adapter(name, folder, verify=False)
+        except AdapterError as error:
+            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
+
+
+def adapters_found(settings: AdapterSettings, bases: Collection[str]) -> list[tuple[str, str]]:
+    """List the adapters of the folder, but for named ones, and reserved names, which are skipped with a warning.
+
+    ``bases``: names that mean the base (``why_reserved``). Raises ConfigError.
+    """
     if settings.adapter_dir is None:
-        return
-    named = {name for name, _ in settings.adapters}
+        return []
+    named, kept = {name for name, _ in settings.adapters}, []
     try:
         found = discover(Path(settings.adapter_dir))
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     for name, folder in found:
-        if name in named:
-            continue
-        try:
-            if reason := why_reserved(name, bases):
-                raise AdapterError(reason)
-            driver.add_adapter(name, str(folder), verify=False)
-        except AdapterError as error:
-            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
+        if reason := why_reserved(name, bases):
+            log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, reason)
+        elif name not in named:
+            kept.append((name, str(folder)))
+    return kept
 
 
 def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
@@ -269,7 +275,7 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def run_loop(work: Coroutine[Any, Any, int]) -> int:
-    """On the fastest event loop that there is."""
+    """Run it on the fastest event loop that there is."""
     try:
         from uvloop import run
     except ImportError:  # it is not made for every system
@@ -316,7 +322,7 @@ async def _serve(
 def server_settings(
     engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
-    """What a server's own side goes by. ``sock``: what it listens on."""
+    """Make the settings of a server's HTTP side. ``sock``: the one that it listens on."""
     from manylora.server.middleware import allowed_hosts
     from manylora.server.settings import ServerSettings
 

@@ -1,4 +1,4 @@
-"""What ``LLM`` and ``AsyncLLM`` give: whole results, and news of results that grow."""
+"""The results of ``LLM`` and ``AsyncLLM``: whole ones, and news of results that grow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Logprob:
     def all_at(
         position: TokenLogprobs, text: Callable[[int], str | None], rank: int | None = None
     ) -> dict[int, Logprob]:
-        """By token id. ``rank``: of the position's own token, where it is known beyond the top."""
+        """Give the position by token id. ``rank``: of the position's own token, where it is known beyond the
+        top."""
         top = enumerate(position.top, start=1)
         found = {token: Logprob(logprob, place, text(token)) for place, (token, logprob) in top}
         found.setdefault(position.token, Logprob(position.logprob, rank, text(position.token)))
@@ -33,7 +34,7 @@ class Logprob:
     def of_prompt(
         prompt: Sequence[int], scored: Iterable[PromptLogprobs | None], text: Callable[[int], str | None]
     ) -> list[dict[int, Logprob] | None] | None:
-        """Of each token of a prompt, as ``RequestOutput`` has them; one of ``scored`` is known, or none is."""
+        """Give each token of a prompt, as ``RequestOutput`` has them; one of ``scored`` is known, or none is."""
         known = next((each for each in scored if each is not None), None)
         if known is None:
             return None

@@ -40,7 +40,7 @@ def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]
     started: Future[subprocess.Popen[Any]] = Future()
 
     def run() -> None:
-        """On a thread that lasts as long as the child, since the caller's may end sooner."""
+        """Start it on a thread that lasts as long as the child, since the caller's may end sooner."""
         try:
             child = subprocess.Popen(words, **options)
         except BaseException as error:
@@ -66,7 +66,7 @@ def at_parents_end(number: signal.Signals) -> None:
 
 
 def _fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the state on; none where the system does not say."""
+    """Read /proc/PID/stat from the state on; nothing where the system does not say."""
     try:
         # Of "pid (name) state ppid pgrp ...": a name may have brackets itself.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -75,7 +75,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal or a debugger. False where the system does not say."""
+    """Tell whether a signal or a debugger has stopped the process. False where the system does not say."""
     return bool(found := _fields(pid)) and found[0] in "Tt"
 
 
@@ -89,8 +89,8 @@ def group_of(leader: int) -> list[int]:
 
 
 def effort(pids: Iterable[int]) -> float:
-    """What processes have done so far: seconds of computing, theirs and of children that have ended, and how often
-    they read a page from a disk. What stays the same for long does nothing."""
+    """Measure the work of processes so far: seconds of computing, theirs and of children that have ended, and
+    how often they read a page from a disk. What stays the same for long does nothing."""
     found = [fields for pid in pids if (fields := _fields(pid))]
     return sum(sum(map(int, each[11:15])) / _TICKS_PER_S + sum(map(int, each[9:11])) for each in found)
 

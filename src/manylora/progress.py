@@ -1,4 +1,4 @@
-"""What people see on stderr of what takes long: lines of a log, and a progress bar."""
+"""The log and the progress bars that people see on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging() -> None:
-    """One line an event on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names none."""
+    """Log each event as a line on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names
+    none."""
     level = os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper()
     levels = logging.getLevelNamesMapping()
     if level not in levels:

@@ -201,7 +201,7 @@ def _as_pairs(value: Any) -> tuple[tuple[Any, Any], ...] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What a replica is asked to do: token ids in, at most ``max_tokens`` token ids out, ``n`` times.
+    """A request to a replica: token ids in, at most ``max_tokens`` token ids out, ``n`` times.
 
     ``stop_ids`` end a sample once ``params.min_tokens`` are out (end-of-sequence ids are among them
     unless ``ignore_eos``). ``params.seed`` is always set by the time a request gets here, so a journal
@@ -269,7 +269,7 @@ class RequestError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """What the engine says of one served adapter. ``state`` is absent, loading or resident."""
+    """The engine's card of a served adapter. ``state`` is absent, loading or resident."""
 
     name: str
     path: str
@@ -282,14 +282,14 @@ class AdapterCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one of several ranks holds: its weights, and its part of every page, in bytes."""
+    """The memory of one of several ranks: its weights, and its part of every page, in bytes."""
 
     weight_bytes: int
     page_bytes: int
 
 
 class RankTraffic(NamedTuple):
-    """What one of several ranks has exchanged with the others since the start, by purpose: exchanges, and bytes of
+    """The exchanges of one of several ranks with the others since the start, by purpose: exchanges, and bytes of
     its own tensors. ``base``: sums of the base's linears and embeddings; ``lora``: of what adapters' A give;
     ``sampling``: logits and tokens; ``merging``: adapters' rows for switches, and whether these went well."""
 
@@ -305,9 +305,9 @@ class RankTraffic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What stays true while an engine lives. ``pristine_bytes``: of the copy of the base's weights that merging
-    needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters are
-    ``lora_sharding`` among; both empty where there is one. ``cold_start``: the mode in which it serves;
+    """The facts of an engine that do not change while it lives. ``pristine_bytes``: of the copy of the base's
+    weights that merging needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters
+    are ``lora_sharding`` among; both empty where there is one. ``cold_start``: the mode in which it serves;
     ``cold_start_kinds``: how requests may begin whose adapter is not on the device, by mode and source with a
     slash between. ``seed``: of requests that give none; None: each draws one."""
 

@@ -93,7 +93,7 @@ async def _serve(engine: LocalEngine, names: list[str]) -> int:
 
 
 async def _generate(engine: LocalEngine, call: GenerationRequest) -> None:
-    """Raises ConfigError where the request fails."""
+    """Wait for the answer. Raises ConfigError where the request fails."""
     async for delta in engine.generate(call):
         if delta.error is not None:
             raise ConfigError(f"a request failed: {delta.error.message}")

@@ -125,7 +125,7 @@ class AdapterCache:
         return folder
 
     def release(self, adapter: AdapterId) -> None:
-        """The version has no use for its files any more, if it had any."""
+        """Release the version's files, if it has any."""
         if (lock := self._taken.pop(adapter, None)) is not None:
             os.close(lock)
 
@@ -191,7 +191,7 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """All of them are short."""
+        """Hold the folder's lock, for moments only."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self.path / "lock", flags, 0o600)
         try:
@@ -240,7 +240,7 @@ def pull(source: FileSource, cache: AdapterCache, listing: messages.Listing) -> 
 
 
 class _Pull:
-    """One version's way over links that may end."""
+    """The copy of one version's files over links that may end."""
 
     def __init__(self, source: FileSource, cache: AdapterCache, adapter: AdapterId) -> None:
         self._source = source
@@ -249,7 +249,7 @@ class _Pull:
         self._link: Link | None = None
 
     async def run(self, digest: str) -> Path:
-        """Raises AdapterError, OSError and CacheFull."""
+        """Copy the files. Raises AdapterError, OSError and CacheFull."""
         try:
             files = await self._ask(messages.AskFiles(self._id), messages.Files)
             is_named = digest in ("", files.digest) and re.fullmatch("[0-9a-f]{64}", files.digest)

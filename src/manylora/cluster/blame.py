@@ -1,4 +1,4 @@
-"""Which requests a replica's last unanswered step was of, as a file that outlives the process.
+"""The requests of a replica's last unanswered step, as a file that outlives the process.
 
 An executor around the one that runs the steps notes them before each step, and that there are none after it, in
 memory that it shares with the file; whatever ends the process, the system keeps what was written. Read once it is
@@ -23,7 +23,7 @@ SIZE = 256 * 1024
 
 
 class StepNote:
-    """The replica's side. Written by one thread."""
+    """The replica's side of the file. Written by one thread."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -35,7 +35,7 @@ class StepNote:
             os.close(descriptor)
 
     def begin(self, requests: Iterable[str]) -> None:
-        """A step of these begins."""
+        """Note that a step of these requests begins."""
         text = "\n".join(requests).encode("utf-8", "replace")[: SIZE - _LENGTH.size]
         memory = self._memory
         memory[: _LENGTH.size] = _LENGTH.pack(0)  # what is half written counts as nothing
@@ -43,12 +43,12 @@ class StepNote:
         memory[: _LENGTH.size] = _LENGTH.pack(len(text))
 
     def end(self) -> None:
-        """It has ended, and nothing is in flight."""
+        """Note that no step is in flight."""
         self._memory[: _LENGTH.size] = _LENGTH.pack(0)
 
 
 def read_step(path: Path) -> list[str] | None:
-    """The requests of the last step that did not end; None where that cannot be known."""
+    """Read the requests of the last step that did not end; None where that cannot be known."""
     try:
         data = path.read_bytes()
     except OSError:

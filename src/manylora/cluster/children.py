@@ -70,7 +70,7 @@ class Starter(Protocol):
     """The process that has started this one, as it sees it."""
 
     def report(self, message: messages.FromChild) -> None:
-        """Dropped where the starter is gone."""
+        """Send a message; drop it where the starter is gone."""
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
@@ -78,7 +78,7 @@ class Starter(Protocol):
 
 
 class PairedStarter:
-    """One at the other end of a socket pair."""
+    """A starter at the other end of a socket pair."""
 
     def __init__(self, descriptor: int) -> None:
         self._sock = socket.socket(fileno=descriptor)
@@ -113,12 +113,12 @@ class PairedStarter:
         orphaned()
 
     def read(self) -> Any | None:
-        """The next message; None where the starter is gone."""
+        """Read the next message; None where the starter is gone."""
         return receive_message(self._sock, _to_child)
 
 
 def end_after(seconds: float, code: int = 1) -> None:
-    """Whatever hangs: the process is gone by then."""
+    """End the process after this time, whatever hangs."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -160,18 +160,18 @@ class Tasks:
         self.one_failed = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """Count the tasks that have not ended."""
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Begin one."""
+        """Begin a task."""
         task = asyncio.get_running_loop().create_task(work, name=getattr(work, "__qualname__", None))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """End all."""
+        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
 

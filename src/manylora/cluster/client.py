@@ -72,14 +72,14 @@ class ReplicaLink:
         self._task = tasks.spawn(self._follow())
 
     def send(self, message: msgspec.Struct) -> None:
-        """Dropped where the link is lost."""
+        """Send a message, once the link is there; drop it where the link is lost."""
         if self._link is not None:
             self._link.send(message)
         elif not self.is_lost:
             self._unsent.append(message)
 
     async def stats(self, timeout_s: float) -> messages.Stats | None:
-        """The engine's snapshot; None where none comes in time."""
+        """Ask for the engine's snapshot; None where none comes in time."""
         self._num_calls += 1
         call = self._num_calls
         future = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -129,7 +129,7 @@ class ReplicaLink:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """What a replica says of its engine; None: it does not answer."""
+    """The figures of a replica's engine; None: it does not answer."""
 
     replica: ReplicaId
     stats: EngineStats | None
@@ -176,7 +176,7 @@ class ClusterClient:
         self._tasks.spawn(self._follow_router())
 
     async def wait_ready(self) -> None:
-        """Until there is a router."""
+        """Wait until there is a router."""
         await self._has_router.wait()
 
     # ------------------------------------------------------------ requests
@@ -235,7 +235,7 @@ class ClusterClient:
         self._mailboxes.dispatch([delta._replace(serial=asked.serial)])
 
     def _send(self, found: OpenRequest, message: msgspec.Struct) -> None:
-        """To the replica that has the request, if one has."""
+        """Send a message to the replica that has the request, if one has."""
         if found.replica is not None:
             link = self._replicas.get(found.replica)
             if link is not None and link.endpoint.epoch == found.epoch:
@@ -250,7 +250,7 @@ class ClusterClient:
         self._note_to_send().ended.append(found.as_ended())
 
     def _refuse(self, found: OpenRequest, error: RequestError) -> None:
-        """Each of its samples ends with the error."""
+        """End each of its samples with the error."""
         self._forget(found)
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
         for sample in samples:
@@ -258,7 +258,7 @@ class ClusterClient:
             self._send_to_client(found.asked, delta)
 
     async def _give_up_without_router(self, found: OpenRequest) -> None:
-        """A request must not wait for ever for a router that does not come back."""
+        """Refuse a request for which no router has come in time."""
         await asyncio.sleep(self._queue_timeout_s)
         is_open = self._open.get(found.asked.id) is found
         if is_open and found.replica is None and self._router is None:
@@ -329,7 +329,7 @@ class ClusterClient:
     # ------------------------------------------------------------ the router
 
     def _note_to_send(self) -> messages.Note:
-        """What goes to the router when this round of the event loop is over."""
+        """Give the note that goes to the router when this round of the event loop is over."""
         if not self._has_note:
             self._has_note = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -340,7 +340,7 @@ class ClusterClient:
             return
         note, self._note, self._has_note = self._note, messages.Note(), False
         note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
-        if self._router is not None:  # else all that is open is told to the next one
+        if self._router is not None:  # else the next one gets all that is open
             self._router.send(note)
 
     async def _follow_router(self) -> None:
@@ -359,7 +359,7 @@ class ClusterClient:
                     self._tasks.spawn(self._give_up_without_router(found))
 
     def _greet(self, link: Link) -> None:
-        """Tell a router, perhaps another than before, of all that is open."""
+        """Report all open requests to a router, perhaps another than before."""
         self._note = messages.Note()
         note = messages.Note()
         for found in self._open.values():
@@ -493,7 +493,7 @@ class ClusterClient:
         return found
 
     async def replica_stats(self) -> list[ReplicaStats]:
-        """Of each replica that is up."""
+        """Ask each replica that is up for its engine's figures."""
         links = sorted(self._replicas.items())
         answers = await asyncio.gather(*(link.stats(STATS_S) for _, link in links))
         found = []
@@ -505,7 +505,7 @@ class ClusterClient:
         return found
 
     async def stats(self) -> EngineStats:
-        """The replicas' together, where a number is one that can be added up."""
+        """Add up the figures of all replicas, where they can be added."""
         records = EngineStats().records
         for each in await self.replica_stats():
             if each.stats is not None:

@@ -19,7 +19,7 @@ NEXT_S, AGAIN_S = 10.0, 0.1
 
 
 def add_cluster(commands: Any) -> None:
-    """The parser."""
+    """Add the parser of ``manylora cluster``."""
     cluster = commands.add_parser("cluster", help="look at a cluster on this machine, and change it")
     _add_place(cluster, None, 8000)
     actions = cluster.add_subparsers(metavar="ACTION", required=True)
@@ -47,7 +47,7 @@ def add_cluster(commands: Any) -> None:
 
 
 def _add_place(parser: argparse.ArgumentParser, folder: str | None, port: int | str) -> None:
-    """Which cluster it is, with these defaults."""
+    """Add the options that name a cluster, with these defaults."""
     parser.add_argument("--cluster-dir", metavar="DIR", default=folder, help="as given to serve")
     parser.add_argument("--port", type=int, default=port, help="else: the server's port (default: 8000)")
 
@@ -82,7 +82,7 @@ class NotThere(Exception):
 
 
 def ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
-    """The lines of an answer, as they come. Raises NotThere."""
+    """Yield the lines of an answer. Raises NotThere."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             with short_path(folder) as path:

@@ -165,7 +165,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
 
 
 async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[messages.Joining, EngineInfo]:
-    """What the cluster serves, once it does. Raises ConfigError."""
+    """Ask until the cluster says what it serves. Raises ConfigError."""
     hello = Hello(messages.NEWCOMER, 0, 1, os.getpid(), VERSION, "")
     until_s = time.monotonic() + JOIN_S
     while True:
@@ -185,7 +185,7 @@ async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[mess
 
 
 def _address(text: str) -> tuple[str, int]:
-    """HOST:PORT. Raises ConfigError."""
+    """Parse HOST:PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
         raise ConfigError(f"--connect must be HOST:PORT, got {text!r}")

@@ -83,7 +83,7 @@ def credentials_of(secret: bytes, files: TlsFiles | None, host: str | None = Non
 
 
 def why_broken(error: ssl.SSLError) -> str:
-    """In a few words."""
+    """Say in a few words why TLS failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
     return (error.reason or str(error)).lower().replace("_", " ")
@@ -173,7 +173,7 @@ class _Reader(asyncio.StreamReader):
 
 
 class Link:
-    """One connection. ``peer``: what the side that dialled said of itself; ``epoch``: the listener's."""
+    """A connection of two processes. ``peer``: the dialling side's hello; ``epoch``: the listener's."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing has come."""
+        """The time since something last came."""
         return self._silent_beats * BEAT_S
 
     def _beat(self) -> None:
@@ -461,7 +461,7 @@ class Listener:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     async def _examine(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
-        """None: the other side was told why it is not wanted. Raises what says that it is no peer."""
+        """Agree on a link; None where the other side was refused. Raises an error where it is no peer."""
         try:
             return await self._agree(reader, writer)
         except BaseException:

@@ -65,21 +65,19 @@ class NodeShare:
                 f"{num_at_start} replicas do not fit on {len(self._gpus)} GPUs: --replicas-per-gpu shares them, "
                 "--device cpu does without"
             )
-        if self._gpus and per_gpu > 1 and settings.cache.device_pool is None:
-            raise ConfigError(
-                "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
-            )
+        if self._gpus:
+            check_shared_gpu(settings, per_gpu)
         self._cores = num_cores() // most
         self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
 
     @property
     def _room(self) -> int:
-        """For so many replicas there are GPUs."""
+        """The number of replicas that there are GPUs for."""
         return self._per_gpu * (len(self._gpus) // self._ranks)
 
     @property
     def most_replicas(self) -> int | None:
-        """How many fit here; None: any number."""
+        """The number of replicas that fit here; None: any."""
         return self._room if self._gpus else None
 
     def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
@@ -87,7 +85,7 @@ class NodeShare:
         return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
-        """What a replica's process is to have in its environment; its ranks share the threads and the GPUs."""
+        """Give the environment of a replica's process, whose ranks share the threads and the GPUs."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(1, self._cores))
@@ -98,8 +96,16 @@ class NodeShare:
 
 
 def gpus_needed(replicas: int, ranks: int, per_gpu: int) -> int:
-    """How many GPUs so many replicas of so many ranks take where ``per_gpu`` replicas share each."""
+    """Count the GPUs of so many replicas of so many ranks where ``per_gpu`` replicas share each."""
     return ranks * -(-replicas // per_gpu)
+
+
+def check_shared_gpu(settings: EngineSettings, per_gpu: int) -> None:
+    """Raise ConfigError where replicas share a GPU and each would take most of it."""
+    if per_gpu > 1 and settings.cache.device_pool is None:
+        raise ConfigError(
+            "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
+        )
 
 
 def shared_pools(
@@ -128,7 +134,7 @@ def with_share(
 
 
 class NotStarted(Exception):
-    """No process runs: it could not be started, or was ended because its start hung. The message says why."""
+    """A start that has failed, or was ended because it hung; the message says why."""
 
 
 class Started(Protocol):
@@ -137,14 +143,14 @@ class Started(Protocol):
     pid: int
 
     async def begun(self) -> messages.ChildReady | Failed | None:
-        """What it says of its start; None where it ends without a word. Raises NotStarted where it hung, and was
-        ended."""
+        """Wait for its report of its start; None where it ends without one. Raises NotStarted where it hung and
+        was ended."""
 
     async def live(self, silence_s: float) -> bool:
         """Wait until it ends or has been silent for so long; whether it ends."""
 
     def stop(self) -> None:
-        """Tell it to end in order; a second time: now."""
+        """Have it end in order; called again: now."""
 
     def kill(self) -> None:
         """End it, and what it has started, stopped or not."""
@@ -282,11 +288,11 @@ class LocalProcess:
         return answer
 
     async def receive(self) -> Any | None:
-        """The next thing that it says; None when it will say nothing any more."""
+        """Wait for its next message; None when its stream has ended."""
         return await read_message(self._reader, _from_child)
 
     def send(self, message: messages.ToChild) -> None:
-        """Hand it a message."""
+        """Send it a message."""
         self._writer.write(frame(message))
 
     def stop(self) -> None:

@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 BOUNDS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
 
 STATES = ("starting", "running", "suspect", "draining", "drained", "waiting", "stopping")
-"""What a replica may be: coming up; serving; silent; letting go of its requests; empty, and to stay so; about to
+"""What a replica may be: coming up; serving; silent; releasing its requests; empty, and to stay so; about to
 be started again; about to end."""
 
 
@@ -35,7 +35,7 @@ be started again; about to end."""
 class ReplicaMember:
     """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
     last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
-    ``reported``: of those, what the router has been told."""
+    ``reported``: those of them that the router knows."""
 
     id: ReplicaId
     epoch: int
@@ -54,7 +54,7 @@ class ReplicaMember:
             self.link.send(messages.AddAdapter(listing, verify))
 
     def receive_answer(self, answer: messages.AdapterReady) -> None:
-        """It serves the version, or says why not."""
+        """Note that it serves the version, or why not."""
         if answer.id not in self.asked:
             return
         self.answers[answer.id] = answer
@@ -64,7 +64,7 @@ class ReplicaMember:
             self.pauses[answer.id] = pause_s, time.monotonic() + pause_s
 
     def why_not(self, adapter: AdapterId) -> str:
-        """Why it does not serve a version, as far as it has said so."""
+        """Say why it does not serve a version, as far as it has said so."""
         answer = self.answers.get(adapter)
         return "?" if answer is None or answer.error is None else answer.error.message
 
@@ -80,7 +80,7 @@ class ReplicaMember:
         self.link.send(messages.DropAdapter(adapter))
 
     def forget(self, adapter: AdapterId) -> None:
-        """It holds nothing of the version any more."""
+        """Drop what is known of a version that it holds nothing of any more."""
         self.asked.discard(adapter)
         self.answers.pop(adapter, None)
         self.pauses.pop(adapter, None)
@@ -104,12 +104,12 @@ class FrontendMember:
 
 
 def can_serve(up: Mapping[ReplicaId, ReplicaState]) -> bool:
-    """Whether a replica takes requests, or will when it has room."""
+    """Tell whether a replica takes requests, or will when it has room."""
     return any(not each.is_suspect and each.drains_from_s is None for each in up.values())
 
 
 class Members:
-    """All that are linked now, by id."""
+    """The processes that are linked now, by id."""
 
     def __init__(self) -> None:
         self.replicas: dict[ReplicaId, ReplicaMember] = {}
@@ -117,7 +117,7 @@ class Members:
         self.supervisor: Link | None = None
 
     def endpoints(self, up: Mapping[ReplicaId, ReplicaState]) -> messages.Endpoints:
-        """Where front ends find the replicas that are up."""
+        """Say where front ends find the replicas that are up."""
         return messages.Endpoints(
             [
                 messages.Endpoint(each.id, each.epoch, each.up.host, each.up.port)
@@ -128,25 +128,25 @@ class Members:
         )
 
     def unlinked(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:
-        """Those that run and are not linked."""
+        """Find the slots whose replicas run and are not linked."""
         linked = {each.id: each.epoch for each in self.replicas.values()}
         return [slot for slot in slots if slot.state == "running" and linked.get(slot.id, 0) < slot.epoch]
 
     def send_to_frontends(self, message: messages.ToFrontendFromRouter) -> None:
-        """The same to all."""
+        """Send the same to all front ends."""
         for each in self.frontends.values():
             each.link.send(message)
 
 
 class Decisions:
-    """How long one router's decisions have taken since its start, as a histogram."""
+    """A histogram of the times that one router's decisions have taken since its start."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One decision."""
+        """Count one decision."""
         self._counts[bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
@@ -160,7 +160,7 @@ class Decisions:
 
 
 def state_of(slot: messages.Slot, router: Router) -> str:
-    """The state of what runs at a place."""
+    """Give the state of the replica at a place."""
     if slot.state != "running":
         return slot.state
     replica = router.fleet.up.get(slot.id)
@@ -186,7 +186,7 @@ def status(
     decisions: Decisions,
     lacks: dict[ReplicaId, list[str]],
 ) -> dict[str, Any]:
-    """The whole of it, as JSON has it. ``lacks``: names of adapters that a replica cannot serve."""
+    """Describe the cluster as JSON. ``lacks``: names of adapters that a replica cannot serve."""
     frontends = []
     started = {child.id for child in table.frontends}
     joined = [

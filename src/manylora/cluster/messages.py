@@ -1,4 +1,4 @@
-"""What the processes of a cluster say to each other, by the link that it goes over.
+"""The messages of a cluster's processes, by the link that they go over.
 
 Between a front end and the router requests go by what routing needs to know; tokens go between front ends and
 replicas alone. Does not know how any of it is carried out.
@@ -40,7 +40,7 @@ RAY = "ray"
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """One revision of the registry: what became of one version of an adapter. ``state``: "loading", until replicas
+    """A revision of the registry: the state of one version of an adapter. ``state``: "loading", until replicas
     have it; "listed"; "leaving", when no new request may name it; "gone", when no replica has it any more.
     ``digest``: of its files, "" where these were not read."""
 
@@ -77,7 +77,7 @@ class Note(msgspec.Struct, tag=True):
 
 
 class Synced(msgspec.Struct, tag=True):
-    """All open requests have been told of: the first thing that a front end says."""
+    """All open requests have been reported: the first message of a front end after them."""
 
 
 class AdapterCall(msgspec.Struct, tag=True):
@@ -96,7 +96,7 @@ class HasRevision(msgspec.Struct, tag=True):
 
 
 class AskStatus(msgspec.Struct, tag=True):
-    """How is the cluster?"""
+    """A question for the cluster's status."""
 
     call: int
 
@@ -107,7 +107,7 @@ ToRouterFromFrontend = Note | Synced | AdapterCall | HasRevision | AskStatus
 
 
 class Rulings(msgspec.Struct, tag=True):
-    """What the router has decided, in order within each list; one request is in at most one of them."""
+    """The router's decisions, in order within each list; a request is in one of the lists at most."""
 
     assign: list[Assign] = []
     withdraw: list[Withdraw] = []
@@ -124,14 +124,14 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Endpoints(msgspec.Struct, tag=True):
-    """All replicas that are up now. ``can_serve``: one of them takes requests."""
+    """The replicas that are up now. ``can_serve``: one of them takes requests."""
 
     endpoints: list[Endpoint]
     can_serve: bool = True
 
 
 class Revisions(msgspec.Struct, tag=True):
-    """What has changed up to this revision; ``is_whole``: all that is listed or leaving, and nothing else is."""
+    """The changes up to this revision; ``is_whole``: all that is listed or leaving, and nothing else is."""
 
     revision: int
     listings: list[Listing]
@@ -154,7 +154,7 @@ ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
 
 
 class Joining(msgspec.Struct, tag=True):
-    """What a front end has to know that its starter does not tell it. ``info``: None while no replica has come up;
+    """The settings of a front end that was started by hand. ``info``: None while no replica has come up;
     ``model``: the digest."""
 
     engine: EngineSettings
@@ -222,7 +222,7 @@ class AddAdapter(msgspec.Struct, tag=True):
 
 
 class DropAdapter(msgspec.Struct, tag=True):
-    """No request will name this version any more."""
+    """Free this version: no request will name it any more."""
 
     id: AdapterId
 
@@ -240,7 +240,7 @@ ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | KeepAdapter
 
 
 class AskFiles(msgspec.Struct, tag=True):
-    """Which files does this version have?"""
+    """A question for the files of a version."""
 
     id: AdapterId
 
@@ -275,7 +275,7 @@ class FilePiece(msgspec.Struct, tag=True):
 
 
 class NoFiles(msgspec.Struct, tag=True):
-    """They cannot be had."""
+    """The files cannot be had."""
 
     error: RequestError
 
@@ -303,14 +303,14 @@ class CancelAttempt(msgspec.Struct, tag=True):
 
 
 class ReleaseAttempt(msgspec.Struct, tag=True):
-    """Let an attempt go, for another replica: its open samples end as released."""
+    """Release an attempt for another replica: its open samples end as released."""
 
     request: RequestId
     attempt: int
 
 
 class AskStats(msgspec.Struct, tag=True):
-    """How is the engine?"""
+    """A question for the engine's figures."""
 
     call: int
 
@@ -354,8 +354,8 @@ class ChildProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessTable(msgspec.Struct, tag=True):
-    """All that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number. ``info``: of
-    the first replica that came up."""
+    """The processes that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number.
+    ``info``: of the first replica that came up."""
 
     slots: list[Slot]
     frontends: list[ChildProcess]
@@ -366,7 +366,7 @@ class ProcessTable(msgspec.Struct, tag=True):
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A replica's process has ended. ``is_crash``: not because it was told to. ``blamed``: the requests of its
+    """A replica's process has ended. ``is_crash``: nobody has asked it to. ``blamed``: the requests of its
     last step; None where that is not known."""
 
     replica: ReplicaId
@@ -387,13 +387,13 @@ class EndReplica(msgspec.Struct, tag=True):
 
 
 class StartReplicas(msgspec.Struct, tag=True):
-    """There are to be these replicas, too."""
+    """Start these replicas, too."""
 
     replicas: list[ReplicaId]
 
 
 class EndSlot(msgspec.Struct, tag=True):
-    """The replica is empty, and is to end for good."""
+    """End the replica, which is empty, for good."""
 
     replica: ReplicaId
 
@@ -412,7 +412,7 @@ ToSupervisorFromRouter = EndReplica | StartReplicas | EndSlot | NoteDrain | Revi
 
 
 class ChildReady(msgspec.Struct, tag=True):
-    """It runs. ``info``: a replica's."""
+    """The process runs. ``info``: a replica's."""
 
     info: EngineInfo | None = None
 
@@ -426,7 +426,7 @@ class Ping(msgspec.Struct, tag=True):
 
 
 class Pong(msgspec.Struct, tag=True):
-    """It does."""
+    """The answer: it does."""
 
 
 # ---------------------------------------------------------------- supervisor <-> its process that speaks to Ray
@@ -469,7 +469,7 @@ class ActorBegan(msgspec.Struct, tag=True):
 
 
 class ActorSaid(msgspec.Struct, tag=True):
-    """What it said of its start."""
+    """The actor's report of its start."""
 
     name: str
     said: ChildReady | Failed

@@ -1,4 +1,4 @@
-"""A request that a front end has taken and not answered to its end: its account, and where it runs now."""
+"""An open request of a front end: its account, and where it runs now."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from manylora.router.queue import CLEARED_TOKENS
 from manylora.types import AdapterId
 
 PROGRESS_TOKENS = 32
-"""The router is told of a sample's first token, and of every so many; and of the first ones of an attempt after a
-death, since a request that runs alone has a replica to itself as long as it may be to blame."""
+"""A sample's first token, and every so many, are reported to the router; after a death an attempt's first
+ones, too, since a request that runs alone has a replica to itself as long as it may be to blame."""
 
 
 class OpenRequest:
@@ -48,7 +48,7 @@ class OpenRequest:
         self._began: Sequence[int] = self._reported
 
     def as_asked(self) -> Asked:
-        """What a router is to know of it now."""
+        """Describe the request for a router that has to place it."""
         params, ledger = self.asked.params, self.ledger
         positions = ledger.positions if any(ledger.positions) else ()
         return Asked(
@@ -66,16 +66,16 @@ class OpenRequest:
         )
 
     def as_held(self) -> Held:
-        """The same where a replica has it."""
+        """Describe the request for a router while a replica has it."""
         assert self.replica is not None
         return Held(self.as_asked(), self.replica, self.epoch)
 
     def as_withdrawn(self) -> Withdrawn:
-        """What it is to know when the replica has released all that is open."""
+        """Report that the replica has released all open samples."""
         return Withdrawn(self.asked.id, self.ledger.attempt, self.ledger.positions)
 
     def as_ended(self) -> Ended:
-        """What it is to know when all samples have ended."""
+        """Report that all samples have ended."""
         asked, replies = self.asked, self.ledger.tokens
         blocks = [
             block
@@ -85,7 +85,7 @@ class OpenRequest:
         return Ended(asked.id, sum(map(len, replies)) // len(replies), tuple(blocks))
 
     def assign(self, assign: Assign, epoch: int) -> GenerationRequest:
-        """Another attempt begins: what its replica is to be sent."""
+        """Begin another attempt; give the request for its replica."""
         self.replica, self.epoch = assign.replica, epoch
         self._failures, self._deaths = assign.failures, assign.deaths
         self._released.clear()
@@ -96,24 +96,24 @@ class OpenRequest:
         return dataclasses.replace(request, version=self.version, more=False)
 
     def take(self, delta: Delta) -> Delta | None:
-        """Account for a delta of the present attempt; as the client is to see it."""
+        """Account for a delta of the present attempt; give it as the client sees it."""
         if delta.finish_reason == RELEASED:
             self._released.add(delta.sample)
         out = self.ledger.take(delta)
         if out is None:
             return None
-        if self._has_reported:  # what a first delta brings was said already
+        if self._has_reported:  # a first delta's figures were sent already
             return out._replace(timing=Timing(out.timing.spread_s))
         self._has_reported = True
         return out
 
     @property
     def is_released(self) -> bool:
-        """Whether its replica has let all of it go that has not ended."""
+        """Whether its replica has released all samples that have not ended."""
         return bool(self._released) and self._released.issuperset(self.ledger.open_samples)
 
     def progress(self, sample: int) -> Progress | None:
-        """What the router is to know of the sample's tokens, if anything new."""
+        """Report the sample's tokens to the router, if there is news for it."""
         position, reported = self.ledger.positions[sample], self._reported[sample]
         cleared = self._began[sample] + CLEARED_TOKENS
         is_cleared = self._deaths > 0 and reported < cleared <= position

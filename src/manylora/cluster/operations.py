@@ -1,4 +1,4 @@
-"""What people ask of a cluster, and what scaling does: drains, moves, another number of replicas, a rolling
+"""The operations of people and of scaling on a cluster: drains, moves, another number of replicas, a rolling
 restart.
 
 Each is made of events to the router and orders to the supervisor; no request is lost by any of them.
@@ -31,11 +31,11 @@ _T = TypeVar("_T")
 
 
 class Refusal(Exception):
-    """It cannot be done; the message says why."""
+    """An operation that cannot be done; the message says why."""
 
 
 class Operations:
-    """Of one router."""
+    """The operations of one router."""
 
     def __init__(self, board: Switchboard, options: ClusterOptions) -> None:
         self._board = board
@@ -96,7 +96,7 @@ class Operations:
         return True
 
     async def _until_up(self, epochs: dict[ReplicaId, int]) -> None:
-        """Until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where such a start
+        """Wait until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where a start
         fails; it is tried again all the same."""
 
         def are_up() -> bool:
@@ -110,7 +110,7 @@ class Operations:
         await self._until(are_up)
 
     async def in_time(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """What an operation gives. Raises Refusal, also where it takes too long; it goes on then."""
+        """Give an operation's result. Raises Refusal, also where it takes too long; it goes on then."""
         doing = asyncio.ensure_future(work)
         try:
             return await asyncio.wait_for(asyncio.shield(doing), ANSWER_S)
@@ -122,7 +122,7 @@ class Operations:
     # ------------------------------------------------------------ drains
 
     async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
-        """The replica gets no more work; returns when it has none. Raises Refusal."""
+        """Give the replica no more work; return when it has none. Raises Refusal."""
         await self._empty(replica, "stay", migrate=migrate)
 
     async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
@@ -148,7 +148,7 @@ class Operations:
     # ------------------------------------------------------------ scaling
 
     async def scale(self, count: int) -> None:
-        """So many replicas; returns when they run, and no others. Drained ones end first, and those that are
+        """Scale to so many replicas; return when they run, and no others. Drained ones end first; those that are
         still wanted are started anew, to serve again. Raises Refusal."""
         await self._resize(count)
         drained = [replica for replica in self._staying() if self._is_drained(replica)]
@@ -176,7 +176,7 @@ class Operations:
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
-        """Its requests go elsewhere, then it ends for good. Raises Refusal."""
+        """Move its requests elsewhere, then end it for good. Raises Refusal."""
         if self._slot(replica) is None:
             raise Refusal(f"there is no replica {replica}")
         if not any(other != replica and not self._is_drained(other) for other in self._staying()):
@@ -206,7 +206,7 @@ class Operations:
                 self._tasks.spawn(self._by_itself(self._resize(len(staying) - 1)))
 
     async def _by_itself(self, work: Coroutine[Any, Any, Any]) -> None:
-        """What no person has asked for."""
+        """Do work that no person has asked for: a refusal goes to the log."""
         try:
             await work
         except Refusal as error:
@@ -239,7 +239,7 @@ class Operations:
         left, there, asked = set(names), set[str](), set[str]()
 
         def have_moved() -> bool:
-            """Asks for those that can be let go by now."""
+            """Ask for the moves of requests that can leave by now."""
             for name in [name for name in left - asked if router.can_leave(name)]:
                 asked.add(name)
                 self._board.handle(MoveAsked(name, replica))

@@ -27,7 +27,7 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
-from manylora.cluster.local import gpus_needed, shared_pools, with_share
+from manylora.cluster.local import check_shared_gpu, gpus_needed, shared_pools, with_share
 from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
 from manylora.devices.free_memory import free_bytes
@@ -119,10 +119,8 @@ class RayNodes:
                 "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which gives "
                 "parts of one GPU only"
             )
-        if self.uses_gpus and per_gpu > 1 and settings.cache.device_pool is None:
-            raise ConfigError(
-                "--replicas-per-gpu above 1 needs --device-pool: each takes most of a GPU otherwise"
-            )
+        if self.uses_gpus:
+            check_shared_gpu(settings, per_gpu)
 
     @property
     def num_gpus(self) -> int:
@@ -139,12 +137,12 @@ class RayNodes:
         return sum(map(self._room, self._nodes.values())) if self.uses_gpus else None
 
     def _room(self, node: RayNodeFacts) -> int:
-        """For so many replicas the node has GPUs: those of one lie on one node."""
+        """Count the replicas that the node has GPUs for; those of one replica lie on one node."""
         return self._per_gpu * (node.gpus // self._ranks)
 
     @property
     def gpus_each(self) -> float:
-        """What Ray is to keep for a replica."""
+        """The GPUs that Ray keeps for a replica."""
         return self._ranks / self._per_gpu if self.uses_gpus else 0
 
     def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
@@ -289,7 +287,7 @@ class _Driver:
         self._starter.report(messages.ActorEnded(name, code, reason))
 
     def _start(self, name: str, encoded: bytes) -> Any:
-        """The call that ends with the actor."""
+        """Start an actor; give the call that ends with it."""
         ray = self._ray
         options = {
             "max_concurrency": 8,
@@ -362,7 +360,7 @@ class ReplicaActor:
         self._stopped: Callable[[], None] | None = None
 
     def place(self) -> tuple[int, str, str]:
-        """The process, and the node that it is on: Ray's id, and the address."""
+        """Give the process's id, and its node: Ray's id and the address."""
         import ray
 
         return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
@@ -418,7 +416,7 @@ class ReplicaActor:
 
 
 def _keep_stderr_for_replicas() -> None:
-    """What replicas write, Ray prints here. What its own libraries write to the descriptor goes nowhere."""
+    """Keep stderr for what Ray prints of replicas; drop what its own libraries write to the descriptor."""
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -37,7 +37,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def check_ray() -> None:
-    """Raises ConfigError where there is no Ray of the version that this was built for."""
+    """Check that Ray is there, in the version that this was built for. Raises ConfigError."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--launcher ray needs ray: pip install 'manylora[cluster]'")
     found = importlib.metadata.version("ray")
@@ -181,23 +181,23 @@ class RayProcess:
         self._said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
 
     def begin(self, pid: int) -> None:
-        """It runs."""
+        """Note that it runs."""
         self.pid = pid
         self._begun.set()
 
     def report(self, said: messages.ChildReady | Failed) -> None:
-        """It has said this."""
+        """Note its report of its start."""
         self._said.put_nowait(said)
 
     def end(self, code: int) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         self._code = code
         self._begun.set()
         self._ended.set()
         self._said.put_nowait(None)
 
     async def wait_begun(self) -> None:
-        """Until it runs, or never will."""
+        """Wait until it runs, or never will."""
         await self._begun.wait()
 
     async def begun(self) -> messages.ChildReady | Failed | None:

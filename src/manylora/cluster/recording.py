@@ -27,8 +27,7 @@ _File = TypeVar("_File")
 
 
 def journal_name(path: str, role: str, epoch: int) -> str:
-    """Where a router or a replica keeps what the user asked for at ``path``: a router's first life has no epoch in
-    its name."""
+    """Name a router's or a replica's own file for ``path``; the name of the first router has no epoch."""
     if role == "router":
         return f"{path}.router" if epoch == 1 else f"{path}.router.e{epoch}"
     return f"{path}.{role}.e{epoch}"
@@ -37,8 +36,8 @@ def journal_name(path: str, role: str, epoch: int) -> str:
 def open_of_router(
     settings: EngineSettings, config: RouterConfig, epoch: int
 ) -> tuple[JournalWriter | None, LineFile | None]:
-    """The router's own journal and trace, as far as they are wanted, and as far as a router that takes another's
-    place can write them. Raises ConfigError where the first one cannot."""
+    """Open the router's journal and trace where they are wanted. Raises ConfigError where the first router cannot
+    write them; a later one does without."""
 
     def opened(what: str, path: str | None, make: Callable[[Path], _File]) -> _File | None:
         name = None if path is None else journal_name(path, "router", epoch)
@@ -80,7 +79,7 @@ def _tried(path: Path) -> str:
 
 
 class TraceLines:
-    """The router's decisions as lines, for the trace file and for people that look on.
+    """The router's decisions as lines, for the trace file and for ``manylora cluster trace``.
 
     ``file``: None where no trace is kept. ``traced`` lets others have the lines, too.
     """
@@ -105,7 +104,7 @@ class TraceLines:
             self._listeners.remove(lines)
 
     def write(self, now: float, command: Routed | Planned) -> None:
-        """A decision."""
+        """Write a decision."""
         if self._file is None and not self._listeners:
             return
         if isinstance(command, Routed):

@@ -95,7 +95,7 @@ class Rollout:
             self._log.append(*changed)
 
     def take_over(self) -> None:
-        """Another router kept the log before: finish what it had begun."""
+        """Finish what another router, which kept the log before, had begun."""
         half = [each for each in self._log.current.values() if each.state == "loading"]
         if half:
             self._append(*(msgspec.structs.replace(each, state="gone") for each in half))
@@ -108,11 +108,11 @@ class Rollout:
     # ------------------------------------------------------------ members
 
     def whole(self) -> messages.Revisions:
-        """All that there is."""
+        """Give the whole registry."""
         return messages.Revisions(self.revision, list(self._log.current.values()), is_whole=True)
 
     def greet(self, replica: ReplicaMember, has: list[AdapterId]) -> None:
-        """A replica is to have what all have, and nothing else."""
+        """Have a new replica serve what is listed, and nothing else."""
         for adapter in has:
             if adapter not in self._log.current:
                 replica.drop(adapter)
@@ -141,7 +141,7 @@ class Rollout:
                 self._report(Listed(each.id, each.rank, each.num_pages, self.revision))
 
     def receive(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
-        """A replica has done what it was asked for."""
+        """Note that a replica has done what it was asked for."""
         if isinstance(message, messages.AdapterGone):
             replica.forget(message.id)
         else:
@@ -149,7 +149,7 @@ class Rollout:
         self.pulse()
 
     def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
-        """What is listed, and the replica has said that it cannot have."""
+        """Find the listed versions that the replica has said it cannot have."""
         found = (self._log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
 
@@ -164,7 +164,7 @@ class Rollout:
         return tuple(sorted(replica.reported))
 
     def names_lacking(self) -> dict[ReplicaId, list[str]]:
-        """What each replica cannot serve, for people."""
+        """Name the adapters that each replica cannot serve, for people."""
         return {
             each.id: sorted(listing.name for listing in self._lacking(each))
             for each in self._members.replicas.values()
@@ -180,7 +180,7 @@ class Rollout:
                         replica.ask_again(listing)
 
     def receive_revision(self, frontend: FrontendMember, revision: int) -> None:
-        """A front end goes by this revision now."""
+        """Note that a front end goes by this revision now."""
         frontend.revision = max(frontend.revision, revision)
         self.pulse()
 
@@ -204,18 +204,18 @@ class Rollout:
         return listing
 
     def pulse(self) -> None:
-        """Something has changed that may be waited for."""
+        """Wake all that waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
     # ------------------------------------------------------------ requests
 
     def use(self, adapter: AdapterId) -> None:
-        """A live request names the version."""
+        """Note that a live request names the version."""
         self._uses[adapter] += 1
 
     def unuse(self, adapter: AdapterId) -> None:
-        """One less does."""
+        """Note that one request less names it."""
         self._uses[adapter] -= 1
         if not self._uses[adapter]:
             del self._uses[adapter]
@@ -346,7 +346,7 @@ class AdapterLog:
             raise ConfigError(f"cannot use the registry {path}: {error}") from error
 
     def new_id(self) -> AdapterId:
-        """A version that was never there, whatever becomes of this one."""
+        """Number a version as none was before."""
         self._last_id += 1
         return self._last_id
 
@@ -356,8 +356,8 @@ class AdapterLog:
         return next(found, None)
 
     def append(self, *listings: Listing) -> list[Listing]:
-        """One revision more, of all these; as they are in it. Raises AdapterError where it cannot be written: then
-        nothing has changed."""
+        """Write one revision of these listings; give them as they are in it. Raises AdapterError where it cannot
+        be written: then nothing has changed."""
         revision = self.revision + 1
         numbered = [msgspec.structs.replace(each, revision=revision) for each in listings]
         marks = ", ".join("?" * len(_FIELDS))
@@ -403,7 +403,7 @@ class AdapterLog:
 
 
 async def serve_files(link: Link, registry: Rollout) -> None:
-    """The router's side of a link, until it ends."""
+    """Answer a replica that copies adapters' files, until its link ends."""
     while (message := await link.receive()) is not None:
         answer: messages.ToPullerFromRouter
         try:

@@ -112,7 +112,7 @@ class _Lease:
         threading.Thread(target=self._watch, name="manylora-lease", daemon=True).start()
 
     def renew(self, asked_s: float) -> None:
-        """The router has answered what was said at this moment."""
+        """Renew it: the router has answered a message of this moment."""
         before_s = 0.0 if self._until_s == float("inf") else self._until_s
         self._until_s = max(before_s, asked_s + self._lasts_s)
 
@@ -124,7 +124,7 @@ class _Lease:
 
 
 class _Seen:
-    """Which of the router's assignments have come: the number up to which all have, or never will."""
+    """The router's assignments that have come: the number up to which all have, or never will."""
 
     def __init__(self) -> None:
         self.router = 0
@@ -132,7 +132,7 @@ class _Seen:
         self._ahead: dict[int, float] = {}
 
     def begin(self, router: int) -> None:
-        """Another router counts anew."""
+        """Begin anew where another router counts."""
         if router != self.router:
             self.router, self.upto = router, 0
             self._ahead.clear()
@@ -256,7 +256,7 @@ class _Replica:
             link.send(messages.Stats(call, None))
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """To the front ends whose requests these are of; one that is gone needs none."""
+        """Send deltas to the front ends whose requests they are of, as far as these are there."""
         by_link: dict[int, tuple[Link, list[Delta]]] = {}
         for delta in deltas:
             found = self._open.get(delta.request)
@@ -358,7 +358,7 @@ class _Replica:
             self._cache.release(adapter)
 
     def _send(self, message: messages.ToRouterFromReplica) -> None:
-        """To the router that there is now."""
+        """Send a message to the router, if there is one."""
         if self._router is not None:
             self._router.send(message)
 
@@ -377,7 +377,7 @@ class _Replica:
             await asyncio.sleep(REPORT_S)
 
     async def _make_report(self) -> None:
-        """The replica's own status where the step loop gives one soon; else that it lives."""
+        """Report the replica's status where the step loop gives it soon, else that the replica lives."""
         link = self._router
         if link is None:
             return
@@ -402,7 +402,7 @@ class _Replica:
         link.send(messages.Alive(now, self._report_of(status)))
 
     def _send_alive(self) -> None:
-        """A step is long: counts are as they were."""
+        """Report that the replica lives, with the last counts: a step is long."""
         report = None
         if self._last is not None and not self._is_whole:
             report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))

@@ -16,17 +16,15 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from manylora.adapters.sources import discover
 from manylora.cluster import children, messages
 from manylora.cluster.children import Tasks
 from manylora.cluster.folder import admin_socket, short_path
 from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
-from manylora.config import ConfigError, EngineSettings
-from manylora.main import warn_of_shares
+from manylora.config import ConfigError
+from manylora.main import adapters_found, warn_of_shares
 from manylora.protocol import AdapterError
-from manylora.types import why_reserved
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +37,9 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     try:
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
         adapter_log.restore(launch.listings, launch.last_adapter)
-        process = Switchboard(
-            launch, adapter_log, [] if launch.takes_over else _named_adapters(launch.engine)
-        )
+        adapters, bases = launch.engine.adapters, launch.engine.model.names
+        named = [] if launch.takes_over else [*adapters.adapters, *adapters_found(adapters, bases)]
+        process = Switchboard(launch, adapter_log, named)
     except AdapterError as error:
         raise ConfigError(str(error)) from error
     if not launch.takes_over:
@@ -80,23 +78,6 @@ def _warn_of_shares(launch: children.Launch, adapter_log: AdapterLog) -> None:
         listed = (each.name for each in adapter_log.current.values() if each.state == "listed")
         known = [launch.engine.model.name, *listed]
     warn_of_shares(queue, known)
-
-
-def _named_adapters(settings: EngineSettings) -> list[tuple[str, str]]:
-    """Adapters that the start names, and those of the folder. Raises ConfigError."""
-    adapters = settings.adapters
-    named = dict(adapters.adapters)
-    if adapters.adapter_dir is not None:
-        try:
-            found = discover(Path(adapters.adapter_dir))
-        except AdapterError as error:
-            raise ConfigError(str(error)) from error
-        for name, folder in found:
-            if reason := why_reserved(name, settings.model.names):
-                log.warning("adapter %r in %s is skipped: %s", name, adapters.adapter_dir, reason)
-            else:
-                named.setdefault(name, str(folder))
-    return list(named.items())
 
 
 class Admin:

@@ -97,7 +97,7 @@ class ProcessPlace:
 
 
 class ReplicaPlace:
-    """One place. ``run`` keeps a replica there until ``end``. ``folder``: the cluster's, for the next start."""
+    """A place where ``run`` keeps a replica until ``end``. ``folder``: the cluster's, for the next start."""
 
     def __init__(
         self,
@@ -126,13 +126,13 @@ class ReplicaPlace:
         self._is_ended = False  # the present process, by this one
 
     def as_slot(self) -> messages.Slot:
-        """What the router is to know."""
+        """Describe the place for the router."""
         process = self._place.process
         pid = 0 if process is None else process.pid
         return messages.Slot(self.id, self.epoch, pid, self.state, self.drains_to, self.why)
 
     async def run(self) -> None:
-        """Until ``end``."""
+        """Start replicas one after the other until ``end``."""
         while self._is_wanted:
             self.epoch += 1
             await self._live()
@@ -143,7 +143,7 @@ class ReplicaPlace:
         self._set("gone")
 
     async def _live(self) -> None:
-        """One epoch."""
+        """Run one epoch: from a start to the end of its process."""
         self._is_ended = False
         folder = Path(self.folder)
         try:
@@ -193,13 +193,13 @@ class ReplicaPlace:
         self._changed()
 
     def kill(self, epoch: int) -> None:
-        """The replica of this epoch must not serve any more."""
+        """Kill the replica of this epoch: it must not serve any more."""
         if epoch == self.epoch and self._place.process is not None:
             self._is_ended = True
             self._place.process.kill()
 
     async def end(self) -> None:
-        """Nothing is to run here any more."""
+        """End what runs here, and start nothing more."""
         self._is_wanted = False
         process = self._place.process
         if process is None:

@@ -133,9 +133,7 @@ class _Supervisor:
         self._credentials = credentials_of(launch.secret, launch.cluster.tls)
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
         self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
-        self._listings: dict[
-            AdapterId, messages.Listing
-        ] = {}  # as the router has told, should its file vanish
+        self._listings: dict[AdapterId, messages.Listing] = {}  # from the router, should its file vanish
         self._last_adapter: AdapterId = BASE
         self._frontends: dict[int, ProcessPlace] = {}
         lease_s = launch.cluster.lease

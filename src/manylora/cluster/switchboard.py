@@ -137,14 +137,14 @@ class Switchboard:
 
     @property
     def hint(self) -> ScaleHint | None:
-        """What the router would have, as long as it has not stopped saying so: it does at most so often."""
+        """Give the router's last hint, while it is fresh: the router repeats it at least so often."""
         is_fresh = time.monotonic() - self._hint_s <= self.config.scale_down_s + HINT_S
         return self._hint if is_fresh else None
 
     # ------------------------------------------------------------ the machine
 
     def handle(self, event: RouterEvent) -> None:
-        """Have the router decide, and carry it out."""
+        """Have the router decide on an event, and carry out its commands."""
         now = time.monotonic()
         if self._journal is not None:
             self._journal.record(event, now)
@@ -208,7 +208,7 @@ class Switchboard:
             link.send(each)
 
     def send_to_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
-        """Dropped where the link to it has just ended: it ends with all the rest then."""
+        """Send a message; without a link the cluster is ending, and it is dropped."""
         if self.members.supervisor is not None:
             self.members.supervisor.send(message)
 
@@ -399,7 +399,7 @@ class Switchboard:
                 self.handle(end)
 
     def _own(self, member: FrontendMember, asked: Asked) -> bool:
-        """Whether the request is this front end's: not if another one has one of the same id."""
+        """Tell whether the request is this front end's; refuse it if another front end has one of the same id."""
         owner = self._owners.get(asked.request)
         if owner is None:
             self._owners[asked.request] = member, asked.adapter
@@ -411,7 +411,7 @@ class Switchboard:
         return True
 
     def _disown(self, request: RequestId, member: FrontendMember | None = None) -> bool:
-        """The request has ended; False where it is not the front end's."""
+        """Forget a request that has ended; False where it is not the front end's."""
         owner = self._owners.get(request)
         if owner is None or (member is not None and owner[0] is not member):
             return False
@@ -420,7 +420,7 @@ class Switchboard:
         return True
 
     def _lose_frontend(self, member: FrontendMember) -> None:
-        """Nothing waits for its requests any more."""
+        """Cancel all its requests."""
         if self._held_back is not None:
             self._held_back = [each for each in self._held_back if each[0] is not member]
         for request, (owner, _) in list(self._owners.items()):
@@ -459,7 +459,7 @@ class Switchboard:
                 self._fence(slot.id, slot.epoch)
 
     def _settle(self) -> None:
-        """From now on decide: what front ends have said meanwhile comes first."""
+        """Begin to decide, with the notes that front ends have sent meanwhile first."""
         if self._held_back is None:
             return
         held_back, self._held_back = self._held_back, None

@@ -24,7 +24,7 @@ def _is_address(text: str) -> bool:
 
 
 class TlsFiles(NamedTuple):
-    """Of this machine's certificate, its key, and the authorities whose certificates are believed: all PEM."""
+    """The files, all PEM, of this machine's certificate, its key, and the authorities that it believes."""
 
     cert: str
     key: str
@@ -35,7 +35,7 @@ TLS_OPTIONS = ("--cluster-tls-cert", "--cluster-tls-key", "--cluster-tls-ca")
 
 
 def tls_files(*paths: str | None) -> TlsFiles | None:
-    """All of them or none. Raises ConfigError."""
+    """Take all of them or none. Raises ConfigError."""
     given = [path for path in paths if path is not None]
     if not given:
         return None

@@ -39,7 +39,7 @@ def num_cores() -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ColdStartConfig(Section):
-    """What a request does whose adapter, or whose cached KV, has to come from the host (CaraServe §4)."""
+    """The start of a request whose adapter, or whose cached KV, has to come from the host (CaraServe §4)."""
 
     mode: Annotated[str, one_of(COLD_START_MODES)] = setting(
         "wait",
@@ -68,9 +68,9 @@ class ColdStartConfig(Section):
         takes_numbers=True,
     )
     num_workers: Annotated[int, at_least(0)] = 0
-    """How many threads there are: ``cpu_workers`` on this machine, as the policy gets it."""
+    """The number of threads: ``cpu_workers`` on this machine, as the policy gets it."""
     cores_before: Annotated[int, at_least(0)] = 0
-    """How many of the last cores of this machine other engines' threads are bound to."""
+    """The number of this machine's last cores that other engines' threads are bound to."""
     lands_whole: bool = False
     """Copies land in no groups of layers: no kernel brings them."""
     follows_device: bool = False
@@ -103,11 +103,11 @@ class ColdStartConfig(Section):
 
     @property
     def wanted_workers(self) -> int:
-        """How many threads are to be started on this machine."""
+        """The number of threads to start on this machine."""
         return self.workers_of(num_cores())
 
     def workers_of(self, cores: int) -> int:
-        """How many threads there are on a machine of so many cores."""
+        """Count the threads on a machine of so many cores."""
         if self.mode != "cpu":
             return 0
         if self.cpu_workers != _AUTO:
@@ -115,7 +115,7 @@ class ColdStartConfig(Section):
         return max(1, min(cores // 2, _MOST_AUTO_WORKERS))
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
-        """What one of several engines of a machine gets, ``cores`` being its share of these."""
+        """Give one of several engines of a machine its share: of cores, ``cores``."""
         if self.mode != "cpu":
             return self
         count = self.workers_of(cores)

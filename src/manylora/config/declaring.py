@@ -50,13 +50,13 @@ def parse_size(value: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UserSetting:
-    """What a field is to users: they give it as a flag, in a config file, or to ``LLM``."""
+    """A field as users set it: as a flag, in a config file, or as a keyword of ``LLM``."""
 
     help: str
     metavar: str | None
     """None: as is usual for its type."""
     name: str | None
-    """What users call it, where that is not the field's name."""
+    """Its name for users, where that is not the field's."""
     is_size: bool
     """Whether it may be given as text, such as 512MiB."""
     takes_numbers: bool
@@ -84,7 +84,7 @@ def setting(
     is_internal: bool = False,
     needs: tuple[str, Rule] | None = None,
 ) -> _Value:
-    """Declares a field of a section that users set; its type and rules are its annotation."""
+    """Declare a field of a section that users set; its type and rules are its annotation."""
     about = UserSetting(
         help, metavar, name, is_size, takes_numbers, default_follows, takes_several, is_internal, needs
     )
@@ -93,7 +93,7 @@ def setting(
 
 
 def setting_of(field: Field) -> UserSetting | None:
-    """None where the field is no user's to give."""
+    """Find the setting of a field; None where users cannot set it."""
     return field.metadata.get(UserSetting)
 
 
@@ -102,7 +102,7 @@ def option_of(name: str) -> str:
 
 
 def only(value: str) -> Rule:
-    """What another setting must be for one that needs it."""
+    """Make the rule that a setting which others need has this value."""
     return Rule(value, lambda given: given == value)
 
 

@@ -1,4 +1,5 @@
-"""Whether one adapter's weights are merged into the base's while it has the requests, and by which rules."""
+"""The settings of merging: whether an adapter's weights join the base's while it has the requests, by which
+rules."""
 
 import dataclasses
 from typing import Annotated, Any, NamedTuple
@@ -41,7 +42,7 @@ class StepTimes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergeTimes:
-    """What the device takes, as it was measured before serving; no user's to give.
+    """The times of the device, measured before serving; users cannot set them.
 
     ``steps_wait``: no step may be commanded between SetMerged and its SwitchDone, since the copy of the pristine
     weights is in host memory. ``merge_s``: a switch from the base to an adapter; ``restore_s``: back.

@@ -29,7 +29,7 @@ AddParser = Callable[[Any], None]
 
 
 def find_commands() -> dict[str, AddParser]:
-    """Commands by name."""
+    """Find the commands by name."""
     found = _loaded(GROUP)
     if importlib.util.find_spec("manylora_lab") is not None:
         found |= importlib.import_module("manylora_lab.commands").COMMANDS
@@ -38,7 +38,7 @@ def find_commands() -> dict[str, AddParser]:
 
 @functools.cache
 def find_policies(kind: str) -> dict[str, str]:
-    """The ``module:Class`` of each policy of a kind, by name."""
+    """Find the ``module:Class`` of each policy of a kind, by name."""
     tables = _loaded(POLICIES)
     if importlib.util.find_spec("manylora_lab") is not None:
         tables["lab"] = importlib.import_module("manylora_lab.baselines").POLICIES
@@ -46,7 +46,7 @@ def find_policies(kind: str) -> dict[str, str]:
 
 
 def _loaded(group: str) -> dict[str, Any]:
-    """What the entry points of a group name. One whose package is gone is left out."""
+    """Load the entry points of a group, but for one whose package is gone."""
     found = {}
     for point in importlib.metadata.entry_points(group=group):
         with contextlib.suppress(ModuleNotFoundError):
@@ -55,20 +55,20 @@ def _loaded(group: str) -> dict[str, Any]:
 
 
 def is_import_name(name: str) -> bool:
-    """Whether it names an attribute of a module, as ``module:Class``."""
+    """Tell whether it names an attribute of a module, as ``module:Class``."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def place_of(kind: str, own: Mapping[str, str], name: str) -> str:
-    """Where the class of a policy is, as ``module:Class``; "" where the name is not known."""
+    """Find the class of a policy, as ``module:Class``; "" where the name is not known."""
     if is_import_name(name):
         return name
     return own.get(name) or find_policies(kind).get(name, "")
 
 
 def named_policy(kind: str, own: Mapping[str, str]) -> Rule:
-    """The rule for a policy's name."""
+    """Make the rule for a policy's name."""
     says = f"one of {', '.join(own)}, module:Class, or a baseline of manylora-lab (pip install manylora-lab)"
     return Rule(says, lambda name: place_of(kind, own, name) != "")
 
@@ -77,7 +77,8 @@ _Base = TypeVar("_Base")
 
 
 def imported_class(what: str, name: str, base: type[_Base]) -> type[_Base]:
-    """The class ``name``, of ``base``. ``what``: it is in errors. Raises ConfigError where there is none."""
+    """Import the class ``name``, of ``base``. ``what``: it is in errors. Raises ConfigError where there is
+    none."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

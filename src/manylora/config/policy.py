@@ -1,4 +1,4 @@
-"""What the policy needs to know, and its rules."""
+"""The settings of the policy, and its rules."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ CACHE_SETTINGS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheConfig(Section):
-    """Which cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
+    """The cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
     FastLibra paper is silent (its equation 5): the scale of its time decay, and how long a visit counts."""
 
     policy: Annotated[str, named_policy("cache", CACHE_POLICIES)] = setting(
@@ -102,20 +102,20 @@ Positive = Annotated[int, at_least(1)]
 
 
 def check_objective(admission: str, slo_ttft_s: float | None) -> None:
-    """Raises ConfigError."""
+    """Check that early abort has an objective. Raises ConfigError."""
     if admission == "early-abort" and slo_ttft_s is None:
         raise ConfigError("admission early-abort needs slo_ttft, the objective for the first token")
 
 
 def check_cold_start(cold_start: ColdStartConfig, merge: MergeConfig) -> None:
-    """Raises ConfigError: a step on merged weights awaits nothing."""
+    """Refuse layer groups with merging: a step on merged weights awaits nothing. Raises ConfigError."""
     if cold_start.num_groups and merge.is_on:
         raise ConfigError(f"--cold-start {cold_start.mode} does not go with --merge {merge.mode}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyConfig(Section):
-    """All that the policy needs to know. Lengths in tokens. Without host pages there is one tier."""
+    """The settings of the policy. Lengths in tokens. Without host pages there is one tier."""
 
     num_pages: Positive
     page_tokens: Positive

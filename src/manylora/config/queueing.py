@@ -107,7 +107,7 @@ class QueueConfig(Section):
 
     @property
     def shares(self) -> dict[str, float]:
-        """By client, those that are not 1."""
+        """The shares by client that are not 1."""
         return dict(_pairs(self.fair_share))
 
     @property
@@ -117,7 +117,7 @@ class QueueConfig(Section):
 
     @property
     def adapter_limit(self) -> tuple[int, bool] | None:
-        """How many adapters, and whether no more may run."""
+        """The number of adapters, and whether no more may run."""
         if self.adapter_batch_limit is None:
             return None
         number, colon, _ = self.adapter_batch_limit.partition(":")

@@ -1,4 +1,4 @@
-"""What a router needs to know: its own numbers, and the parameters of each routing policy.
+"""The settings of a router: its own numbers, and the parameters of each routing policy.
 
 Each parameter is declared once: name, default, bounds and help. Experiments alone set what is no
 ``setting``. A router takes its policy's as texts, so that flags and journals know one form. Times in seconds.
@@ -82,19 +82,19 @@ class RouterParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoParameters(RouterParameters):
-    """Of a policy that has none."""
+    """The parameters of a policy that has none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchParameters(RouterParameters):
-    """Of punica."""
+    """The parameters of punica."""
 
     max_batch: Count = setting(32, "requests that a replica has at most (Punica: 32)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConsolidateParameters(BatchParameters):
-    """Of punica-consolidate."""
+    """The parameters of punica-consolidate."""
 
     interval_s: Seconds = setting(10.0, "how often the smallest replica is looked at")
     cooldown_s: Seconds = 30.0
@@ -103,9 +103,10 @@ class ConsolidateParameters(BatchParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaraServeParameters(RouterParameters):
-    """Of caraserve. The coefficients are a device's and have no defaults: ``manylora profile`` prints them. A
-    decode step takes ``decode_slope_s`` for each unit of rank and ``decode_base_s``, a prefill ``prefill_slope_s``
-    a token and ``prefill_base_s``. Units: requests times the largest rank (bgmv), or the sum of ranks (mbgmv)."""
+    """The parameters of caraserve. The coefficients are a device's and have no defaults: ``manylora profile``
+    prints them. A decode step takes ``decode_slope_s`` for each unit of rank and ``decode_base_s``, a prefill
+    ``prefill_slope_s`` a token and ``prefill_base_s``. Units: requests times the largest rank (bgmv), or the
+    sum of ranks (mbgmv)."""
 
     kernel: Literal["bgmv", "mbgmv"] = setting(
         "bgmv", "whether ranks are padded to the largest (bgmv) or not"
@@ -127,7 +128,7 @@ class CaraServeParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DloraParameters(RouterParameters):
-    """Of dlora-proactive."""
+    """The parameters of dlora-proactive."""
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
     half_life_s: Seconds = 300.0
@@ -138,7 +139,7 @@ class DloraParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReactiveParameters(DloraParameters):
-    """Of dlora."""
+    """The parameters of dlora."""
 
     check_s: Seconds = 1.0
     """How often overload is looked for."""
@@ -160,7 +161,7 @@ class ReactiveParameters(DloraParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheAwareParameters(RouterParameters):
-    """Of cache-aware, with SGLang's defaults."""
+    """The parameters of cache-aware, with SGLang's defaults."""
 
     least_share: Share = setting(0.3, "the share of the prompt that a replica must have for it to be chosen")
     most_difference: Count = setting(64, "requests between the fullest and the emptiest replica, and")
@@ -169,7 +170,7 @@ class CacheAwareParameters(RouterParameters):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ManyloraParameters(RouterParameters):
-    """Of manylora."""
+    """The parameters of manylora."""
 
     idle_candidates: Count = 8
     """How many of the least loaded replicas are looked at."""
@@ -188,7 +189,7 @@ class ManyloraParameters(RouterParameters):
 
 
 def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:
-    """The parameters of a routing policy that users set, a line each."""
+    """Describe the parameters of a routing policy that users set, a line each."""
     record: type = kind
     lines = []
     for field in fields_of(record):
@@ -202,7 +203,8 @@ _Parameters = TypeVar("_Parameters", bound=RouterParameters)
 
 
 def read_parameters(router: str, kind: type[_Parameters], pairs: Iterable[tuple[str, str]]) -> _Parameters:
-    """The parameters of a routing policy from texts; later ones win. Raises ConfigError, which names the key."""
+    """Read the parameters of a routing policy from texts; later ones win. Raises ConfigError, which names the
+    key."""
     record: type = kind
     fields = {field.name: field for field in fields_of(record)}
     values = {}
@@ -223,7 +225,7 @@ def read_parameters(router: str, kind: type[_Parameters], pairs: Iterable[tuple[
 
 
 def split_setting(text: str) -> tuple[str, str, str]:
-    """Router, key and value of ``ROUTER.KEY=VALUE``. Raises ConfigError."""
+    """Split ``ROUTER.KEY=VALUE`` into its parts. Raises ConfigError."""
     name, equals, value = text.partition("=")
     router, dot, key = name.rpartition(".")
     if not (equals and dot and router and key):

@@ -43,8 +43,8 @@ LORA_SHARDINGS: tuple[LoraSharding, ...] = ("sharded", "replicated")
 
 
 def lora_sharding_of(wanted: str, count: int) -> LoraSharding:
-    """How ``--lora-sharding`` is meant with so many ranks. ``auto``: two replicate, which costs no exchange and a
-    third more bytes; more shard, since replicated adapters would take more than twice the memory."""
+    """Say what ``--lora-sharding`` means with so many ranks. ``auto``: two replicate, which costs no exchange
+    and a third more bytes; more shard, since replicated adapters would take more than twice the memory."""
     if wanted == "auto":
         return "sharded" if count > 2 else "replicated"
     return "sharded" if wanted == "sharded" else "replicated"
@@ -66,7 +66,7 @@ def _are_hosts(texts: tuple[str, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSettings(Section):
-    """Which base model, and how its weights are held."""
+    """The base model, and how its weights are held."""
 
     model: str
     served_model_names: tuple[str, ...] = setting(
@@ -99,7 +99,7 @@ class ModelSettings(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All ids of the base model for clients."""
+        """The ids of the base model for clients."""
         return tuple(dict.fromkeys(filter(None, self.served_model_names))) or (self.model,)
 
     chat_template: Annotated[tuple[str, ...], Rule("text that is not empty", _are_filled)] = setting(
@@ -141,7 +141,7 @@ class AdapterSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings(Section):
-    """How much runs at once (None: chosen for the device), and which request is admitted next."""
+    """The amount that runs at once (None: chosen for the device), and the order of admission."""
 
     max_num_seqs: Annotated[int, at_least(1), at_most(MOST_SEQS)] | None = setting(
         None, "most sequences that run at once (default: 64 on a CPU, else 256)"

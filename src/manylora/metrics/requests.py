@@ -1,4 +1,4 @@
-"""What is measured of requests, beside what the engine reports of itself: a page to scrape, or a dict.
+"""The measurements of requests, beside the engine's own figures: a page to scrape, or a dict.
 
 Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each server, and each
 engine in process, has a registry of its own.
@@ -166,7 +166,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def figures(self, stats: EngineStats | None) -> dict[str, float]:
-        """What ``render`` shows, by names with labels as they stand there."""
+        """Give the figures of ``render``, by names with labels as they stand there."""
         lines = self.render(stats).decode().split("\n")
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}

@@ -212,7 +212,7 @@ def operations(
 
 
 def _path_of(uri: str) -> str:
-    """What of this machine's files a URI means."""
+    """Give the path of this machine that a URI means."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri

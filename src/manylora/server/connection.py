@@ -61,12 +61,12 @@ class ConnectionLimits:
 
     @property
     def least_body_bytes(self) -> int:
-        """What must come of a body in ``body_s``."""
+        """The part of a body that must come in ``body_s``."""
         return int(self.body_s * self.body_bytes_per_s)
 
 
 def connections_allowed(wanted: int) -> int:
-    """How many of ``wanted`` connections the limit on open files allows, after raising it as far as it goes."""
+    """Raise the limit on open files; give how many of ``wanted`` connections it allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a system may allow less than it names
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -77,7 +77,7 @@ def connections_allowed(wanted: int) -> int:
 
 
 class _Part(enum.Enum):
-    """What of a request is expected next."""
+    """The part of a request that is expected next."""
 
     NOTHING = enum.auto()
     HEAD = enum.auto()

@@ -29,7 +29,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path.
+    """An operation: one method of one path.
 
     ``body``: the type of the request's body. ``answers``: the media types of an answer. ``errors``: statuses
     beside those of every route. ``also``: a second method, which the document leaves out.

@@ -34,7 +34,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong. ``param``: the field at fault; ``code``: the status."""
+    """The reason of an error. ``param``: the field at fault; ``code``: the status."""
 
     message: str
     type: str
@@ -90,7 +90,7 @@ def try_later(status: int, message: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What a client is told of an exception; None for an unexpected one."""
+    """Give an exception's answer to the client; None for an unexpected exception."""
     match error:
         case ApiError():
             return error
@@ -123,7 +123,7 @@ def _from_engine(error: RequestError) -> ApiError:
 
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
-    """What is said where the router finds no endpoint."""
+    """Word the answer for a path or a method that does not exist."""
     method, path = request.method, clipped(request.url.path)
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, f"the route {path} is not offered by this server; /docs lists those that are")
@@ -149,7 +149,7 @@ EXPECTED: tuple[type[Exception], ...] = (
 
 
 def bug(request_id: str) -> ApiError:
-    """500: what a client is told of an unexpected exception."""
+    """Give the answer 500 for an unexpected exception."""
     return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
 
 

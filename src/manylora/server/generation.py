@@ -41,7 +41,7 @@ _JSON = [(b"content-type", b"application/json")]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """What generation routes work with."""
+    """The parts of a server that generation routes use."""
 
     client: EngineClient
     lifecycle: Lifecycle
@@ -51,7 +51,7 @@ class Service:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What to run: one engine request for each prompt. Choice ``prompt * n + sample`` is its answer."""
+    """An HTTP request's engine requests, one for each prompt. Choice ``prompt * n + sample`` is its answer."""
 
     id: str
     chosen: Chosen
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """Those of every prompt, but for what was fitted to its length."""
+        """The parameters of every prompt, but for the ones fitted to its length."""
         return self.requests[0].params
 
     @property
@@ -87,22 +87,22 @@ class StreamPlan:
 
 
 class Shape(Protocol):
-    """How an answer looks on the wire. One instance serves one request."""
+    """The form of an answer on the wire. One instance serves one request."""
 
     def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
-        """What is asked of the log-probabilities of the prompt of this number, before any of its choices."""
+        """Take the log-probabilities of the prompt of this number, before any of its choices."""
 
     def identity(self, is_chunk: bool) -> dict[str, Any]:
-        """The fields that open every chunk, and the whole answer."""
+        """Give the fields that open every chunk, and the whole answer."""
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
-        """Chunks that come before all others, once the first delta is there."""
+        """Write the chunks before all others, once the first delta is there."""
 
     def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
-        """A delta of one choice as a chunk."""
+        """Write a delta of one choice as a chunk."""
 
     def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
-        """A whole choice as JSON, in pieces. Those of ``output`` are elsewhere: its log-probabilities."""
+        """Write a whole choice as JSON, in pieces; its log-probabilities are not in ``output``."""
 
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]

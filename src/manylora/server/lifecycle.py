@@ -67,7 +67,7 @@ class Lifecycle:
         (self.hurrying if self.stopping.is_set() else self.stopping).set()
 
     def refusal(self) -> ApiError | None:
-        """Why no new request is taken, or None while they are."""
+        """Say why no new request is taken; None while requests are."""
         return unavailable(self._refusal) if self._refusal else None
 
     def drain(self) -> None:
@@ -75,7 +75,7 @@ class Lifecycle:
         self._refuse(self._refusal or "the server is shutting down")
 
     def die(self, reason: str) -> None:
-        """The engine has died."""
+        """Refuse requests: the engine has died."""
         self._refuse(f"the engine has died: {reason}")
         self._end_within(_AFTER_DEATH_S)
         self.died.set()
@@ -96,7 +96,7 @@ class Lifecycle:
             request.interrupt(error)
 
     def left_s(self) -> float:
-        """How long the process may take to end, counted from this moment."""
+        """Give the time that the process may take to end from now."""
         return max(0.0, min(self._end_by_s - time.monotonic(), _AFTER_DRAIN_S))
 
     @contextlib.contextmanager
@@ -272,13 +272,13 @@ def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterato
         logger.info("%s: the server ends", number.name)
         lifecycle.stop()
 
-    def told(number: int, frame: object) -> None:
+    def received(number: int, frame: object) -> None:
         loop.call_soon_threadsafe(stop, signal.Signals(number))
 
     for number in signals:
         # Outside the main thread no handler can be set; then the caller ends the server by ``stop``.
         with contextlib.suppress(ValueError):
-            before[number] = signal.signal(number, told)
+            before[number] = signal.signal(number, received)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ _LOWEST = -9999.0
 
 
 class TokenNames:
-    """How tokens are written: as their text, or as ``token_id:17`` when asked or without a tokenizer."""
+    """The names of tokens: their text, or ``token_id:17`` when asked or without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
         self._tokenizer = None if as_ids else tokenizer
@@ -83,7 +83,7 @@ def echoed(
     scored: PromptLogprobs,
     text: str,
 ) -> dict[str, list[Any]]:
-    """What ``CompletionLogprobs`` gives of a prompt, echoed as ``text``. Its first token follows nothing."""
+    """Write a prompt, echoed as ``text``, as ``CompletionLogprobs`` does. Its first token follows nothing."""
     rest = prompt[1:]
     return {
         "text_offset": _offsets(tokenizer, prompt, text),
@@ -158,8 +158,8 @@ class ChatLogprobs:
 def logprob_parts(
     writer: CompletionLogprobs | ChatLogprobs | None, logprobs: Iterable[TokenLogprobs]
 ) -> Iterator[bytes]:
-    """What ``writer`` makes of all positions, as JSON. The last list, which holds the alternatives, comes first:
-    it goes out as it grows, and the short ones follow."""
+    """Write all positions by ``writer`` as JSON. The last list, which holds the alternatives, comes first: it goes
+    out as it grows, and the short ones follow."""
     if writer is None:
         yield b"null"
         return

@@ -1,4 +1,4 @@
-"""Which model a request means, and the cards that /v1/models shows."""
+"""The model that a request means, and the cards of /v1/models."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ class Models:
         )
 
     def learn(self, card: AdapterCard) -> None:
-        """The adapter has been loaded: a name that was split until now may be matched whole."""
+        """Note a loaded adapter: a name that was split until now may be matched whole."""
         self._known[card.name] = card
 
     def forget(self, name: str) -> None:
-        """The adapter is about to be unloaded: ask the engine before naming it again."""
+        """Forget an adapter that is about to be unloaded: ask the engine before naming it again."""
         self._known.pop(name, None)
 
     def _match(self, name: str) -> Chosen | None:
@@ -111,7 +111,7 @@ class Models:
         return [*bases, *(self._adapter_card(card) for card in await self._client.adapters())]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """One model's card; raises ApiError 404."""
+        """Give one model's card; raise ApiError 404."""
         adapter = (await self.choose(name)).adapter
         if adapter is None:
             return self._base_card(name)

@@ -103,14 +103,14 @@ class AdapterFields(AdapterParameters, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries beside text."""
+    """The parts of a stream beside text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(AdapterFields, kw_only=True):
-    """What both generation routes take."""
+    """The fields of both generation routes."""
 
     model: str
     max_tokens: int | None = None

@@ -132,7 +132,7 @@ class CompletionShape:
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """One text, one list of token ids, or a list of either; raises InvalidRequest for anything else."""
+    """Take a text, a list of token ids, or a list of either apart; raise InvalidRequest for anything else."""
     prompts: list[Any] = [prompt]
     if isinstance(prompt, list):
         kinds = set(map(type, prompt))

@@ -1,4 +1,4 @@
-"""What the operator decides about the HTTP server."""
+"""The operator's settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class ServerSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All ids of the base."""
+        """The ids of the base."""
         return (self.served_model_name, *self.other_names)

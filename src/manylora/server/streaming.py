@@ -40,7 +40,7 @@ class Usage:
         self.num_cached += delta.timing.num_cached_tokens
 
     def encode(self) -> bytes:
-        """The usage in OpenAI's shape."""
+        """Write the usage in OpenAI's shape."""
         return (
             b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,'
             b'"prompt_tokens_details":{"cached_tokens":%d}}'
@@ -62,7 +62,7 @@ class ChunkWriter:
         logprobs: dict[str, object] | None,
         usage: Usage | None,
     ) -> bytes:
-        """One choice's news."""
+        """Write a delta of one choice."""
         reason = delta.finish_reason
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b}\n\n' % (
             self._start,
@@ -82,7 +82,7 @@ class ChunkWriter:
 def choice_parts(
     index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput
 ) -> Iterator[bytes]:
-    """A choice of a whole answer. ``content`` as of a chunk."""
+    """Write a choice of a whole answer. ``content``: as of a chunk."""
     yield b'{"index":%d,%b,"logprobs":' % (index, content)
     yield from logprobs
     ends = encode(output.finish_reason), encode(output.stop_reason)
@@ -90,12 +90,12 @@ def choice_parts(
 
 
 def error_events(error: ApiError) -> bytes:
-    """The end of a stream that failed after its first byte."""
+    """Write the end of a stream that failed after its first byte."""
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
 async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """The deltas of all streams as they come, each with its stream's number. Closes the streams."""
+    """Yield the deltas of all streams, each with its stream's number. Closes the streams."""
     try:
         if len(streams) == 1:
             async for delta in streams[0]:

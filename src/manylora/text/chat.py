@@ -78,7 +78,7 @@ def render_chat(
     template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt text for a conversation; encode it without special tokens, the template writes them.
+    """Render the prompt text of a conversation; encode it without special tokens, the template writes them.
 
     ``continue_final_message``: the text ends with the last message's, which the answer goes on with. ``template``:
     one to render instead of the model's. Raises InvalidRequest for malformed messages, for a model without a
@@ -145,7 +145,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages checked and copied, absent keys instead of null ones."""
+    """Check and copy messages; null keys are left out."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     return [_plain_message(message, index) for index, message in enumerate(messages)]
@@ -184,7 +184,7 @@ def _plain_part(part: Any, index: int) -> dict[str, Any]:
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """The message in a form that serves any template: for text or for parts, for objects or for JSON."""
+    """Give the message a form that serves any template: for text or for parts, for objects or for JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
         message["content"] = Text(content)
@@ -196,7 +196,7 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _readable_call(call: Any) -> Any:
-    """OpenAI's API has arguments as JSON, templates have them as objects."""
+    """Decode arguments, which OpenAI's API has as JSON and templates as objects."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
@@ -247,7 +247,7 @@ class Parts(list[Any]):
 
 
 class _Written:
-    """What a client sent as JSON. A template that takes it for text finds that JSON."""
+    """A value that a client sent as JSON. A template that takes it for text finds that JSON."""
 
     _text: str
 

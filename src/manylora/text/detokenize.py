@@ -15,7 +15,7 @@ _MAX_HELD_TOKENS = 8
 
 
 def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
-    """Those of a prompt's last tokens on which the text of the next one may depend."""
+    """Find the last tokens of a prompt on which the text of the next one may depend."""
     found: list[int] = []
     for token_id in reversed(prompt):
         if token_id not in skipped:
@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
         """The text that this token completes; bytes of an unfinished character are held back."""
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character."""
+        """Give the text that was held back, with U+FFFD for bytes that never became a character."""
 
 
 class ByteDetokenizer:

@@ -18,7 +18,7 @@ _MAX_INLINE_CHARS = 4096
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
-    """The tokenizer, or InvalidRequest: without one only prompts of token ids can be served."""
+    """Give the tokenizer, or raise InvalidRequest: without one only prompts of token ids can be served."""
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send the prompt as token ids", param)
     return tokenizer
@@ -32,7 +32,7 @@ async def encode_text(
     param: str = "prompt",
     info: EngineInfo | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of a text; a long one is encoded on another thread."""
+    """Encode a text; a long one is encoded on another thread."""
     (token_ids,) = await encode_texts(
         tokenizer, [text], add_special_tokens=add_special_tokens, param=param, info=info
     )
@@ -47,7 +47,7 @@ async def encode_texts(
     param: str = "prompt",
     info: EngineInfo | None = None,
 ) -> list[tuple[int, ...]]:
-    """Token ids of texts; long or many ones are encoded on another thread.
+    """Encode texts; long or many ones are encoded on another thread.
 
     A text that must give more tokens than ``info`` has room for, however it is cut, is refused before it costs
     any time.
@@ -89,7 +89,7 @@ def fit_params(
     is_max_tokens_explicit: bool,
     param: str = "prompt",
 ) -> SamplingParams:
-    """The parameters with which this prompt can run, or InvalidRequest.
+    """Fit the parameters to a prompt, or raise InvalidRequest.
 
     A default ``max_tokens`` shrinks to what the context leaves; an explicit one that does not fit is refused.
     """
@@ -128,7 +128,7 @@ def _over_context(
 
 
 def _over_pool(num_tokens: int, info: EngineInfo) -> str:
-    """What a refusal adds where the pool sets the limit. The last token's KV is never needed."""
+    """Word the addition to a refusal where the pool sets the limit. The last token's KV is never needed."""
     num_pages = -(-(num_tokens - 1) // info.page_tokens)
     if num_pages <= info.num_pages:
         return ""
@@ -147,7 +147,7 @@ _MOST_PRIORITY = 2**31 - 1  # as in vLLM
 
 
 def check_priority(priority: Any, info: EngineInfo) -> int:
-    """A request's priority, None for the usual one; raises InvalidRequest."""
+    """Check a request's priority, None for the usual one; raise InvalidRequest."""
     if priority is None:
         return 0
     if not isinstance(priority, int) or isinstance(priority, bool):

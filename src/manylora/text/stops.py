@@ -63,7 +63,7 @@ class StopChecker:
         return shown
 
     def finish(self) -> str:
-        """What was held back: it did not become a stop string."""
+        """Give the text that was held back: it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -119,8 +119,8 @@ class Texts:
         self._tokenizers: dict[bytes, tuple[Tokenizer, tuple[str, ...]]] = {}
 
     async def of(self, card: AdapterCard | None) -> ModelText:
-        """Of a served adapter; None: of the base. Raises InvalidRequest where the adapter's files have become
-        unusable since it was loaded."""
+        """Give the text side of a served adapter; None: of the base. Raises InvalidRequest where the adapter's
+        files have become unusable since it was loaded."""
         if card is None:
             return self.base
         found = self._of.get(card.id)
@@ -135,7 +135,7 @@ class Texts:
         return found
 
     def read(self, folder: Path, name: str = "") -> ModelText:
-        """What an adapter's folder says, over what its base's does. Raises TokenizerError, which says of a
+        """Read an adapter's folder, over its base's text side. Raises TokenizerError, which says of a
         tokenizer in what it contradicts the base's, and never where the folder lies."""
         try:
             return self._read(folder, name)
@@ -248,7 +248,7 @@ def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
 
 
 def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
-    """Whether two tokenizers that do not contradict each other do the same with every text."""
+    """Tell whether two tokenizers that do not contradict each other do the same with every text."""
     pipeline, original = own.pipeline, base.pipeline
     return own.vocabulary == base.vocabulary and all(
         _effective(pipeline[part]) == _effective(original[part])

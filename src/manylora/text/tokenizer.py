@@ -103,7 +103,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """All tokens, added ones included, with their ids."""
+        """The tokens, added ones included, with their ids."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
@@ -136,7 +136,7 @@ class Tokenizer:
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped, prompt)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is one of those that ``skip_special_tokens`` leaves out."""
+        """Tell whether ``skip_special_tokens`` leaves it out."""
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -147,7 +147,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text, as far as that can be said of it alone."""
+        """Give the text that a token adds, as far as that can be said of it alone."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
