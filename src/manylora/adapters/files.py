@@ -1,4 +1,4 @@
-"""Reads an adapter's files: how versions are distinguished, and what to raise when a file cannot be read.
+"""Reads an adapter's files. Defines how versions of a file are distinguished, and which errors are raised.
 
 Imports no torch.
 """
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class FilesChanged(AdapterError):
-    """An error for files that differ from those that were inspected. Neither the adapter nor the client is at
-    fault.
+    """An error for files that have changed since they were inspected. Neither the adapter nor the client is
+    at fault.
 
     Its status is 409 where the adapter is being loaded: the request and the files contradict each other until
     the adapter is requested anew.
@@ -65,8 +65,8 @@ def adapters_fault() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What distinguishes one version of a file from the next. Remounts, chmod and copies that keep times do
-    not change it."""
+    """The size and time that distinguish versions of a file. Remounts, chmod and copies that keep times do
+    not change them."""
 
     size_bytes: int
     mtime_ns: int

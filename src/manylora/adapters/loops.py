@@ -1,8 +1,8 @@
 """Reads tensors of an adapter's file into pages, in compiled loops.
 
 The loops do not hold the interpreter's lock: threads that read beside each other, and beside the step loop,
-would otherwise wait for it at every call. The loops report where something went wrong, not what. Imports no
-torch.
+would otherwise wait for it at every call. The loops report where an error occurred, but not its kind. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ F64, F32, F16, BF16 = range(4)
 """Types of elements as stored in a file; all but F64 are also types of elements kept in pages."""
 
 WORDS = 6
-"""The words of one part of a matrix in ``parts``: the address of its first element in memory, its first row,
-its first column, its number of rows, the elements of a row, and the bytes from one row to the next in
+"""The words that describe one part of a matrix in ``parts``: the address of its first element in memory; its
+first row and first column; its number of rows; the elements of a row; the bytes from one row to the next in
 memory."""
 
 SCRATCH_WORDS = 2
@@ -40,7 +40,7 @@ _pread: Any = types.ExternalFunction(
 
 
 def prepare() -> None:
-    """Compile the loops, or load what an earlier run has compiled."""
+    """Compile the loops, or load them as an earlier run has compiled them."""
     nothing, parts = np.zeros(0, dtype=np.int64), np.zeros((0, WORDS), dtype=np.int64)
     scratch = np.zeros(SCRATCH_WORDS, dtype=np.uint64)
     read_rows(0, nothing, 0, parts, 0, F32, F32, scratch)
@@ -143,7 +143,7 @@ def _narrow(source: int, target: int, count: int, kind: int) -> None:
 
 @loop
 def _fetched(file: int, begin: int, held: int, target: int, count: int, stored: int, kept: int) -> bool:
-    """Read elements to ``target``; where types differ, by way of ``held`` and of float32. Return whether all
+    """Read elements to ``target``; where types differ, through ``held`` and float32. Return whether all
     elements were there, and finite before and after."""
     if stored == kept:
         return _filled(file, begin, target, count * _size(kept)) and _is_finite(target, count, kept)

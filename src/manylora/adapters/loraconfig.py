@@ -1,4 +1,5 @@
-"""Reads PEFT's adapter_config.json: what is refused, and how rank, alpha and targets resolve for a module.
+"""Reads PEFT's adapter_config.json: which settings are refused, and how rank, alpha and targets resolve for a
+module.
 
 Follows PEFT 0.21 (LoraConfig, get_pattern_key, check_target_module_exists). A setting has no effect on
 inference, or is honoured, or is refused with its reason; none is silently dropped. Knows module names, not
@@ -173,7 +174,8 @@ def _is_end(wanted: frozenset[str], module: str) -> bool:
 
 
 def read_config(path: Path) -> LoraSettings:
-    """Read and check adapter_config.json. Raises AdapterError with what is wrong or unsupported."""
+    """Read and check adapter_config.json. Raises AdapterError, which names the fault or the unsupported
+    setting."""
     stamp_of(path)  # refuses a pipe, whose opening would block
     try:
         with open(path, "rb") as file:

@@ -1,9 +1,9 @@
 """Packs an adapter's weights into pages: which row goes where, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. Owns the proof that the files read are those that were inspected. Does not know where
-pages are or how they get to a device: it fills the caller's page images in place, or passes its own images to
-the caller.
+rows of B transposed. Owns the proof that the files have not changed since they were inspected. Does not know
+where pages are or how they get to a device. It fills the caller's page images in place, or passes its own
+images to the caller.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def _unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:
 
 
 def _why_not(file: FileIO, name: str, stored: StoredTensor, dtype: torch.dtype) -> AdapterError:
-    """Find out what is wrong with a tensor that ``loops`` could not read, and return it as an error."""
+    """Find out why ``loops`` could not read a tensor, and return the reason as an error."""
     source, largest = _TORCH[stored.dtype], 0.0
     try:
         for first in range(0, stored.size_bytes, _CHUNK_ELEMENTS * source.itemsize):

@@ -1,9 +1,9 @@
-"""Reads a PEFT adapter's folder: what it adapts, at which ranks and scales, and whether it fits the base
+"""Reads a PEFT adapter's folder: the adapted modules, their ranks and scales, and whether they fit the base
 model.
 
 Reads adapter_config.json, the *header* of adapter_model.safetensors, and a few samples of the weights. The
-tensors in the file decide what is adapted and at which rank; the configuration must agree with them. Does not
-know pages. Imports no torch.
+tensors in the file decide which modules are adapted and at which rank; the configuration must agree with
+them. Does not know pages. Imports no torch.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ IGNORED_TENSORS = ("lora_velora_embed",)
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSpec:
-    """What inspection found in an adapter's folder, checked against a model. Plain data:
+    """The result of inspecting an adapter's folder, checked against a model. Plain data:
     ``from_json(to_json())``.
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (in the order of AdapterGeometry.projections) in layer l;
     rank 0 and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files at
-    inspection. ``digest``: their ``sampled_digest``. ``warnings``: what is served differently from what its
-    maker may expect.
+    inspection. ``digest``: their ``sampled_digest``. ``warnings``: where the adapter is served differently
+    from its maker's expectation.
     """
 
     path: str
@@ -95,7 +95,7 @@ class AdapterSpec:
 
     @classmethod
     def from_json(cls, text: str) -> AdapterSpec:
-        """Parse what ``to_json`` wrote. Raises ValueError for other fields or other types."""
+        """Parse the text that ``to_json`` wrote. Raises ValueError for other fields or other types."""
         try:
             # Decoded by json, not by msgspec: a path that is not UTF-8 contains lone surrogates.
             spec = msgspec.convert(json.loads(text), cls)
@@ -319,8 +319,8 @@ def _checked_rank(
 
 
 def _check_settings(stated: Module, name: str, rank: int) -> None:
-    """Check that the configuration targets this module and gives it this rank; else PEFT would compute
-    something different."""
+    """Check that the configuration targets this module at this rank. Otherwise PEFT would compute something
+    different. Raises AdapterError."""
     if not stated.is_target:
         raise AdapterError(f"the adapter has tensors for {name}, which its {CONFIG_NAME} does not target")
     if stated.rank != rank:

@@ -73,8 +73,8 @@ class Registry:
             self._open(self._path)
 
     def inspect(self, path: Path, max_rank: int | None = None) -> AdapterSpec:
-        """Return what ``inspect_adapter`` returns, without reading the files again while they stay the same.
-        Raises AdapterError."""
+        """Inspect an adapter like ``inspect_adapter``, without reading the files again while they stay the
+        same. Raises AdapterError."""
         key = os.fsencode(os.path.abspath(path)), self._model
         files = [*adapter_files(path), *text_files(path)]
         stamps = _stamps(files)

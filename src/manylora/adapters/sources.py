@@ -1,4 +1,4 @@
-"""Finds adapters in a folder of them, in a training run with its checkpoints, or in a cache of the hub.
+"""Finds adapters in a folder of adapters, in a training run with its checkpoints, or in a cache of the hub.
 
 Does not look inside an adapter.
 """
@@ -23,13 +23,13 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
     """Return (name, path) of every adapter in ``folder``, sorted by the names of the folders.
 
     An adapter is a subfolder that holds a configuration or weights. A subfolder with only one of the two is
-    listed as well, since inspection reports what is missing. ``folder`` itself may be an adapter: it is
+    listed as well, since inspection reports the missing file. ``folder`` itself may be an adapter: it is
     listed first, under its own name, which also prefixes the names of its checkpoints. A repository of a hub
     cache ("models--ORG--NAME") is named "ORG/NAME"; its path is the revision in its refs/main, or the only
     revision. ``folder`` may be such a repository, too.
 
-    Logs a warning for each folder whose name no adapter can have, which is skipped, and where no adapter is
-    found at all. Raises AdapterError (404) when ``folder`` is not a folder.
+    A folder whose name cannot name an adapter is skipped with a warning. A warning is also logged where no
+    adapter is found at all. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:
         names = sorted(os.listdir(folder))

@@ -80,7 +80,7 @@ def cuda_is_available() -> bool:
 
 
 def launches_wait() -> bool:
-    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
+    """Return whether each launch waits for its end, so that nothing on the device may wait for later work."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
 
 
@@ -214,8 +214,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 @functools.cache
 def _writing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """Return one of the streams for all page writers of a process. torch reuses the same 32 streams in turn.
-    With a stream for each writer, one of them would be the capture stream, and its writes would become part
-    of the graph."""
+    If each writer had a stream of its own, some writer would get the capture stream, and its writes would
+    become part of the graph."""
     return torch.cuda.Stream(device)
 
 

@@ -1,7 +1,8 @@
-"""Defines what the rest of manylora needs of a device beyond tensors: memory, ordering, transfers.
+"""Defines a device's services beyond tensors: memory, ordering, transfers.
 
-The classes here are the CPU's: work is done when a call returns, so most of them do next to nothing. Other
-kinds of device override what differs. Owns no tensor of the engine; does not know what a page holds.
+The classes here are the CPU's: work is done when a call returns, so most methods do next to nothing. Other
+kinds of device override the methods that differ. Owns no tensor of the engine; does not know the contents of
+a page.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Mirror:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        """The numbers on the device. The first entries are those sent last."""
+        """The numbers on the device. The newest numbers are at the front."""
 
     def stage(self) -> np.ndarray:
         """Return where to write the next numbers before ``send``: int64, as long as ``tensor``, of any
@@ -97,10 +98,10 @@ class CopyLane:
         self._seconds = 0.0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one size and dtype, after those requested before. The copy
+        """Copy between contiguous tensors of one size and dtype, after all copies requested before. The copy
         begins no later than ``end``.
 
-        Does not wait for the copy, unless much is under way already.
+        Does not wait for the copy, unless many bytes are in flight already.
         """
         began = time.perf_counter()
         copy_bytes(target, source)
@@ -108,12 +109,12 @@ class CopyLane:
 
     def landing(self) -> Callable[[], None]:
         """Begin all copies requested so far, and return a function for the step loop's thread. Work issued
-        after its call waits for those copies; the thread itself does not."""
+        after its call waits for these copies; the thread itself does not."""
         return lambda: None
 
     def end(self) -> Callable[[], float]:
-        """Return a function for any thread. It waits until everything requested since ``begin`` has landed,
-        and returns the seconds that those copies took, or raises the error that they met."""
+        """Return a function for any thread. It waits until all copies requested since ``begin`` have landed.
+        It returns the seconds that they took, or raises the error that they met."""
         seconds = self._seconds
         return lambda: seconds
 
@@ -148,8 +149,8 @@ class Device:
         return free_bytes()
 
     def share_bytes(self, share: float) -> int:
-        """Return this share of a GPU's whole memory, in bytes, less what this process holds already, whatever
-        other processes hold. On a CPU it is a share of the free memory."""
+        """Return the bytes of this share of a GPU's whole memory, less the bytes that this process holds
+        already. Other processes' memory does not count. On a CPU it is a share of the free memory."""
         return int(share * self.free_bytes())
 
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -184,8 +185,8 @@ class Device:
         return lambda: found
 
     def sending_together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context. At its end, what the step loop's thread sends within, by ``send``, mirrors and
-        plans, is on its way."""
+        """Return a context in which the step loop's thread sends by ``send``, mirrors and plans. At its end
+        all these numbers are on their way."""
         return contextlib.nullcontext()
 
     def mirror(self, length: int) -> Mirror:
@@ -195,9 +196,10 @@ class Device:
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         """Run once, then record ``run``'s launches; return a function that launches them again.
 
-        It returns what ``run`` returned, with new contents, which any later replay of any capture may
-        overwrite. ``run`` must launch the same work at the same addresses whatever memory holds, return
-        contiguous tensors, and not wait for the device. Raises RuntimeError where the device refuses.
+        The function returns the tensors that ``run`` returned, with new contents; any later replay of any
+        capture may overwrite them. ``run`` must launch the same work at the same addresses whatever memory
+        holds, return contiguous tensors, and not wait for the device. Raises RuntimeError where the device
+        refuses.
         """
         return run
 

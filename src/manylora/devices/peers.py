@@ -1,11 +1,11 @@
 """Exchanges tensors between N ranks during a step: sums and gathers, the same on every rank to the last bit.
 
-Owns the account of what was exchanged, and torch's process group: NCCL between GPUs, gloo where there are
-none. Every rank makes the same exchanges in the same order; the callers know their purpose.
+Owns the account of all exchanges, and torch's process group: NCCL between GPUs, gloo where there are none.
+Every rank makes the same exchanges in the same order; the callers know their purpose.
 
 Small tensors are gathered and added up here, in float32 and in one order. Large tensors are summed by the
-group, whose result has the same bits on every rank, in an order of its own. The group also adds up everything
-between two GPUs: a sum of two numbers has only one order and is rounded once.
+group, in an order of its own, with the same bits on every rank. The group also sums every tensor between two
+GPUs: a sum of two numbers has only one order and is rounded once.
 """
 
 from __future__ import annotations

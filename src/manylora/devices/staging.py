@@ -146,7 +146,7 @@ class _Together:
         return _Part(self, numbers, self._mapped[first : first + count])
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Add a part to those that ``send`` will send."""
+        """Add a part to the next ``send``."""
         target = target.view(-1).view(_UNIT)
         self._targets.append(target)
         self._sources.append(source[: target.numel()])

@@ -25,7 +25,7 @@ percent more per second."""
 _WORD = 8
 
 _TABLES = 4
-"""The number of tables: copies under way before the next copy's table must wait for the first."""
+"""The number of tables. With this many copies in flight, the next copy waits for the first one's table."""
 
 _log = logging.getLogger(__name__)
 

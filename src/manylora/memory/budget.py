@@ -33,12 +33,13 @@ def pool_bytes(
     pristine_bytes: int = 0,
     share: float | None = None,
 ) -> int:
-    """Return the bytes for the pool: those asked for; else what remains of ``share`` of the GPU's whole
-    memory; else the device's default share of the free memory.
+    """Return the bytes for the pool. They are the bytes asked for; else the rest of ``share`` of the GPU's
+    whole memory; else the device's default share of the free memory.
 
-    ``activation_bytes``: what a step may need beside the pool. ``pristine_bytes``: what a copy of the base's
-    weights will take on this device; on CUDA both reduce a default. Call it when the weights are loaded.
-    Raises ConfigError when the pool does not fit in the free memory.
+    ``activation_bytes``: the bytes that a step may need beside the pool. ``pristine_bytes``: the bytes that a
+    copy of the base's weights will take on this device. On CUDA both reduce a default. Call it when the
+    weights are loaded. Raises ConfigError when the pool that was asked for, or its share, does not fit in the
+    free memory.
     """
     free = device.free_bytes()
     if asked is None and share is not None and device.torch_device.type != "cpu":
@@ -92,11 +93,11 @@ def host_pool_pages(
     """Return the pages for the host pool: as many as were asked for, else the default share of the free
     memory.
 
-    ``machine``: the CPU as a device, whatever the engine runs on; ``kind``: what the engine runs on;
-    ``promised_bytes``: what the device's pool will take of the machine's memory as it fills;
-    ``pristine_bytes``: what a copy of the base's weights will take of the machine's memory, which reduces a
-    default where the engine runs on CUDA. Returns 0 when not even one page fits. Raises ConfigError when more
-    is asked for than is free, or the copy does not fit.
+    ``machine``: the CPU as a device, whatever the engine runs on. ``kind``: the device that the engine runs
+    on. ``promised_bytes``: the machine's memory that the device's pool will take as it fills.
+    ``pristine_bytes``: the machine's memory that a copy of the base's weights will take; it reduces a default
+    where the engine runs on CUDA. Returns 0 when not even one page fits. Raises ConfigError when more is
+    asked for than is free, or the copy does not fit.
     """
     free = max(0, machine.free_bytes() - promised_bytes)
     if pristine_bytes > free:

@@ -1,7 +1,7 @@
 """Copies pages between the host pool and the device pool, beside compute.
 
 Owns the two lanes, one for each direction, the division of a copy into transfers, and the one answer that
-each copy gets. Does not know what the pages hold.
+each copy gets. Does not know the contents of pages.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Lane:
 
 
 class Copier:
-    """Background copies between the pools; those of one direction land and are answered in the order in which
-    they were started.
+    """Background copies between the pools. Copies of one direction land and are answered in the order in
+    which they were started.
 
     ``start``, ``flush`` and ``close`` belong to the step loop's thread.
     """
@@ -80,8 +80,8 @@ class Copier:
         self._bringer: Bringer | None = None
 
     def use_kernel(self, bringer: Bringer) -> None:
-        """Let ``bringer`` make those copies with gates that it can, on the step loop's thread. Call it before
-        the first copy."""
+        """Let ``bringer`` make the copies with gates, where it can, on the step loop's thread. Call it before
+        the first such copy."""
         self._bringer = bringer
 
     def settle(self) -> None:
@@ -122,8 +122,8 @@ class Copier:
 
     def move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Future[Callable[[], float]]:
         """Copy to the device after the work that ``issued`` marks, in turn with copies of pages. May be
-        called from any thread, but not beside copies that have gates. The arguments are those of
-        ``CopyLane.copy``, the result is that of ``CopyLane.end``. Raises RuntimeError after ``close``."""
+        called from any thread, but not beside copies that have gates. The arguments are as for
+        ``CopyLane.copy``; the result is as for ``CopyLane.end``. Raises RuntimeError after ``close``."""
         return self._lanes[True].issuing.submit(self._move, target, source, issued)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:

@@ -1,11 +1,11 @@
-"""Lets a step begin while a copy to the device is still landing, even if some of its rows read what is
-copied.
+"""Lets a step begin before a copy that some of its rows read has landed on the device.
 
 A kernel that makes a copy marks on the device which groups of layers have landed. A captured step passes
 these gates on the device, each before the first layer of its group. Any other step waits for the whole copy,
 on the step loop's thread, before it begins.
 
-Owns that order, its time limit, and what is known of the copy's end. Does not copy and does not run anything.
+Owns that order, its time limit, and the knowledge of how the copy ended. Does not copy and does not run
+anything.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
 
 
 class LandedWords:
-    """For each group of layers, the number of the last copy by a kernel whose part has landed there: int64
-    [G], on the device.
+    """The copies that have landed, by group of layers: int64 [G], on the device. Each word is the number of
+    the last copy by a kernel whose part in that group has landed.
 
     These copies land in order, so one number covers all copies up to it. ``groups``: [first, end) of layers.
     """
@@ -53,14 +53,14 @@ class LandedWords:
 
 class CopyGate:
     """A gate that opens when a copy has been issued, and that steps pass. ``number``: the copy's number among
-    those made by a kernel, from 1; 0: nothing on the device shows when the copy lands."""
+    copies by a kernel, from 1; 0: nothing on the device shows when the copy lands."""
 
     def __init__(self) -> None:
         self.number = 0
         self._changed = threading.Condition()
         self._landing: Callable[[], None] | None = None
         self.has_failed = False
-        """Whether the copy has failed: what has not landed will never land."""
+        """Whether the copy has failed: parts that have not landed will never land."""
         self._answer: bool | None = None
 
     def open(self, landing: Callable[[], None], number: int = 0) -> None:
@@ -71,7 +71,8 @@ class CopyGate:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Mark the copy as failed, and wake what waits for it: what has not landed will never land."""
+        """Mark the copy as failed, so that nothing waits for it any more. Parts that have not landed will
+        never land."""
         with self._changed:
             self.has_failed = True
             self._changed.notify_all()
@@ -124,14 +125,14 @@ class Awaited:
         """Seconds that the thread has waited at gates; after ``spoilt`` the device's waits are included."""
 
     def pass_all(self, but_marked: bool = False) -> None:
-        """Wait for every copy. ``but_marked``: only for copies whose landing nothing on the device shows."""
+        """Wait for every copy. ``but_marked``: skip copies that the device itself marks as they land."""
         for gate, sequences in self._gates:
             if not (but_marked and gate.number):
                 self._pass(gate, sequences)
 
     def numbers(self) -> tuple[int, int]:
-        """Return what gates on the device need: the longest wait in nanoseconds, and the number of the last
-        copy that has not been answered (0: none)."""
+        """Return the input for gates on the device: the longest wait in nanoseconds, and the number of the
+        last copy that has not been answered (0: none)."""
         unanswered = (gate.number for gate, _ in self._gates if not gate.is_answered)
         return int(self._late_s * 1e9), max(unanswered, default=0)
 

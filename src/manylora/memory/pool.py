@@ -1,8 +1,8 @@
 """Holds the pages of both tiers, the device's pool and the host's, of one shape, for KV and for adapters
 alike.
 
-Owns the memory, its views and its pinning (docs/architecture.md, "Memory"). Does not know what a page holds
-or which request owns it: the policy does.
+Owns the memory, its views and its pinning (docs/architecture.md, "Memory"). Does not know the contents of a
+page or the request that owns it: the policy does.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class HostPool(Pages):
 
     @property
     def pages_pinned(self) -> int:
-        """The number of pages whose copies are as fast as they can be: the pinned pages, or all where the
-        device gains nothing by pinning."""
+        """The number of pages with the fastest copies: the pinned pages, or all pages where the device gains
+        nothing by pinning."""
         if not self._device.copies_from_pinned:
             return self.num_pages
         # The last chunk ends where the memory ends, perhaps past the last page.

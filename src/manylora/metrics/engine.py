@@ -135,8 +135,8 @@ def _rank_weights(view: _View) -> Samples:
 
 
 def _rank_pages(device: str, host: str) -> Callable[[_View], Samples]:
-    """Return a function that gives the bytes of pages on each rank. The paths give the numbers of pages from
-    the view."""
+    """Return a function that gives the bytes of pages on each rank. ``device``, ``host``: paths in the view
+    to the numbers of pages."""
     counts = ("device", operator.attrgetter(device)), ("host", operator.attrgetter(host))
     return lambda view: [
         ((str(rank), tier), count(view) * held.page_bytes)

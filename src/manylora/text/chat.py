@@ -28,8 +28,8 @@ _Result = TypeVar("_Result")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """A block ``{% generation %}``, which marks what an assistant wrote, for training. Here it only renders
-    its body."""
+    """The block ``{% generation %}``, which marks an assistant's words for training. Here it only renders its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares a mutable set)
 

@@ -26,8 +26,8 @@ def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
 
 
 class Detokenizer(Protocol):
-    """One sample's text as it grows. All pieces together are what decoding the prompt and the sample's tokens
-    adds to decoding the prompt alone."""
+    """One sample's text as it grows. Joined, the pieces are the text of the prompt with the sample's tokens,
+    less the text of the prompt alone."""
 
     def add(self, token_id: int) -> str:
         """Return the text that this token completes; bytes of an unfinished character are held back."""

@@ -187,7 +187,7 @@ class TextDeltas(Protocol):
 
 
 async def collect(stream: TextDeltas, n: int) -> list[TextOutput]:
-    """Wait for all ``n`` samples and return them in order. Raises GenerationFailed if one of them failed.
+    """Wait for all ``n`` samples and return them in order. Raises GenerationFailed if any sample failed.
 
     Closes the stream, so that nothing goes on running for a cancelled caller.
     """

@@ -51,8 +51,8 @@ async def encode_texts(
 ) -> list[tuple[int, ...]]:
     """Return the token ids of texts; long or many texts are encoded on another thread.
 
-    Raises InvalidRequest where there is no tokenizer, where a text holds a lone surrogate, and where a text
-    must give more tokens than ``info`` has room for. The last is refused before the text costs any time.
+    Raises InvalidRequest where there is no tokenizer, or where a text holds a lone surrogate. A text that
+    must give more tokens than ``info`` has room for is refused, too, before it costs any time.
     """
     known = require_tokenizer(tokenizer, param)
     longest = max(map(len, texts), default=0)
@@ -93,7 +93,8 @@ def fit_params(
 ) -> SamplingParams:
     """Return the parameters with which this prompt can run. Raises InvalidRequest where it cannot.
 
-    A default ``max_tokens`` shrinks to what the context leaves; an explicit one that does not fit is refused.
+    A default ``max_tokens`` shrinks to the context's remaining room; an explicit ``max_tokens`` that does not
+    fit is refused.
     """
     if not prompt:
         raise InvalidRequest("the prompt must hold at least one token", param)

@@ -224,8 +224,8 @@ _NOT_IDS = ("trim_offsets", "unk_token", "fuse_unk", "dropout")
 
 
 def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
-    """Describe how an adapter's tokenizer gives other ids than its base's. Returns None where it only adds
-    tokens or lacks added tokens. Pad tokens do not count."""
+    """Describe how the ids of an adapter's tokenizer differ from those of its base's. Returns None where it
+    only adds tokens or lacks added tokens. Pad tokens do not count."""
     pads = {tokenizer.special_tokens.get("pad_token") for tokenizer in (own, base)}
     ours, theirs = own.vocabulary, base.vocabulary
     tokens = {token_id: token for token, token_id in theirs.items()}
