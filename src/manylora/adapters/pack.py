@@ -204,7 +204,8 @@ def load_into(
     check: Callable[[], None],
     helpers: Helpers = NO_HELPERS,
 ) -> None:
-    """Fill ``pages`` in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
+    """Fill ``pages`` in place with the weights as ``dtype``: ``pages[n]`` ``[layers, slab_elements]``, on the
+    CPU, contiguous.
 
     Reads each tensor once, and writes every byte of the pages, whatever they held. Any of the threads calls
     ``check`` now and then; it may raise to stop the loading. No helper works on the pages after the call. A

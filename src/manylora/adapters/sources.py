@@ -28,7 +28,7 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
     cache ("models--ORG--NAME") is named "ORG/NAME"; its path is the revision in its refs/main, or the only
     revision. ``folder`` may be such a repository, too.
 
-    A folder whose name cannot name an adapter is skipped with a warning. A warning is also logged where no
+    A folder whose name no adapter may have is skipped with a warning. A warning is also logged where no
     adapter is found at all. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:

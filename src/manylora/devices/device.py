@@ -57,7 +57,7 @@ class Mirror:
 
 class PageWriter:
     """A writer of page images into the pool while steps run. Made on the step loop's thread, used by one
-    other."""
+    other thread."""
 
     def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
         """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype, contiguous).

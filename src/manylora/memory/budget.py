@@ -59,8 +59,9 @@ def pool_bytes(
 def pristine_place(
     wanted: str, device: Device, asked_pool: int | None, activation_bytes: int, pristine_bytes: int
 ) -> Literal["device", "host"]:
-    """Decide where a copy of the base's weights goes. ``wanted`` is ``device``, ``host`` or ``auto``: the
-    device where the copy takes little of the pool's memory. Call it when ``pool_bytes`` is due."""
+    """Decide where a copy of the base's weights goes; ``wanted`` is ``device``, ``host`` or ``auto``. With
+    ``auto`` it goes to the device if it takes at most PRISTINE_SHARE of the pool and fits beside it, else to
+    the host. On a CPU ``auto`` is the device. Call it when ``pool_bytes`` is due."""
     if wanted == "host":
         return "host"
     if wanted == "device" or device.torch_device.type == "cpu":

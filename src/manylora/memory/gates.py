@@ -96,8 +96,8 @@ class CopyGate:
 
     def pass_whole(self, until: float) -> bool:
         """Order all work issued from now on after the whole copy, and return True. Return False where the
-        copy is not issued by ``until`` (``time.monotonic``) or has failed. Called on the step loop's
-        thread."""
+        copy fails before it is issued, or is not issued by ``until`` (``time.monotonic``). Called on the step
+        loop's thread."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._landing is not None or self.has_failed, max(0.0, until - time.monotonic())
@@ -150,8 +150,8 @@ class Awaited:
         self.stall_s += time.monotonic() - began
 
     def spoilt(self) -> tuple[SequenceId, ...]:
-        """Wait until every copy has been answered. Return the sequences whose copies failed or came too
-        late."""
+        """Wait until every copy has been answered. Return the sequences whose copies failed or came too late;
+        where a gate on the device was late, the sequences of all gates."""
         found = set(self._late)
         if self._told is not None:
             shut_ns, is_late = self._told().tolist()

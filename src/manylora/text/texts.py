@@ -62,7 +62,7 @@ class ModelText:
 
     @property
     def template(self) -> str | None:
-        """The chat template."""
+        """The chat template; None where the tokenizer or its default template is missing."""
         return None if self.tokenizer is None else self.tokenizer.chat_templates.get("default")
 
 

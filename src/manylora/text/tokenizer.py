@@ -30,11 +30,11 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
-    """The folder's tokenizer cannot be used; the message says why."""
+    """An error for a folder with an unusable tokenizer; the message says why."""
 
 
 class MissingTokenizer(TokenizerError):
-    """The folder has no tokenizer.json, so only token ids can be served."""
+    """An error for a folder without tokenizer.json, for which only token ids can be served."""
 
 
 class Tokenizer:
