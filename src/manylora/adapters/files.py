@@ -1,6 +1,6 @@
-"""An adapter's files: what tells one version of them from the next, and whose fault it is when one cannot be read.
+"""Reads an adapter's files. Defines how versions of a file are distinguished, and which errors are raised.
 
-No torch here.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 MOST_TENSORS = 16384
-"""A 126-layer model with every projection adapted has 1,764."""
+"""The most tensors that an adapter may have. A 126-layer model with every projection adapted has 1,764."""
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SAMPLE_BYTES = 256
@@ -37,10 +37,11 @@ _log = logging.getLogger(__name__)
 
 
 class FilesChanged(AdapterError):
-    """The files differ from those that were inspected: the fault of neither the adapter nor the client.
+    """An error for files that have changed since they were inspected. Neither the adapter nor the client is
+    at fault.
 
-    409 where it is being loaded: what was asked for and what lies there contradict each other, until it is asked
-    for again.
+    Its status is 409 where the adapter is being loaded: the request and the files contradict each other until
+    the adapter is requested anew.
     """
 
     def __init__(self, message: str) -> None:
@@ -49,7 +50,8 @@ class FilesChanged(AdapterError):
 
 @contextmanager
 def adapters_fault() -> Iterator[None]:
-    """Whatever goes wrong inside is the fault of the adapter that is read there: an AdapterError."""
+    """Raise whatever goes wrong inside as an AdapterError, because the adapter that is read there is at
+    fault."""
     try:
         yield
     except AdapterError:
@@ -63,14 +65,16 @@ def adapters_fault() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one version of a file from the next. Remounts, chmod and copies that keep times leave it."""
+    """The size and time that distinguish versions of a file. Remounts, chmod and copies that keep times do
+    not change them."""
 
     size_bytes: int
     mtime_ns: int
 
 
 def stamp_of(path: Path) -> FileStamp:
-    """The stamp of a regular file. Raises AdapterError when it is missing, unreadable or not a file."""
+    """Return the stamp of a regular file. Raises AdapterError when it is missing, unreadable or not a
+    file."""
     try:
         status = status_of(path)
     except TensorFileError as error:
@@ -79,12 +83,13 @@ def stamp_of(path: Path) -> FileStamp:
 
 
 def adapter_files(path: Path) -> tuple[Path, Path]:
-    """The adapter's configuration and weights. Raises AdapterError when either is not there."""
+    """Return the paths of the adapter's configuration and weights. Raises AdapterError when either is
+    missing, with status 404 where there is no such folder."""
     try:
         names = sorted(os.listdir(path))
     except (OSError, ValueError) as error:
         raise AdapterError(f"no adapter folder {os.path.basename(path)!r}", status=404) from error
-    # Only the folder's own name: what a client is told must not say where on the server it lies.
+    # Only the folder's own name: a client's message must not reveal paths on the server.
     folder = shown(os.path.basename(os.path.abspath(path)))
     if CONFIG_NAME not in names:
         raise AdapterError(f"{folder} holds no {CONFIG_NAME}")
@@ -100,7 +105,8 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The header of an adapter's weights. Raises AdapterError."""
+    """Read the header of an adapter's weights. Raises AdapterError where it is unreadable, has too many
+    tensors, or has an unsupported dtype."""
     try:
         tensors = read_header(path, "adapter")
     except TensorFileError as error:
@@ -115,10 +121,10 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def sampled_digest(config: Path, weights: Path, tensors: dict[str, StoredTensor]) -> str:
-    """Of all of a configuration, and of the header and some bytes of each tensor of the weights.
+    """Return a digest of the whole configuration, of the weights' header, and of some bytes of each tensor.
 
-    It tells files of one size and time apart on every file system, and takes a short read a tensor. Raises
-    AdapterError.
+    It distinguishes files of the same size and time on every file system, for one short read per tensor.
+    Raises AdapterError where a file cannot be read.
     """
     state = hashlib.blake2b(digest_size=16)
     header_bytes = min((each.begin for each in tensors.values()), default=0)

@@ -1,7 +1,8 @@
-"""Loops that read tensors of an adapter's file into pages, without the interpreter: threads that read beside each
-other, and beside the step loop, would wait for it at every call.
+"""Reads tensors of an adapter's file into pages, in compiled loops.
 
-They say where something went wrong, and not what. No torch here.
+The loops do not hold the interpreter's lock: threads that read beside each other, and beside the step loop,
+would otherwise wait for it at every call. The loops report where an error occurred, but not its kind. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 F64, F32, F16, BF16 = range(4)
-"""Types of elements, as they are stored in a file and, but for the first, kept in pages."""
+"""Types of elements as stored in a file; all but F64 are also types of elements kept in pages."""
 
 WORDS = 6
-"""Of a part of a matrix in ``parts``: where its first element lies in memory, its first row and column, its rows,
-their elements, and the bytes from one row to the next in memory."""
+"""The words that describe one part of a matrix in ``parts``: the address of its first element in memory; its
+first row and first column; its number of rows; the elements of a row; the bytes from one row to the next in
+memory."""
 
 SCRATCH_WORDS = 2
-"""For each element in ``scratch``: room for it as it is stored, as a float32, and as it is kept."""
+"""The words for each element in ``scratch``: room for the element as stored, as a float32, and as kept."""
 
 _STRIP = 128
-"""Rows that are turned at a time: what is written of a column then is a few lines of the cache."""
+"""The source's rows that are transposed at a time: each piece of a target's row is then a few cache lines."""
 
 _pread: Any = types.ExternalFunction(
     "pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64)
@@ -38,7 +40,7 @@ _pread: Any = types.ExternalFunction(
 
 
 def prepare() -> None:
-    """Compile them, or load what an earlier run has compiled."""
+    """Compile the loops, or load them as an earlier run has compiled them."""
     nothing, parts = np.zeros(0, dtype=np.int64), np.zeros((0, WORDS), dtype=np.int64)
     scratch = np.zeros(SCRATCH_WORDS, dtype=np.uint64)
     read_rows(0, nothing, 0, parts, 0, F32, F32, scratch)
@@ -48,7 +50,7 @@ def prepare() -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
 def _memory(_: Any, address: Any) -> Any:
-    """The pointer of an address."""
+    """Return the pointer for an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -58,13 +60,13 @@ def _memory(_: Any, address: Any) -> Any:
 
 @loop
 def _size(kind: int) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return 8 if kind == F64 else 4 if kind == F32 else 2
 
 
 @loop
 def _filled(file: int, begin: int, address: int, num_bytes: int) -> bool:
-    """Whether the file had them all."""
+    """Read ``num_bytes`` of the file from ``begin`` to ``address``. Return whether the file had them all."""
     while num_bytes > 0:
         count = _pread(file, _memory(address), num_bytes, begin)
         if count <= 0:
@@ -75,7 +77,7 @@ def _filled(file: int, begin: int, address: int, num_bytes: int) -> bool:
 
 @loop
 def _is_finite(address: int, count: int, kind: int) -> bool:
-    """No exponent is the largest."""
+    """Return whether all elements are finite: none has the largest exponent."""
     if kind == F32:
         wide, widest = np.uint32(0x7F800000), np.uint32(0)
         for bits in numba.carray(_memory(address), count, np.uint32):
@@ -89,7 +91,7 @@ def _is_finite(address: int, count: int, kind: int) -> bool:
 
 @loop
 def _widen(source: int, target: int, count: int, kind: int) -> None:
-    """Elements as float32; what is not finite stays so."""
+    """Convert elements to float32; a value that is not finite stays so."""
     if kind == F64:
         floats = numba.carray(_memory(target), count, np.float32)
         for place, value in enumerate(numba.carray(_memory(source), count, np.float64)):
@@ -104,7 +106,7 @@ def _widen(source: int, target: int, count: int, kind: int) -> None:
     for place in range(count):
         bits = np.uint32(narrow[place])
         magnitude = np.uint32(bits & np.uint32(0x7FFF))
-        # Least numbers are so many units of 2^-24.
+        # A subnormal float16 is its fraction times 2^-24.
         least = np.float32(np.float32(np.int32(magnitude)) * np.float32(2.0**-24)).view(np.uint32)
         found = (magnitude << np.uint32(13)) + np.uint32((127 - 15) << 23)
         found = least if magnitude < np.uint32(0x0400) else found
@@ -114,7 +116,8 @@ def _widen(source: int, target: int, count: int, kind: int) -> None:
 
 @loop
 def _narrow(source: int, target: int, count: int, kind: int) -> None:
-    """Elements of float32 in 16 bits, rounded to nearest, ties to even; what is not finite stays so."""
+    """Convert float32 elements to 16 bits, rounded to nearest, ties to even; a value that is not finite stays
+    so."""
     wide = numba.carray(_memory(source), count, np.uint32)
     narrow = numba.carray(_memory(target), count, np.uint16)
     one = np.uint32(1)
@@ -126,7 +129,7 @@ def _narrow(source: int, target: int, count: int, kind: int) -> None:
             rounded = (magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)
             narrow[place] = rounded | ((bits >> np.uint32(16)) & np.uint32(0x8000))
         return
-    half = np.float32(0.5)  # one unit of its last place is the least float16
+    half = np.float32(0.5)  # one unit in its last place is 2^-24, the least float16
     for place in range(count):
         bits = wide[place]
         magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -140,8 +143,8 @@ def _narrow(source: int, target: int, count: int, kind: int) -> None:
 
 @loop
 def _fetched(file: int, begin: int, held: int, target: int, count: int, stored: int, kept: int) -> bool:
-    """Read elements to ``target``, by way of ``held`` and of float32 where they are stored otherwise: whether all
-    were there, and finite before and after."""
+    """Read elements to ``target``; where types differ, through ``held`` and float32. Return whether all
+    elements were there, and finite before and after."""
     if stored == kept:
         return _filled(file, begin, target, count * _size(kept)) and _is_finite(target, count, kept)
     if not _filled(file, begin, held, count * _size(stored)):
@@ -157,13 +160,13 @@ def _fetched(file: int, begin: int, held: int, target: int, count: int, stored: 
 
 @loop
 def _whole_words(num_bytes: int) -> int:
-    """So many bytes, or a few more."""
+    """Round a number of bytes up to whole words."""
     return (num_bytes + 7) // 8 * 8
 
 
 @loop
 def are_finite(file: int, begin: int, count: int, stored: int, kept: int, scratch: Words) -> bool:
-    """Whether so many elements are there, and finite as they are stored and as they would be kept."""
+    """Return whether ``count`` elements are there, and finite both as stored and as they would be kept."""
     most = (len(scratch) - 2) // SCRATCH_WORDS
     target = scratch.ctypes.data
     while count > 0:
@@ -185,11 +188,12 @@ def read_rows(
     kept: int,
     scratch: Words,
 ) -> int:
-    """Read parts of a matrix [rows, width] in each layer to their places: the first layer that was not all there,
-    and finite, or -1.
+    """Read parts of a matrix [rows, width] in each layer to their places. Return the first layer that was not
+    complete or not finite, or -1.
 
-    ``begins`` int64 [L]: of the matrices in the file. ``parts`` int64 [N, WORDS]; those of the next layer lie
-    ``layer_bytes`` further on. ``scratch`` has SCRATCH_WORDS for each element of a part's row, and two more.
+    ``begins`` int64 [L]: where each layer's matrix begins in the file. ``parts`` int64 [N, WORDS]: the
+    addresses for the first layer; each next layer's are ``layer_bytes`` further. ``scratch`` has
+    SCRATCH_WORDS for each element of a part's row, and two more.
     """
     held, size = scratch.ctypes.data, _size(kept)
     for layer in range(len(begins)):
@@ -197,7 +201,7 @@ def read_rows(
             address, row, column, rows, length, stride = parts[part]
             address += layer * layer_bytes
             if length == width and stride == length * size and stored == kept:
-                rows, length = 1, rows * length  # they lie in the file as they do in the page
+                rows, length = 1, rows * length  # file and page have the same form, so one read is enough
             for number in range(rows):
                 begin = begins[layer] + ((row + number) * width + column) * _size(stored)
                 if not _fetched(file, begin, held, address + number * stride, length, stored, kept):
@@ -217,7 +221,8 @@ def read_turned(
     kept: int,
     scratch: Words,
 ) -> int:
-    """The same of a matrix [num_rows, width] whose columns are the parts' rows. ``scratch`` is for all of it."""
+    """Read a matrix [num_rows, width] like ``read_rows``, transposed: its columns are the parts' rows.
+    ``scratch`` has SCRATCH_WORDS for each element of the whole matrix, and two more."""
     count, size = num_rows * width, _size(kept)
     source = scratch.ctypes.data
     held = source + _whole_words(count * size)
@@ -251,7 +256,7 @@ def read_turned(
 
 @loop
 def _turn(source: Any, target: Any, width: int, rows: int, length: int, stride: int) -> None:
-    """target[row, column] = source[column, row]."""
+    """Set target[row, column] = source[column, row]."""
     for first in range(0, length, _STRIP):
         for row in range(rows):
             for column in range(first, min(first + _STRIP, length)):
@@ -260,8 +265,8 @@ def _turn(source: Any, target: Any, width: int, rows: int, length: int, stride: 
 
 @loop
 def _turn_fours(source: Any, target: Any, width: int, rows: int, length: int, stride: int) -> None:
-    """The same of elements of two bytes, by words of four, which ``width``, ``rows`` and ``stride`` count: in less
-    than half of the time."""
+    """Transpose elements of two bytes in words of four elements, which takes less than half of ``_turn``'s
+    time. ``width``, ``rows`` and ``stride`` count words."""
     low, even = np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF)
     one, two = np.uint64(16), np.uint64(32)
     for first in range(0, length, _STRIP):

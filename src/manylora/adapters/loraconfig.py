@@ -1,10 +1,13 @@
-"""PEFT's adapter_config.json: what is refused, and how rank, alpha and targets resolve for a module.
+"""Reads PEFT's adapter_config.json: which settings are refused, and how rank, alpha and targets resolve for a
+module.
 
-Follows PEFT 0.21 (LoraConfig, get_pattern_key, check_target_module_exists). A setting either does not touch
-inference, or is honoured, or is refused with its reason; nothing is silently dropped. Knows module names,
-not tensors. The file comes from anyone, and ``re`` backtracks: thirty optional characters hold it for hours,
-and the interpreter's lock with it. So a process of its own matches all but plain names (``matching``), and is
-ended where it takes too long. No torch here.
+Follows PEFT 0.21 (LoraConfig, get_pattern_key, check_target_module_exists). A setting has no effect on
+inference, or is honoured, or is refused with its reason; none is silently dropped. Knows module names, not
+tensors. Imports no torch.
+
+Anyone may have written the file, and ``re`` backtracks: an expression with thirty optional characters runs
+for hours and holds the interpreter's lock. So a process of its own (``matching``) matches all but plain
+names, and is ended where it takes too long.
 """
 
 from __future__ import annotations
@@ -26,15 +29,17 @@ from manylora.protocol import AdapterError
 from manylora.tensorfile import shown
 
 LARGEST_CONFIG_BYTES = 2**20
-"""One that names every module of a 126-layer model three times takes 0.1 MiB."""
+"""The largest configuration that is read. A configuration that names every module of a 126-layer model three
+times takes 0.1 MiB."""
 
 MOST_PATTERNS = 1024
 MOST_CHARACTERS = 2**16
-"""Of a setting's expressions. One for each module of a 126-layer model: 882, of 30,000 characters."""
+"""The limit for all expressions of one setting. One expression for each module of a 126-layer model makes 882
+expressions of 30,000 characters."""
 
 _PLAIN = re.compile(r"[\w.]*", re.ASCII)
 _MOST_PLAIN = 64
-_MOST_WALL_S = 60.0  # it has less of a busy machine than others
+_MOST_WALL_S = 60.0  # long, because the matching process has a low priority on a busy machine
 
 _MOST_SHOWN_KEYS = 8
 
@@ -57,8 +62,8 @@ _REFUSED = {
 }  # fmt: skip
 
 # Settings of training, of initialisation, or of bookkeeping: the forward pass of a trained adapter does not
-# read them. velora_config swaps the backward pass only; dropout is off at inference; megatron_core,
-# qalora_group_size and the *_config of initialisations act only together with settings refused elsewhere.
+# read them. velora_config changes only the backward pass; dropout is off at inference; megatron_core,
+# qalora_group_size and the *_config of initialisations act only together with settings that are refused.
 _WITHOUT_EFFECT = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "qalora_group_size", "megatron_core", "loftq_config", "eva_config",
@@ -73,14 +78,14 @@ _HONOURED = frozenset({
 
 _Number = TypeVar("_Number", int, float)
 
-# These initialisations subtract the adapter's start from the base weights (loftq: quantise them), and PEFT
-# does so again when it loads such an adapter. A base model shared by all adapters cannot be modified for one.
+# These initialisations subtract the adapter's initial weights from the base weights (loftq: quantise them), and
+# PEFT does so again when it loads such an adapter. A base model shared by all adapters cannot be modified for one.
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 
 
 class Module(NamedTuple):
-    """What PEFT makes of a module: whether it is adapted, at which rank and with which alpha."""
+    """PEFT's reading of a module: whether it is adapted, at which rank and with which alpha."""
 
     is_target: bool
     rank: int
@@ -91,9 +96,10 @@ class Module(NamedTuple):
 class LoraSettings:
     """A checked adapter_config.json.
 
-    ``target_modules``, ``exclude_modules``: names, or one regex; None: all, and none. ``rank_pattern``,
-    ``alpha_pattern``: in the file's order, of which the first match counts, over the whole module name or a dotted
-    end of it. ``layers_pattern``: names or regexes of lists of layers. ``warnings``: what is served all the same.
+    ``target_modules``, ``exclude_modules``: names, or one regex; None means all modules for the first, and
+    none for the second. ``rank_pattern``, ``alpha_pattern``: in the file's order; the first pattern that
+    matches the whole module name or a dotted end of it counts. ``layers_pattern``: names or regexes of lists
+    of layers. ``warnings``: about settings that are ignored.
     """
 
     base_model: str | None
@@ -109,8 +115,8 @@ class LoraSettings:
     warnings: tuple[str, ...] = ()
 
     def modules(self, names: Sequence[str]) -> list[Module]:
-        """What PEFT makes of each module ("model.layers.0.self_attn.q_proj"). Raises AdapterError where one of the
-        regular expressions is none, or takes too long."""
+        """Resolve each module ("model.layers.0.self_attn.q_proj") as PEFT does. Raises AdapterError where a
+        regular expression is invalid or takes too long."""
         ends = r"(.*\.)?({})$"
         layers = Patterns("layers_pattern", self.layers_pattern, "match", r"(?:^|.*?\.){}\.(?P<idx>\d+)\.")
         if not self.layers_pattern:
@@ -136,11 +142,12 @@ class LoraSettings:
         ]
 
     def scale(self, alpha: float, rank: int) -> float:
-        """What (x A) B is multiplied by."""
+        """Return the factor by which (x A) B is multiplied."""
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def _targets(self, name: str, is_matched: bool, is_excluded: bool, layer: str | None) -> bool:
-        """``is_matched``, ``is_excluded``: by a regex; ``layer``: the number in the name, where it matters."""
+        """Return whether the module is adapted. ``is_matched``, ``is_excluded``: whether a regex matches it;
+        ``layer``: the layer number in the name, None where it does not matter."""
         if is_excluded or (
             isinstance(self.exclude_modules, frozenset) and _is_end(self.exclude_modules, name)
         ):
@@ -161,14 +168,15 @@ def _expressions(modules: str | frozenset[str] | None) -> tuple[str, ...]:
 
 
 def _is_end(wanted: frozenset[str], module: str) -> bool:
-    """Whether one is the module's name, or a dotted end of it."""
+    """Return whether ``wanted`` holds the module's name or a dotted end of it."""
     parts = module.split(".")
     return any(".".join(parts[first:]) in wanted for first in range(len(parts)))
 
 
 def read_config(path: Path) -> LoraSettings:
-    """Read and check adapter_config.json. Raises AdapterError saying what is wrong or unsupported."""
-    stamp_of(path)  # a pipe would be waited for
+    """Read and check adapter_config.json. Raises AdapterError, which names the fault or the unsupported
+    setting."""
+    stamp_of(path)  # refuses a pipe, whose opening would block
     try:
         with open(path, "rb") as file:
             raw = file.read(LARGEST_CONFIG_BYTES + 1)
@@ -185,7 +193,8 @@ def read_config(path: Path) -> LoraSettings:
 
 
 def _warnings(config: dict[str, Any]) -> tuple[str, ...]:
-    """Refuse what is unsupported; what is unknown, and may be a note, is left out and named."""
+    """Return a warning that names the unknown settings, which are ignored. Raises AdapterError for
+    unsupported settings, and for an unknown setting that is ``true``."""
     peft_type = config.get("peft_type")
     if peft_type != "LORA":
         raise AdapterError(f"peft_type {str(peft_type)[:60]!r} is not supported, only 'LORA'")
@@ -271,7 +280,7 @@ def _modules(config: dict[str, Any], key: str) -> str | frozenset[str] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        # PEFT looks for this name among targets only, and takes no empty exclusion for one.
+        # PEFT knows "all-linear" as a target only, and ignores an empty exclusion.
         if key == "target_modules" and value.lower() == "all-linear":
             return None
         return value if value or key == "target_modules" else None
@@ -298,7 +307,8 @@ def _layers_pattern(value: Any) -> tuple[str, ...]:
 
 
 class Patterns(NamedTuple):
-    """A setting's expressions; ``form``: what PEFT composes of each; ``method``: of ``re``, which it calls."""
+    """A setting's expressions. ``form``: the expression that PEFT builds from each; ``method``: the function
+    of ``re`` that PEFT calls."""
 
     setting: str
     expressions: tuple[str, ...]
@@ -307,7 +317,8 @@ class Patterns(NamedTuple):
 
 
 def first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tuple[matching.Answer, ...]:
-    """Of each setting and each name: which expression is the first to match. Raises AdapterError."""
+    """Find the first expression of each setting that matches each name. Raises AdapterError where there are
+    too many expressions or characters, or where an expression is invalid or takes too long."""
     for setting, expressions, *_ in settings:
         if len(expressions) > MOST_PATTERNS or sum(map(len, expressions)) > MOST_CHARACTERS:
             most = f"{MOST_PATTERNS} regular expressions, or {MOST_CHARACTERS} characters of them"
@@ -340,7 +351,8 @@ def _first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tu
 
 
 def _ask(question: str) -> dict[str, list[matching.Answer]]:
-    """Raises ValueError where the process was ended or crashed, and TimeoutExpired."""
+    """Run ``matching`` as a process on a question in JSON. Raises ValueError where the process was ended or
+    crashed, and TimeoutExpired where it takes longer than ``_MOST_WALL_S``."""
     command = [sys.executable, "-I", "-S", "-W", "ignore", matching.__file__]
     done = subprocess.run(command, input=question.encode(), capture_output=True, timeout=_MOST_WALL_S)
     found: dict[str, list[matching.Answer]] = json.loads(done.stdout)

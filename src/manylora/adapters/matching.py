@@ -1,4 +1,5 @@
-"""Matches regular expressions with names, as Python's ``re`` does; also as a program of its own, within limits.
+"""Matches regular expressions with names as Python's ``re`` does; also runs as a program of its own, within
+limits.
 
 Imports nothing of manylora, so that the program starts in milliseconds.
 """
@@ -12,23 +13,26 @@ import resource
 import sys
 
 MOST_CPU_S = 2
-"""882 expressions, one for each module of a 126-layer model, take half a second."""
+"""The program's limit of CPU time. 882 expressions, one for each module of a 126-layer model, take half a
+second."""
 
 _MOST_BYTES = 512 * 2**20
 
 Question = tuple[str, list[str]]
-"""A method of a compiled expression, and expressions."""
+"""A method of a compiled expression ("match", "fullmatch"), and the expressions."""
 
 Answer = list[tuple[int, str | None] | None]
-"""Of each name: the number of the first expression that matches, and what its group ``idx`` holds."""
+"""For each name: the number of the first expression that matches and the text of its group ``idx``; None: no
+match."""
 
 
 class UnusableExpression(ValueError):
-    """``args``: the number of a question, that of its expression, and what is wrong with that."""
+    """An expression that cannot be compiled or matched. ``args``: the question's number, the expression's
+    number, the reason."""
 
 
 def match(questions: list[Question], names: list[str]) -> list[Answer]:
-    """Raises UnusableExpression."""
+    """Answer each question for all names. Raises UnusableExpression."""
     return [_match(number, *question, names) for number, question in enumerate(questions)]
 
 
@@ -46,8 +50,9 @@ def _match(question: int, method: str, expressions: list[str], names: list[str])
 
 
 def main() -> None:
-    """Answer what stands on the input, in JSON; a list of three is what UnusableExpression says."""
-    os.nice(10)  # steps are computed beside it
+    """Read questions and names from stdin in JSON, and write the answers, or the three ``args`` of
+    UnusableExpression."""
+    os.nice(10)  # the engine computes steps on the same processors
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     questions, names = json.load(sys.stdin)

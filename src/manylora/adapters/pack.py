@@ -1,8 +1,9 @@
-"""An adapter's weights as pages: where each row goes, and the bytes of each page.
+"""Packs an adapter's weights into pages: which row goes where, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. Owns the proof that what is read is what was inspected. Does not know where pages lie or how
-they get to a device: it fills page images, in place where it is given them, else it hands them over.
+rows of B transposed. Owns the proof that the files have not changed since they were inspected. Does not know
+where pages are or how they get to a device. It fills the caller's page images in place, or passes its own
+images to the caller.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _Kept = TypeVar("_Kept")
 
 @dataclasses.dataclass(frozen=True)
 class Helpers:
-    """``count`` threads of a pool, which help the calling one. It waits for none that others keep busy."""
+    """``count`` threads of a pool that help the calling thread, which never waits for a helper that is busy
+    elsewhere."""
 
     threads: Executor | None = None
     count: int = 0
@@ -50,19 +52,20 @@ NO_HELPERS = Helpers()
 def run_all(
     jobs: Iterable[Callable[[_Kept], None]], helpers: Helpers, new_scratch: Callable[[], _Kept]
 ) -> None:
-    """Run them all, each on one thread, with what that thread keeps from one job to the next.
+    """Run all jobs, each on one thread, with the scratch memory that its thread keeps from job to job.
 
-    Raises a job's error only when none runs any more: what they write to may go to others then.
+    Raises a job's error only when no job is running any more, because the memory that jobs write may be
+    reused then.
     """
     left = iter(jobs)
 
     def work() -> None:
         scratch = new_scratch()
-        for job in left:  # each goes to the first thread that asks
+        for job in left:  # shared by all threads: each job goes to the first thread that is free
             try:
                 job(scratch)
             except BaseException:
-                for _ in left:  # no thread begins another job
+                for _ in left:  # used up, so that no thread begins another job
                     pass
                 raise
 
@@ -79,24 +82,25 @@ def run_all(
 
 
 WINDOW_BYTES = 32 * 2**20
-"""Pages are put together this many bytes at a time: enough that a matrix is read from its file only a few
-times, little beside the pool."""
+"""Pages are assembled in windows of this many bytes: large enough that a matrix is read from its file only a
+few times, and small beside the pool."""
 
 _JOB_BYTES = 2**21
-"""What a thread takes at a time, of one matrix in some layers: it stays in the processor's cache between two
-uses, and takes under a millisecond, so that all threads end together."""
+"""The bytes of one job: one matrix in some layers. They stay in the processor's cache between two passes, and
+take under a millisecond, so that all threads end together."""
 
 _MOST_JOBS = 128
-"""About so many, which are larger then: each job begins in the interpreter, of which there is one."""
+"""Above about this number, jobs become larger instead. Each job begins in the interpreter, which one thread
+holds at a time."""
 
 _CHUNK_ELEMENTS = 2**19
-"""Looked at together where weights are verified."""
+"""The elements that are read at a time where weights are verified."""
 
 _STORED = {"F64": loops.F64, "F32": loops.F32, "F16": loops.F16, "BF16": loops.BF16}
 _KEPT = {torch.float32: loops.F32, torch.float16: loops.F16, torch.bfloat16: loops.BF16}
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16)}
-"""What arrays hold for weights, by their bytes."""
+"""The types of the arrays that hold weights, by the bytes of an element."""
 
 WritePage = Callable[[int, torch.Tensor], None]
 
@@ -105,8 +109,8 @@ WritePage = Callable[[int, torch.Tensor], None]
 class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
-    ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first; rank 0
-    rows are all 0. ``scales`` float32 [P, L].
+    ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first; all
+    0 where the rank is 0. ``scales`` float32 [P, L].
     """
 
     num_cells: int
@@ -116,20 +120,21 @@ class AdapterLayout:
 
     @functools.cached_property
     def shifted(self) -> np.ndarray:
-        """int64 [P, 3]: 1 where a number of ``records`` is a cell's, which lies elsewhere in a table, else 0."""
+        """int64 [P, 3]: 1 where an entry of ``records`` is a cell number, which needs an offset in a shared
+        table; else 0."""
         found = np.zeros_like(self.records)
         found[self.records[:, 2] > 0, :2] = 1
         return found
 
 
 def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
-    """Where the adapter's rows go. A projection takes its largest rank over the layers."""
+    """Lay out an adapter's rows. Each projection takes its largest rank over the layers."""
     ranks = [max(ranks) for ranks in spec.ranks]
     return layout_for(ranks, np.array(spec.scales, dtype=np.float32), geometry)
 
 
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
-    """The layout of an adapter with one rank a projection; ``scales`` float32 [P, L]."""
+    """Lay out an adapter that has one rank for each projection; ``scales`` float32 [P, L]."""
     records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
     num_cells = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
@@ -149,13 +154,14 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
 
 
 def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
-    """Of an adapter of this rank and scale 0 on all projections, which changes nothing."""
+    """Lay out an adapter of this rank and of scale 0 on all projections, which changes nothing."""
     scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
     return layout_for([rank] * len(scales), scales, geometry)
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """int64 [num_cells]: at how many adapter elements into the pool each cell's layer 0 begins."""
+    """Return int64 [num_cells]: where each cell's layer 0 begins in the pool, in adapter elements. Raises
+    ValueError where the number of ``pages`` is not the layout's."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     begins = np.array(pages, dtype=np.int64) * geometry.page_elements
@@ -171,12 +177,12 @@ def load_adapter(
     write_page: WritePage,
     helpers: Helpers = NO_HELPERS,
 ) -> None:
-    """Read the weights, convert them to ``dtype`` and hand over page images in order.
+    """Read the weights, convert them to ``dtype`` and pass page images to ``write_page`` in order.
 
-    ``write_page(n, image)``: image ``[layers, slab_elements]`` of the adapter's page n, on the CPU; bytes
-    that hold no row are zero. It is valid during the call only. Holds about WINDOW_BYTES and, for each thread, one
-    tensor or some small ones. Raises AdapterError when the files changed since they were inspected or a weight is
-    not finite; pages written before that are to be thrown away.
+    ``write_page(n, image)``: image ``[layers, slab_elements]`` of the adapter's page n, on the CPU, valid
+    during the call only; bytes that hold no row are zero. Holds about WINDOW_BYTES and, for each thread, one
+    tensor or some small ones. Raises AdapterError when the files changed since they were inspected or a
+    weight is not finite; the caller must then discard the pages written so far.
     """
     page = geometry.page
     count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
@@ -198,11 +204,13 @@ def load_into(
     check: Callable[[], None],
     helpers: Helpers = NO_HELPERS,
 ) -> None:
-    """Like ``load_adapter``, in place: ``pages[n]`` ``[layers, slab_elements]``, on the CPU, contiguous.
+    """Fill ``pages`` in place with the weights as ``dtype``: ``pages[n]`` ``[layers, slab_elements]``, on the
+    CPU, contiguous.
 
-    Reads each tensor once. Every byte of the pages is written, whatever they held. ``check`` is called now
-    and then, by any of the threads, and may raise to break off. No helper works on it after the call. A file that
-    changes meanwhile is noticed at the end only.
+    Reads each tensor once, and writes every byte of the pages, whatever they held. Any of the threads calls
+    ``check`` now and then; it may raise to stop the loading. No helper works on the pages after the call. A
+    file that changes during the call is noticed only at the end. Raises AdapterError like ``load_adapter``,
+    and ValueError where the number of ``pages`` is not the layout's.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
@@ -211,9 +219,9 @@ def load_into(
 
 
 def verify_weights(spec: AdapterSpec, geometry: AdapterGeometry, dtype: torch.dtype) -> None:
-    """Raises AdapterError where a weight is not finite, in the file or as ``dtype``, or cannot be read.
+    """Raise AdapterError where a weight cannot be read or is not finite, in the file or as ``dtype``.
 
-    Reads each tensor once, and holds 8 MiB however large they are.
+    Reads each tensor once, and holds 8 MiB however large the tensors are.
     """
     scratch = _Scratch().words(_CHUNK_ELEMENTS)
     with adapters_fault(), _open_weights(spec, geometry) as weights:
@@ -227,7 +235,8 @@ def verify_weights(spec: AdapterSpec, geometry: AdapterGeometry, dtype: torch.dt
 
 
 class _Weights(NamedTuple):
-    """The open file, and the names and places of the adapter's tensors, by projection, layer and side."""
+    """The open file, and the name and place of each of the adapter's tensors, by projection, layer and
+    side."""
 
     file: FileIO
     tensors: dict[tuple[int, int, Side], tuple[str, StoredTensor]]
@@ -235,13 +244,14 @@ class _Weights(NamedTuple):
 
 @contextmanager
 def _open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[_Weights]:
-    """Raises FilesChanged, on leaving too: bytes replaced while they were read are not the version that was
-    inspected. Raises AdapterError for a file that cannot be read."""
+    """Open the weights' file and find the adapter's tensors in it. Raises FilesChanged, on leaving too: bytes
+    replaced during reading are not the version that was inspected. Raises AdapterError for a file that cannot
+    be read."""
     config_path, weights_path = _unchanged_files(spec)
     try:
         header = read_tensors(weights_path)
         digest = sampled_digest(config_path, weights_path, header)
-        file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below; what follows has its own errors)
+        file = open(weights_path, "rb", buffering=0)  # noqa: SIM115  (closed below, where other errors are handled)
     except OSError as error:
         raise AdapterError(f"cannot read {weights_path.name}: {reason(error)}") from error
     except AdapterError:
@@ -259,7 +269,8 @@ def _open_weights(spec: AdapterSpec, geometry: AdapterGeometry) -> Iterator[_Wei
 def _named(
     spec: AdapterSpec, geometry: AdapterGeometry, header: dict[str, StoredTensor]
 ) -> dict[tuple[int, int, Side], tuple[str, StoredTensor]]:
-    """Raises FilesChanged where the header does not hold just the tensors that ``spec`` speaks of."""
+    """Find the tensors of ``spec`` in the header. Raises FilesChanged where the header does not hold exactly
+    these."""
     found: dict[tuple[int, int, Side], tuple[str, StoredTensor]] = {}
     sides: tuple[Side, Side] = ("A", "B")
     for index, (projection, ranks) in enumerate(zip(geometry.wholes, spec.ranks, strict=True)):
@@ -277,7 +288,8 @@ def _named(
 
 
 def _unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:
-    """The adapter's configuration and weights. Raises FilesChanged where they are not what was inspected."""
+    """Return the paths of the configuration and the weights. Raises FilesChanged where they are not the files
+    that were inspected."""
     try:
         paths = adapter_files(Path(spec.path))
         stamps = [stamp_of(path) for path in paths]
@@ -290,7 +302,7 @@ def _unchanged_files(spec: AdapterSpec) -> tuple[Path, Path]:
 
 
 def _why_not(file: FileIO, name: str, stored: StoredTensor, dtype: torch.dtype) -> AdapterError:
-    """What is wrong with a tensor that loops could not read."""
+    """Find out why ``loops`` could not read a tensor, and return the reason as an error."""
     source, largest = _TORCH[stored.dtype], 0.0
     try:
         for first in range(0, stored.size_bytes, _CHUNK_ELEMENTS * source.itemsize):
@@ -312,10 +324,10 @@ def _why_not(file: FileIO, name: str, stored: StoredTensor, dtype: torch.dtype) 
 
 
 class _Block(NamedTuple):
-    """What one page holds of a matrix (A, or B transposed): whole rows end to end, or a part of one row.
+    """The part of a matrix (A, or B transposed) in one page: whole rows end to end, or a part of one row.
 
-    ``values``: bit patterns [layers, rows, length] in place, of the matrix's rows from ``row`` on and columns
-    from ``column`` on.
+    ``values``: bit patterns [layers, rows, length], a view of the page, for the matrix's rows from ``row`` on
+    and its columns from ``column`` on.
     """
 
     row: int
@@ -324,13 +336,15 @@ class _Block(NamedTuple):
 
 
 class _Scratch:
-    """Memory of one thread that is taken again and again: fresh arrays of this size would be mapped anew."""
+    """Memory that one thread uses again and again, because the system would have to map fresh arrays of this
+    size each time."""
 
     def __init__(self) -> None:
         self._words = np.empty(0, dtype=np.uint64)
 
     def words(self, num_elements: int) -> np.ndarray:
-        """What loops need for so many elements, of any content, valid until the next call."""
+        """Return the scratch that ``loops`` needs for ``num_elements``. It may hold anything, and is valid
+        until the next call."""
         size = loops.SCRATCH_WORDS * num_elements + 2
         if len(self._words) < size:
             self._words = np.empty(size, dtype=np.uint64)
@@ -348,8 +362,9 @@ def _open(
 
 
 class _Loader:
-    """Fills page images, projection by projection, its A and then its B, layer by layer. Works on bit patterns by
-    loops: it runs beside the step loop, and torch's copies of this size would wake a second team of threads."""
+    """A filler of page images: projection by projection, first A and then B, layer by layer. It works on bit
+    patterns with ``loops``, since it runs beside the step loop, where torch's copies of this size would wake
+    a second team of threads."""
 
     def __init__(
         self, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype, weights: _Weights
@@ -379,7 +394,8 @@ class _Loader:
     def _sides(
         self, images: Sequence[np.ndarray], first_page: int
     ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
-        """For each A and B that has a part in these images: its projection, its bytes in a layer, its parts."""
+        """Yield each A and B that has blocks in these images: its projection, its side, its bytes in a layer,
+        and the blocks."""
         for index, projection in enumerate(self._geometry.projections):
             first_a, first_b, rank = self._layout.records[index].tolist()
             sides: tuple[tuple[Side, int, int], ...] = (
@@ -393,7 +409,8 @@ class _Loader:
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
     ) -> list[_Block]:
-        """The parts in these images of ``rank`` rows that begin at ``first_cell``; zeroes what is behind rows."""
+        """Return the blocks of ``rank`` rows from ``first_cell`` on in these images, and zero the cells'
+        bytes past the rows' ends."""
         per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
         cells = self._geometry.cells(length)
         blocks = []
@@ -412,7 +429,7 @@ class _Loader:
         return blocks
 
     def _runs(self, index: int, side: Side, most_layers: int) -> Iterator[range]:
-        """The layers, cut into runs of one rank and one stored type, none longer than ``most_layers``."""
+        """Cut the layers into runs of one rank and one stored type, each of at most ``most_layers``."""
         found = [
             self._weights.tensors.get((index, layer, side)) for layer in range(self._geometry.page.layers)
         ]
@@ -432,16 +449,16 @@ class _Loader:
         check: Callable[[], None],
         scratch: _Scratch,
     ) -> None:
-        """Write these layers of one projection's A or B; all have the same rank and type."""
+        """Write one projection's A or B in these layers, all of which have the same rank and type."""
         check()
         found = [self._weights.tensors.get((index, layer, side)) for layer in layers]
-        tensors = [each for each in found if each is not None]  # all or none
+        tensors = [each for each in found if each is not None]  # all layers have a tensor, or none has
         rank = tensors[0][1].shape[0 if side == "A" else 1] if tensors else 0
         parts = []
         for row, column, values in blocks:
             chosen = values[layers.start : layers.stop]
             present = max(0, rank - row)
-            chosen[:, present:] = 0  # rows of other layers, whose rank is larger
+            chosen[:, present:] = 0  # rows that only layers of a larger rank use
             if present:
                 parts.append(_Block(row, column, chosen[:, :present]))
         if parts:
@@ -457,7 +474,8 @@ class _Loader:
         blocks: Sequence[_Block],
         scratch: _Scratch,
     ) -> int:
-        """Fill the blocks, whose ``values`` have these layers: the first layer that could not be read, or -1."""
+        """Fill the blocks, whose ``values`` cover exactly these layers. Return the first layer that could not
+        be read, or -1."""
         cut, width = self._geometry.cut(index), tensors[0].shape[1]
         parts = np.array([
             (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])

@@ -1,8 +1,9 @@
-"""A PEFT adapter folder: what it adapts, at which ranks and scales, and whether it fits the base model.
+"""Reads a PEFT adapter's folder: the adapted modules, their ranks and scales, and whether they fit the base
+model.
 
 Reads adapter_config.json, the *header* of adapter_model.safetensors, and a few samples of the weights. The
-tensors in the file are the truth for what is adapted and at what rank; the configuration must agree with them.
-Knows nothing of pages. No torch here.
+tensors in the file decide which modules are adapted and at which rank; the configuration must agree with
+them. Does not know pages. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Side = Literal["A", "B"]
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
 
-# Parts of the names of tensors that cannot be served, and what they are; the most telling first.
+# Parts of the names of unsupported tensors, and what each is. The first match is reported, so the most specific
+# come first.
 _UNSUPPORTED_TENSORS = (
     ("lora_magnitude_vector", "DoRA"),
     ("lora_embedding_", "LoRA on an embedding"),
@@ -58,11 +60,13 @@ IGNORED_TENSORS = ("lora_velora_embed",)
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSpec:
-    """What was found in an adapter's folder, checked against a model. Plain data: ``from_json(to_json())``.
+    """The result of inspecting an adapter's folder, checked against a model. Plain data:
+    ``from_json(to_json())``.
 
-    ``ranks[p][l]``, ``scales[p][l]``: projection p (order of AdapterGeometry.projections) in layer l; rank 0
-    and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files when inspected.
-    ``digest``: their ``sampled_digest``. ``warnings``: what is served otherwise than its maker may expect.
+    ``ranks[p][l]``, ``scales[p][l]``: projection p (in the order of AdapterGeometry.projections) in layer l;
+    rank 0 and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files at
+    inspection. ``digest``: their ``sampled_digest``. ``warnings``: where the adapter is served differently
+    from its maker's expectation.
     """
 
     path: str
@@ -82,7 +86,7 @@ class AdapterSpec:
     warnings: tuple[str, ...] = ()
 
     def tensor_name(self, layer: int, projection: Projection, side: Side) -> str:
-        """The tensor's name in the file."""
+        """Return the name of a tensor in the file."""
         module = f"{self.key_prefix}{self.layer_prefix}.{layer}.{projection.module}"
         return f"{module}.lora_{side}{self.key_infix}.weight"
 
@@ -91,9 +95,9 @@ class AdapterSpec:
 
     @classmethod
     def from_json(cls, text: str) -> AdapterSpec:
-        """Raises ValueError on what ``to_json`` cannot have written: other fields, or other types."""
+        """Parse the text that ``to_json`` wrote. Raises ValueError for other fields or other types."""
         try:
-            # Not decoded by msgspec, too: a path that is not UTF-8 has half characters in it.
+            # Decoded by json, not by msgspec: a path that is not UTF-8 contains lone surrogates.
             spec = msgspec.convert(json.loads(text), cls)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ValueError(str(error)) from error
@@ -101,12 +105,13 @@ class AdapterSpec:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Those files of a folder that say something of text."""
+    """Return the files of a folder that concern text (tokenizer, chat template, generation settings)."""
     return [folder / name for name in TEXT_FILES if (folder / name).is_file()]
 
 
 class TextCheck:
-    """The base's folder and its tokenizer's, which is loaded when an adapter first brings files of its own."""
+    """A check of an adapter's text files against the base model's folder and its tokenizer's folder. The
+    base's tokenizer is loaded when an adapter first has text files."""
 
     def __init__(self, model: Path, tokenizer: Path) -> None:
         self.model = model
@@ -118,7 +123,8 @@ class TextCheck:
         return Texts(base, self.model, tokenizer_folder=self.tokenizer)
 
     def warnings(self, folder: Path) -> tuple[str, ...]:
-        """What there is to say of the folder's files. Raises AdapterError where they contradict the base's."""
+        """Return warnings about the folder's text files. Raises AdapterError where they contradict the
+        base's."""
         if not text_files(folder):
             return ()
         try:
@@ -129,7 +135,7 @@ class TextCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Key:
-    """A LoRA tensor's name taken apart: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
+    """A LoRA tensor's name in parts: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
 
     prefix: str
     module: str
@@ -146,10 +152,10 @@ def inspect_adapter(
 ) -> AdapterSpec:
     """Read an adapter's headers and check that it can be served on this model.
 
-    ``layer_prefix``: the base model's name for its layers ("model.layers"). ``texts``: what its tokenizer must
-    agree with. Raises AdapterError, with status
-    404 when there is no such folder and 400, saying exactly what is wrong, for everything else, and nothing but
-    AdapterError. Takes a few seconds and some tens of MiB at most, whatever the files hold.
+    ``layer_prefix``: the base model's name for its layers ("model.layers"). ``texts``: checks the adapter's
+    text files; None: they are not checked. Raises only AdapterError: with status 404 where there is no such
+    folder, else 400 with the exact reason. Takes a few seconds and some tens of MiB at most, whatever the
+    files hold.
     """
     with adapters_fault():
         spec = _inspect(path, geometry, layer_prefix)
@@ -197,7 +203,7 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
 
 
 def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
-    """Raises AdapterError when the adapter's largest rank is over the limit (None: no limit)."""
+    """Raise AdapterError when the adapter's largest rank is over the limit (None: no limit)."""
     if max_rank is not None and spec.rank > max_rank:
         raise AdapterError(f"the adapter has rank {spec.rank}, this server's largest is {max_rank}")
 
@@ -205,7 +211,8 @@ def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
 def _places(
     geometry: AdapterGeometry, layer_prefix: str
 ) -> Iterator[tuple[str, tuple[int, int, Projection]]]:
-    """Every module that may be adapted, in layer and projection order: name, (layer, index, projection)."""
+    """Yield every module that may be adapted, in layer and projection order: name, (layer, index,
+    projection)."""
     indices = {projection: index for index, projection in enumerate(geometry.projections)}
     for layer, groups in enumerate(geometry.layers):
         for projection in (projection for group in groups for projection in group.projections):
@@ -213,7 +220,7 @@ def _places(
 
 
 def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side, str]], str, str]:
-    """Tensor names by module and side, and the (prefix, infix) that all names share."""
+    """Group tensor names by module and side, and find the (prefix, infix) that all names share."""
     for part, kind in _UNSUPPORTED_TENSORS:
         for name in tensors:
             if part in name:
@@ -286,7 +293,7 @@ def _refuse_unknown_modules(
 def _checked_rank(
     module: str, names: dict[Side, str], projection: Projection, tensors: dict[str, StoredTensor]
 ) -> int:
-    """The rank of a module whose two tensors fit the base model's weight."""
+    """Return the rank of a module after checking that its two tensors fit the base model's weight."""
     base = [projection.out_features, projection.in_features]
     for side in ("A", "B"):
         shape = list(tensors[names[side]].shape)
@@ -312,7 +319,8 @@ def _checked_rank(
 
 
 def _check_settings(stated: Module, name: str, rank: int) -> None:
-    """The configuration names this module and gives it this rank; PEFT would else compute something else."""
+    """Check that the configuration targets this module at this rank. Otherwise PEFT would compute something
+    different. Raises AdapterError."""
     if not stated.is_target:
         raise AdapterError(f"the adapter has tensors for {name}, which its {CONFIG_NAME} does not target")
     if stated.rank != rank:
@@ -320,6 +328,6 @@ def _check_settings(stated: Module, name: str, rank: int) -> None:
 
 
 def _shared_rows(rows: Any) -> tuple[tuple[Any, ...], ...]:
-    """Rows as tuples, equal ones as one object: thousands of specs stay small."""
+    """Return rows as tuples, equal rows as one object, so that thousands of specs stay small."""
     seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     return tuple(seen.setdefault(row, row) for row in map(tuple, rows))

@@ -1,7 +1,8 @@
-"""Remembers what inspecting adapters gave, so that starting with thousands of them reads no header twice.
+"""Caches the results of inspecting adapters, so that starting with thousands of adapters reads no header
+twice.
 
-A cache and nothing more: whatever is wrong with the database, adapters are inspected as without it. One SQLite
-file, shared by threads and processes.
+It is only a cache: whatever is wrong with the database, adapters are inspected as if there were none. The
+cache is one SQLite file, shared by threads and processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import AdapterError
 
 FORMAT_VERSION = 5
-"""Part of every key: raise it when AdapterSpec or what inspection accepts changes."""
+"""A part of every key. Raise it when AdapterSpec changes or when inspection accepts something else."""
 
 _BUSY_TIMEOUT_S = 2.0
 _TABLE = f"specs_{FORMAT_VERSION}"
@@ -35,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 def default_path() -> Path | None:
-    """The database in the user's cache directory; None where there is no such directory."""
+    """Return the path of the database in the user's cache directory; None where there is no such
+    directory."""
     try:
         if configured := os.environ.get("XDG_CACHE_HOME"):
             root = Path(configured)
@@ -47,7 +49,7 @@ def default_path() -> Path | None:
 
 
 class Registry:
-    """Inspects adapters for one model through the cache. Thread-safe; ``close`` is idempotent."""
+    """A cache through which adapters are inspected for one model. Thread-safe; ``close`` is idempotent."""
 
     def __init__(
         self,
@@ -56,8 +58,8 @@ class Registry:
         path: Path | None = None,
         texts: TextCheck | None = None,
     ) -> None:
-        """``path``: the database file, by default in the user's cache directory. ``texts``: see
-        ``inspect_adapter``."""
+        """Open the cache. ``path``: the database file, by default in the user's cache directory. ``texts``:
+        as for ``inspect_adapter``."""
         self._geometry = geometry
         self._layer_prefix = layer_prefix
         self._texts = texts
@@ -71,15 +73,15 @@ class Registry:
             self._open(self._path)
 
     def inspect(self, path: Path, max_rank: int | None = None) -> AdapterSpec:
-        """Does what ``inspect_adapter`` does, without reading the files again while they stay the same. Raises
-        AdapterError."""
+        """Inspect an adapter like ``inspect_adapter``, without reading the files again while they stay the
+        same. Raises AdapterError."""
         key = os.fsencode(os.path.abspath(path)), self._model
         files = [*adapter_files(path), *text_files(path)]
         stamps = _stamps(files)
         spec = self._get(key, stamps)
         if spec is None:
             spec = inspect_adapter(path, self._geometry, self._layer_prefix, None, self._texts)
-            if _stamps(files) == stamps:  # what was replaced meanwhile must not be kept under them
+            if _stamps(files) == stamps:  # else the files were replaced during inspection
                 self._put(key, stamps, spec)
         check_rank(spec, max_rank)
         return spec
@@ -91,14 +93,14 @@ class Registry:
             self._connection = None
 
     def _open(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # an existing database in a read-only place can still be read
+        with contextlib.suppress(OSError):  # an existing database in a read-only folder can still be read
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # Autocommit: every statement is its own transaction, so no lock outlives it.
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            with contextlib.suppress(sqlite3.OperationalError):  # another process changes it just now
+            with contextlib.suppress(sqlite3.OperationalError):  # another process is changing the mode
                 self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute(_CREATE)
@@ -117,7 +119,8 @@ class Registry:
         self._run(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?, ?, ?)", (*key, stamps, spec.to_json()))
 
     def _run(self, query: str, values: tuple[bytes | str, ...]) -> list[tuple[str]]:
-        """The rows that the query gives. After an error there is no database any more."""
+        """Run a query and return its rows. After an error the database is not used any more, and the rows are
+        empty."""
         with self._lock:
             if self._connection is None:
                 return []
@@ -135,8 +138,8 @@ class Registry:
 
 
 def _stamps(files: Iterable[Path]) -> str:
-    """What differs where a file was replaced, even by one of its size and time. Not the device: its number may be
-    another after each start of a machine. Raises AdapterError."""
+    """Return a string that differs where a file was replaced, even by a file of the same size and time. It
+    leaves out the device number, which may change when the machine restarts. Raises AdapterError."""
     try:
         found = [os.stat(file) for file in files]
     except OSError as error:
@@ -145,9 +148,10 @@ def _stamps(files: Iterable[Path]) -> str:
 
 
 def fingerprint(geometry: AdapterGeometry, layer_prefix: str) -> str:
-    """All that an inspection's result depends on besides the adapter: layers, projections, names, format."""
+    """Return a digest of all that inspection depends on besides the adapter: layers, projections, names,
+    format."""
     projections = [(p.module, p.in_features, p.out_features) for p in geometry.projections]
     described = [FORMAT_VERSION, layer_prefix.rstrip("."), geometry.page.layers, projections]
-    if len(set(geometry.layers)) > 1:  # equal layers need no more words: their caches stay valid
+    if len(set(geometry.layers)) > 1:  # left out for equal layers, so that their older caches stay valid
         described.append([[group.name for group in groups] for groups in geometry.layers])
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Where adapters come from: a folder of them, a training run with its checkpoints, or a cache of the hub.
+"""Finds adapters in a folder of adapters, in a training run with its checkpoints, or in a cache of the hub.
 
 Does not look inside an adapter.
 """
@@ -20,13 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 def discover(folder: Path) -> list[tuple[str, Path]]:
-    """(name, path) of every adapter in ``folder``, by the order of the folders' names.
+    """Return (name, path) of every adapter in ``folder``, sorted by the names of the folders.
 
-    An adapter is a subfolder that holds a configuration or weights; one without the other is listed as well, since
-    inspecting it says what is missing. ``folder`` itself may be one: it has its own name, and its checkpoints have
-    that before theirs. A repository of a hub cache ("models--ORG--NAME") is "ORG/NAME", at the revision of its
-    refs/main, or at the only one; ``folder`` may be one, too. What cannot name an adapter is skipped with a
-    warning; that there is none at all is one, too. Raises AdapterError (404) when ``folder`` is not a folder.
+    An adapter is a subfolder that holds a configuration or weights. A subfolder with only one of the two is
+    listed as well, since inspection reports the missing file. ``folder`` itself may be an adapter: it is
+    listed first, under its own name, which also prefixes the names of its checkpoints. A repository of a hub
+    cache ("models--ORG--NAME") is named "ORG/NAME"; its path is the revision in its refs/main, or the only
+    revision. ``folder`` may be such a repository, too.
+
+    A folder whose name no adapter may have is skipped with a warning. A warning is also logged where no
+    adapter is found at all. Raises AdapterError (404) when ``folder`` is not a folder.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -56,7 +59,7 @@ def discover(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _named(folder: Path) -> tuple[str, Path]:
-    """Its adapter's name, and where that lies."""
+    """Return the name of the folder's adapter, and the path of its files."""
     name = os.path.basename(os.path.abspath(folder))
     if name.startswith(_HUB_MODEL):
         return name.removeprefix(_HUB_MODEL).replace("--", "/"), _snapshot(folder)
@@ -64,7 +67,8 @@ def _named(folder: Path) -> tuple[str, Path]:
 
 
 def _snapshot(repository: Path) -> Path:
-    """The folder of the revision that is served; the repository's own where there is none, or no one to choose."""
+    """Return the folder of the revision that is served, or the repository's own folder where no revision can
+    be chosen."""
     try:
         revisions = os.listdir(repository / "snapshots")
         main = repository / "refs" / "main"

@@ -1,7 +1,7 @@
-"""A CUDA device. Only this room names ``torch.cuda``.
+"""Implements the device on CUDA. Only the ``devices`` package uses ``torch.cuda``.
 
-Steps run on the thread's current stream (torch's default one); pages are written and copied on streams of
-their own.
+Steps run on the thread's current stream (torch's default stream); pages are written and copied on other
+streams.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -26,9 +26,9 @@ from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_b
 
 
 def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
-    """``word``, int64 [1] on the device or in pinned memory, holds the number when all that the stream was given
-    before has ended and can be seen everywhere on the device. The calling thread has used the device before.
-    Raises RuntimeError."""
+    """Write the number into ``word``, int64 [1] on the device or in pinned memory, in the order of the
+    stream. All earlier work of the stream has ended by then, and is visible everywhere on the device. The
+    calling thread must have used the device before. Raises RuntimeError."""
     status = _driver().cuStreamWriteValue64_v2(
         ctypes.c_void_p(stream.cuda_stream),
         ctypes.c_uint64(word.data_ptr()),
@@ -41,7 +41,7 @@ def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) 
 
 @functools.cache
 def can_write(device: torch.device) -> bool:
-    """Whether streams of this device can."""
+    """Return whether ``write_by_stream`` works on this device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
@@ -49,29 +49,30 @@ def can_write(device: torch.device) -> bool:
     try:
         write_by_stream(word, 2**40 + 1, stream)
         stream.synchronize()
-    except (AttributeError, OSError, RuntimeError):  # no such driver, or one that refuses
+    except (AttributeError, OSError, RuntimeError):  # the driver is missing, lacks the function, or refuses
         return False
     return int(word.item()) == 2**40 + 1
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # The interpreter is kept during its calls, which take microseconds: to get it back may take longer.
+    # PyDLL keeps the interpreter's lock during calls: they take microseconds, and regaining it may take longer.
     return ctypes.PyDLL("libcuda.so.1")
 
 
 _STAGED_PAGES = 4
-"""Pinned pages of one writer: while one is filled the others are on their way."""
+"""The pinned pages of one writer: while one is filled, the others are under way."""
 
 _WRITING_STREAMS = 2
-"""The number of adapters that are read at a time."""
+"""The number of adapters that are read at the same time."""
 
 _CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
-"""A lane waits when more than so many chunks of so many bytes are on their way: some milliseconds, which is what
-its thread may have to wait for the interpreter; and what has not begun can still be broken off."""
+"""The bytes of a lane's chunk, and how many chunks may be under way before the lane waits. A chunk takes some
+milliseconds, as long as the thread may wait for the interpreter. Copies that have not begun can be cancelled."""
 
 _MADV_POPULATE_WRITE = 23
-"""From Linux 5.14 on: takes memory without changing what it holds. Elsewhere the call fails and does nothing."""
+"""The advice that takes memory without changing its contents, from Linux 5.14 on. Elsewhere the call fails
+without effect."""
 
 
 def cuda_is_available() -> bool:
@@ -79,12 +80,13 @@ def cuda_is_available() -> bool:
 
 
 def launches_wait() -> bool:
-    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
+    """Return whether each launch waits for its end, so that nothing on the device may wait for later work."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
 
 
 def visible_gpus() -> list[str]:
-    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them. Takes nothing of them."""
+    """List the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Takes no memory on
+    them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     names = [str(place) for place in range(count)] if named is None else named.split(",")
@@ -185,7 +187,7 @@ class CudaDevice(Device):
         write_by_stream(word, number, torch.cuda.current_stream(self.torch_device))
 
     def pin(self, memory: torch.Tensor) -> None:
-        # Taken here first: inside the driver, which holds its locks meanwhile, steps would wait for it.
+        # Memory is taken before registration: the driver would take it while it holds locks that steps need.
         address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
         ctypes.CDLL(None).madvise(address, size, _MADV_POPULATE_WRITE)
         with torch.cuda.device(self.torch_device):
@@ -204,14 +206,16 @@ class CudaDevice(Device):
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """For all captures of a process: the products' library keeps 32 MiB for every stream that it has seen."""
+    """Return the stream for all captures of a process: cuBLAS keeps 32 MiB for every stream that it has
+    seen."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
 def _writing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """For all page writers of a process. torch gives out the same 32 streams in turn: of one for each writer, some
-    would be the one that is captured on, and what they write would become part of the graph."""
+    """Return one of the streams for all page writers of a process. torch reuses the same 32 streams in turn.
+    If each writer had a stream of its own, some writer would get the capture stream, and its writes would
+    become part of the graph."""
     return torch.cuda.Stream(device)
 
 
@@ -229,14 +233,14 @@ class _Captures:
             return self._capture(run)
 
     def _capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        run()  # compiles kernels and loads modules, which a capture may not
+        run()  # compiles kernels and loads modules, which is not allowed during a capture
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         free_before, _ = torch.cuda.mem_get_info(self._device)
-        # Not torch.cuda.graph, which collects garbage each time: tenths of a second for tens of graphs.
+        # Not torch.cuda.graph, which collects garbage each time. This takes tenths of a second for tens of graphs.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads go on allocating and copying meanwhile.
+            # "thread_local", because other threads allocate and copy during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
@@ -248,7 +252,7 @@ class _Captures:
         current.wait_stream(self._stream)
         free_after, _ = torch.cuda.mem_get_info(self._device)
         self.num_bytes += max(0, free_before - free_after)
-        # Later captures may use the memory for their own.
+        # The tensors are released, so that later captures may use their memory.
         kept = tuple(borrowed(output, output.device) for output in outputs)
         del outputs
 
@@ -260,7 +264,7 @@ class _Captures:
 
 
 class _CudaMirror(Mirror):
-    """Filled through the thread's ``upload_buffers``."""
+    """A mirror that is filled through the thread's ``upload_buffers``."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         super().__init__(length, device)
@@ -276,9 +280,9 @@ class _CudaMirror(Mirror):
 
 
 class _CudaPageWriter(PageWriter):
-    """Pinned pages taken in turn, each with the event that tells when it may be filled again.
+    """A writer with pinned pages used in turn, each with the event that records when it may be filled again.
 
-    Others may write on the same stream at the same time; then each waits for the other's work too.
+    Other writers may use the same stream at the same time; then each waits for the other's work too.
     """
 
     def __init__(self, device: torch.device, stream_number: int) -> None:
@@ -316,8 +320,8 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 
 
 class _CudaCopyLane(CopyLane):
-    """One stream. Transfers are collected and issued by few calls, for each may wait for the interpreter, which it
-    shares with the step loop; waits asleep."""
+    """A lane with one stream. Transfers are collected and issued by few calls, since each call may have to
+    wait for the interpreter, which the step loop uses too. Waiting threads sleep."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -337,7 +341,7 @@ class _CudaCopyLane(CopyLane):
 
     def begin(self, issued: object) -> None:
         assert isinstance(issued, torch.cuda.Event)
-        # Of this thread alone, which has no other work on the device.
+        # The current stream is set for this thread alone, which has no other work on the device.
         torch.cuda.set_stream(self.stream)
         self.stream.wait_event(issued)
         self._begun = None
@@ -374,7 +378,7 @@ class _CudaCopyLane(CopyLane):
         failure = None
         try:
             self._issue()
-        except Exception as error:  # those that it began have still to be waited for
+        except Exception as error:  # transfers that have begun must still be awaited
             failure = error
         begun, ended = self._begun, self._timer()
         ended.record(self.stream)

@@ -1,7 +1,8 @@
-"""What the rest of manylora asks of a device beyond tensors: memory, ordering, transfers.
+"""Defines a device's services beyond tensors: memory, ordering, transfers.
 
-The classes here are the CPU's: work is done when a call returns, so most of them do next to nothing. Other kinds
-of device override what differs. Owns no tensor of the engine; does not know what a page holds.
+The classes here are the CPU's: work is done when a call returns, so most methods do next to nothing. Other
+kinds of device override the methods that differ. Owns no tensor of the engine; does not know the contents of
+a page.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def open_device(name: str) -> Device:
-    """The device called "cpu" or "cuda"; "auto" is CUDA where there is a GPU. Raises ConfigError."""
+    """Open the device "cpu" or "cuda"; "auto" is CUDA where there is a GPU. Raises ConfigError."""
     from manylora.devices.cuda import CudaDevice, cuda_is_available
 
     if name == "auto":
@@ -36,25 +37,27 @@ def open_device(name: str) -> Device:
 
 
 class Mirror:
-    """Numbers for the device, at one address: what a captured step reads. Used by the step loop's thread."""
+    """Numbers for the device at one address, from which a captured step reads them. Used by the step loop's
+    thread."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        """The first entries are what was sent last."""
+        """The numbers on the device. The newest numbers are at the front."""
 
     def stage(self) -> np.ndarray:
-        """Where the next numbers are to be written before ``send``: int64, as long as ``tensor``; it holds
-        anything. Does not wait for steps that are still to come to an end, unless there are many."""
+        """Return where to write the next numbers before ``send``: int64, as long as ``tensor``, of any
+        content. Does not wait for the end of steps in flight, unless there are many."""
         return np.asarray(self.tensor.numpy())
 
     def send(self, count: int) -> None:
-        """Copy the first ``count`` numbers of the last stage to the front of ``tensor``, after all work issued so
-        far. Does not wait for that work. Nothing is written to the stage afterwards."""
+        """Copy the first ``count`` staged numbers to the front of ``tensor``, after all work issued so far.
+        Does not wait for that work. Nothing may be written to the stage afterwards."""
         return
 
 
 class PageWriter:
-    """Writes page images into the pool while steps run. Made on the step loop's thread, used by one other."""
+    """A writer of page images into the pool while steps run. Made on the step loop's thread, used by one
+    other thread."""
 
     def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
         """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype, contiguous).
@@ -64,155 +67,162 @@ class PageWriter:
         copy_bytes(target, image)
 
     def close(self) -> None:
-        """Return when every write has landed. Raises what went wrong on the way."""
+        """Return when every write has landed. Raises errors of the writes."""
         return
 
 
 class CopyLane:
-    """Copies between host and device memory beside the steps, in order. Used by one thread, which has no
-    other work on the device; or, from ``begin`` to ``end`` within ``here``, by another meanwhile.
+    """Ordered copies between host and device memory, beside the steps. Used by one thread, which has no other
+    work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
 
-    On the CPU they are made in the calling thread; large ones leave the interpreter to others meanwhile.
+    On the CPU the calling thread makes the copies; large ones release the interpreter's lock.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     def here(self) -> contextlib.AbstractContextManager[None]:
-        """For the step loop's thread, whose own work on the device stays apart."""
+        """Return a context in which the step loop's thread may use the lane; its own work on the device stays
+        separate."""
         return contextlib.nullcontext()
 
     def launch(self, start: Callable[[], None]) -> None:
-        """``start`` launches kernels that copy, after what was asked for before."""
+        """Call ``start``, which launches kernels that copy, after the copies requested before."""
         began = time.perf_counter()
         start()
         self._seconds += time.perf_counter() - began
 
     def begin(self, issued: object) -> None:
-        """Copies from here on wait for the work that ``issued`` stands for (see ``Device.issued``), and for none
-        that was issued after it."""
+        """Make later copies wait for the work that ``issued`` marks (see ``Device.issued``), and for no work
+        issued after it."""
         self._seconds = 0.0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one size and dtype, after those asked for before: begun at the latest
-        by ``end``.
+        """Copy between contiguous tensors of one size and dtype, after all copies requested before. The copy
+        begins no later than ``end``.
 
-        Returns early, unless much is on its way already.
+        Does not wait for the copy, unless many bytes are in flight already.
         """
         began = time.perf_counter()
         copy_bytes(target, source)
         self._seconds += time.perf_counter() - began
 
     def landing(self) -> Callable[[], None]:
-        """Begins all that was asked for so far, and gives a function for the step loop's thread: work issued after
-        it was called there waits for those copies, without keeping that thread."""
+        """Begin all copies requested so far, and return a function for the step loop's thread. Work issued
+        after its call waits for these copies; the thread itself does not."""
         return lambda: None
 
     def end(self) -> Callable[[], float]:
-        """Gives a function for any thread: it waits until all that was asked for since ``begin`` has landed
-        and returns the seconds which those copies took, or raises what went wrong with them."""
+        """Return a function for any thread. It waits until all copies requested since ``begin`` have landed.
+        It returns the seconds that they took, or raises the error that they met."""
         seconds = self._seconds
         return lambda: seconds
 
 
 Elapsed = Callable[[], Callable[[], float]]
-"""Ends a measurement after all work issued so far, and gives a function for any thread: it waits until that work
-has ended and returns the seconds since the measurement began, or raises what went wrong on the device."""
+"""Ends a measurement after all work issued so far, and returns a function for any thread. That function waits
+until the work has ended and returns the seconds since the measurement began, or raises the device's error."""
 
 
 class Device:
-    """A device that runs one engine's steps, in the order they are issued: the CPU, unless a subclass says
-    otherwise."""
+    """A device that runs one engine's steps in the order in which they are issued. This class is the CPU;
+    subclasses are other devices."""
 
     name: str = "cpu"
-    """For people: "cpu", "cuda (NVIDIA H200)"."""
+    """The name in messages: "cpu", "cuda (NVIDIA H200)"."""
 
     copies_from_pinned = False
     """Whether ``pin`` makes copies with host memory faster."""
 
     captures = False
-    """Whether ``capture`` spares the host the launches."""
+    """Whether ``capture`` saves the host the launches."""
 
     launches_wait = False
-    """Whether each launch waits for its end, so that nothing on the device may wait for what comes later."""
+    """Whether each launch waits for its end, so that nothing on the device may wait for later work."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
     def free_bytes(self) -> int:
-        """Memory that could be allocated now: of a machine without swapping, within the limits of this process's
-        cgroups."""
+        """Return the bytes that could be allocated now: on a machine without swapping, within the limits of
+        this process's cgroups."""
         return free_bytes()
 
     def share_bytes(self, share: float) -> int:
-        """What this process does not hold yet of this share of a GPU's whole memory, whatever others hold. On a
-        CPU it is a share of what is free."""
+        """Return the bytes of this share of a GPU's whole memory, less the bytes that this process holds
+        already. Other processes' memory does not count. On a CPU it is a share of the free memory."""
         return int(share * self.free_bytes())
 
     def zeros(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A large tensor of zeros. Where the system can, memory is taken only as it is first written."""
-        # torch.zeros would write every byte, and a large pool would take seconds and all its memory at once;
-        # numpy's come untouched from the system. torch aligns its own tensors likewise.
+        """Allocate a large tensor of zeros. Where the system can, memory is taken only as it is first
+        written."""
+        # torch.zeros would write every byte, so a large pool would take seconds and all its memory at once.
+        # numpy's zeros come untouched from the system. The alignment is that of torch's own tensors.
         num_bytes = math.prod(sizes) * dtype.itemsize
         raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
         begin = -raw.ctypes.data % _ALIGNMENT_BYTES
         return torch.from_numpy(raw[begin : begin + num_bytes]).view(dtype).view(sizes)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """The array on the device, ordered before later work. The caller never changes the array again."""
+        """Return the array on the device, ordered before later work. The caller must never change the array
+        again."""
         return torch.from_numpy(array)
 
     def send(self, array: np.ndarray, target: torch.Tensor) -> None:
-        """Copy to ``target``, contiguous, on the device, of the array's type and length, after all work issued so
-        far. Does not wait for that; the array may be changed afterwards."""
+        """Copy the array to ``target``, contiguous, on the device, of the array's type and length, after all
+        work issued so far. Does not wait for that work; the array may be changed afterwards."""
         target.copy_(torch.from_numpy(array))
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Start to copy to the host what the tensor holds after all work issued so far; later work may change it.
+        """Start to copy the tensor's contents, after all work issued so far, to the host; later work may
+        change the tensor.
 
-        Gives a function for one later call: it waits for the copy and returns it, or raises what went wrong
-        on the device until then.
+        Returns a function to be called once, later. It waits for the copy and returns it, or raises an error
+        that the device met until then.
         """
         # A copy: the next step may write to the same memory before this is read.
         found = tensor.numpy().copy()
         return lambda: found
 
     def sending_together(self) -> contextlib.AbstractContextManager[None]:
-        """What the step loop's thread sends within, by ``send``, mirrors and plans, is on its way at the end."""
+        """Return a context in which the step loop's thread sends by ``send``, mirrors and plans. At its end
+        all these numbers are on their way."""
         return contextlib.nullcontext()
 
     def mirror(self, length: int) -> Mirror:
-        """Memory for ``Mirror``: ``length`` numbers, zero at first."""
+        """Allocate a ``Mirror`` of ``length`` numbers, zero at first."""
         return Mirror(length, self.torch_device)
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        """Run once, then record ``run``'s launches; gives a function that launches them again.
+        """Run once, then record ``run``'s launches; return a function that launches them again.
 
-        It returns what ``run`` returned, with new contents, which any later replay of any capture may overwrite.
-        ``run`` must launch the same work at the same addresses whatever memory holds, return contiguous tensors,
-        and not wait for the device. Raises RuntimeError where the device refuses.
+        The function returns the tensors that ``run`` returned, with new contents; any later replay of any
+        capture may overwrite them. ``run`` must launch the same work at the same addresses whatever memory
+        holds, return contiguous tensors, and not wait for the device. Raises RuntimeError where the device
+        refuses.
         """
         return run
 
     def captured_bytes(self) -> int:
-        """Device memory that captures hold."""
+        """Return the bytes of device memory that captures hold."""
         return 0
 
     def page_writer(self) -> PageWriter:
-        """A writer whose writes come after everything issued so far."""
+        """Return a writer whose writes come after everything issued so far."""
         return PageWriter()
 
     def issued(self) -> object:
-        """Stands for everything issued so far, for ``CopyLane.begin``. Called on the step loop's thread."""
+        """Return a mark for everything issued so far, for ``CopyLane.begin``. Called on the step loop's
+        thread."""
         return None
 
     def has_passed(self, issued: object) -> bool:
-        """Whether all work that ``issued`` stands for has ended. Does not wait."""
+        """Return whether all work that ``issued`` marks has ended. Does not wait."""
         return True
 
     def measure(self) -> Elapsed:
-        """Begin to measure time, on the device's own clock, when all work issued so far has ended. Does not
-        wait."""
+        """Begin to measure time, on the device's own clock, from when all work issued so far has ended. Does
+        not wait."""
         began = time.perf_counter()
 
         def end() -> Callable[[], float]:
@@ -222,29 +232,29 @@ class Device:
         return end
 
     def copy_lane(self) -> CopyLane:
-        """A lane whose copies run beside steps and beside other lanes."""
+        """Return a lane whose copies run beside steps and beside other lanes."""
         return CopyLane()
 
     def can_mark(self) -> bool:
-        """Whether ``mark`` works."""
+        """Return whether ``mark`` works."""
         return True
 
     def mark(self, word: torch.Tensor, number: int) -> None:
-        """Once all work issued so far has ended ``word``, int64 [1], on the device or pinned, holds the number,
-        also for another process that looks for it meanwhile."""
+        """Write the number into ``word``, int64 [1], on the device or pinned, once all work issued so far has
+        ended. Another process that watches the word sees the number too."""
         word.numpy()[:] = number
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Take all of this host memory and lock it, for direct copies; the caller's thread waits.
+        """Take all of this host memory and lock it, for direct copies; the calling thread waits.
 
-        ``memory`` begins and ends at the system's page boundaries and must be given to ``unpin`` before it
-        is freed. Raises RuntimeError when the system or the driver refuses; then the calling thread uses the
-        device no more, for it may be told so again.
+        ``memory`` begins and ends at the system's page boundaries and must be passed to ``unpin`` before it
+        is freed. Raises RuntimeError when the system or the driver refuses. The calling thread must then not
+        use the device any more, since the device may report the same error to it again.
         """
         return
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undo ``pin`` of the same tensor, with no copy on its way. Raises RuntimeError like ``pin``."""
+        """Undo ``pin`` of the same tensor, with no copy under way. Raises RuntimeError like ``pin``."""
         return
 
     def synchronize(self) -> None:
@@ -252,12 +262,12 @@ class Device:
         return
 
     def release_memory(self) -> None:
-        """Give memory that is held but unused back to the system."""
+        """Return memory that is held but unused to the system."""
         return
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between contiguous host tensors of one size in the calling thread.
+    """Copy between contiguous host tensors of one size, in the calling thread.
 
     torch's own copy would wake a second team of compute threads beside the step loop's.
     """

@@ -1,4 +1,4 @@
-"""How much memory the machine, and this process's cgroups, could still give. Needs no torch."""
+"""Measures how much memory the machine, and this process's cgroups, can still give. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """What the machine could give without swapping, within the limits of this process's cgroups."""
+    """Return the bytes that the machine can give without swapping, within the limits of this process's
+    cgroups."""
     return max(0, min([_machine_free_bytes(), *_cgroup_free_bytes()]))
 
 
@@ -23,14 +24,15 @@ def _machine_free_bytes() -> int:
     except OSError:
         pass
     try:
-        # Elsewhere than on Linux nothing tells what is free: take it to be half.
+        # Other systems than Linux do not report what is free: assume half.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError) as error:
         raise ConfigError("cannot find out how much memory this machine has") from error
 
 
 def _cgroup_free_bytes() -> list[int]:
-    """For every limited cgroup above this process: its limit less what it uses and cannot drop."""
+    """Return for each limited cgroup above this process its limit less the memory that it uses and cannot
+    drop."""
     free = []
     for line in _own_cgroups():
         _, _, controllers_and_path = line.partition(":")
@@ -43,7 +45,7 @@ def _cgroup_free_bytes() -> list[int]:
             root = _CGROUPS / "memory"
         else:
             continue
-        # Inside a container the path may name folders that only the host sees; its root is then the limit.
+        # In a container the path may name folders that only the host sees; then the root's files hold the limit.
         folder = root / path.lstrip("/")
         for place in [folder, *folder.parents]:
             if place.is_relative_to(root) and (found := _limit(place, *files)) is not None:
@@ -52,7 +54,7 @@ def _cgroup_free_bytes() -> list[int]:
 
 
 def _own_cgroups() -> list[str]:
-    """Lines of the form hierarchy:controllers:path."""
+    """Return lines of the form hierarchy:controllers:path."""
     try:
         return Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""What N ranks exchange during a step: sums and gathers, the same on every rank to the last bit.
+"""Exchanges tensors between N ranks during a step: sums and gathers, the same on every rank to the last bit.
 
-Owns the account of what was exchanged, and the process group of torch: NCCL between GPUs, gloo where there are
-none. Every rank asks for the same exchanges in the same order; what they are for is the callers' business.
+Owns the account of all exchanges, and torch's process group: NCCL between GPUs, gloo where there are none.
+Every rank makes the same exchanges in the same order; the callers know their purpose.
 
-What is small is gathered and added up here, in float32 and one order; what is large is left to the group's own
-sum, which is the same bits on every rank, in an order of its own. So is everything that two GPUs add up: a sum of
-two has one order and is rounded once.
+Small tensors are gathered and added up here, in float32 and in one order. Large tensors are summed by the
+group, in an order of its own, with the same bits on every rank. The group also sums every tensor between two
+GPUs: a sum of two numbers has only one order and is rounded once.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ import torch
 import torch.distributed
 
 Purpose = Literal["base", "lora", "sampling", "merging", "start"]
-"""What an exchange is for: the base's sums; what adapters add to them; logits and tokens; adapters' rows for a
-switch, and agreeing about it; agreeing at the start."""
+"""The purpose of an exchange: ``base``: the base's sums; ``lora``: the sums that adapters add; ``sampling``:
+logits and tokens; ``merging``: adapters' rows for a switch, and agreement about it; ``start``: agreement at
+the start."""
 
 Exchange = tuple[Purpose, int]
-"""And the bytes that a rank puts into it."""
+"""A purpose, and the bytes that a rank contributes."""
 
 PURPOSES: tuple[Purpose, ...] = ("base", "lora", "sampling", "merging", "start")
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Exchanges since the start, and the bytes that a rank put into them: one copy of its own tensor each."""
+    """The number of exchanges since the start, and the bytes that a rank contributed: one copy of its own
+    tensor each."""
 
     count: int = 0
     num_bytes: int = 0
 
 
 class Peers:
-    """A rank's door to the others, and the account of what it exchanged. Used by one thread at a time.
+    """A rank's connection to the other ranks, with the account of its exchanges. Used by one thread at a
+    time.
 
-    ``num_exchanges``: since the start, of any purpose: how ranks see that they have done the same. ``digest``: a
-    checksum of their purposes and sizes, in order.
+    ``num_exchanges``: exchanges since the start, of any purpose, by which ranks check that they have done the
+    same. ``digest``: a checksum of their purposes and sizes, in order.
     """
 
     def __init__(self, rank: int, count: int) -> None:
@@ -53,26 +56,27 @@ class Peers:
         self.traffic: dict[Purpose, Traffic] = {purpose: Traffic() for purpose in PURPOSES}
         self._listed: list[Exchange] | None = None
         self.leaves_out = False
-        """No exchange is made now."""
+        """Whether exchanges are left out at present."""
 
     def add_up(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """In place: the sum of the ranks' tensors, of one shape and dtype, the same bits on every rank; small
-        tensors of 16-bit floats are added in float32. Contiguous in the last dimension."""
+        """Replace the tensor by the sum of the ranks' tensors, with the same bits on every rank. The tensors
+        have one shape and dtype and are contiguous in the last dimension. Small tensors of 16-bit floats are
+        added in float32."""
         raise NotImplementedError
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
-        """Every rank's tensor, of one shape and dtype, in the order of the ranks."""
+        """Return every rank's tensor, of one shape and dtype, in the order of the ranks."""
         raise NotImplementedError
 
     def broadcast(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """In place: the first rank's tensor; contiguous."""
+        """Replace the tensor, which is contiguous, by the first rank's."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Make no more exchanges. Idempotent."""
 
     def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
-        """An exchange of this tensor begins."""
+        """Count an exchange of this tensor, or list it inside ``listed``."""
         exchange = purpose, tensor.numel() * tensor.itemsize
         if self._listed is None:
             self.note_all([exchange])
@@ -80,7 +84,7 @@ class Peers:
             self._listed.append(exchange)
 
     def note_all(self, exchanges: Sequence[Exchange]) -> None:
-        """Count these, which a replay makes."""
+        """Count exchanges that a replay makes."""
         for purpose, size in exchanges:
             self.num_exchanges += 1
             self.digest = zlib.crc32(f"{purpose} {size}".encode(), self.digest)
@@ -90,8 +94,8 @@ class Peers:
 
     @contextlib.contextmanager
     def listed(self, exchanges: list[Exchange]) -> Iterator[None]:
-        """Exchanges meanwhile are put into the list, in place of what is there, and not counted: those of a
-        captured step, whose replays run no code that would count them."""
+        """Put exchanges made in the block into the list, in place of its contents, and do not count them.
+        Used for a captured step, whose replays run no code that would count its exchanges."""
         exchanges.clear()
         self._listed = exchanges
         try:
@@ -101,8 +105,9 @@ class Peers:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Exchanges meanwhile are not made, nor counted: this rank takes its own tensors for the others', so
-        results are worth nothing. For a rehearsal, which the others may have no part in."""
+        """Neither make nor count exchanges in the block. This rank uses its own tensors in place of the
+        others', so results are meaningless. Used for rehearsals, in which the other ranks may take no
+        part."""
         self.leaves_out = True
         try:
             yield
@@ -111,13 +116,13 @@ class Peers:
 
 
 GATHERED_BYTES = 2**20
-"""Of a rank's tensor up to which all ranks' are gathered to be added up: beyond it N times the bytes take longer
-than the launches that are spared."""
+"""The largest tensor of a rank that is gathered to be added up. For larger ones, N times the bytes take
+longer than the launches that are saved."""
 
 
 class GroupPeers(Peers):
-    """Peers on tensors of ``device``. ``file``: a descriptor of an empty file without a name,
-    shared by all ranks, by which they find each other; it may be closed afterwards."""
+    """Peers in torch's process group, with tensors of ``device``. ``file``: a descriptor of an empty file
+    without a name, shared by all ranks, through which they find each other; it may be closed afterwards."""
 
     def __init__(self, file: int, rank: int, count: int, device: torch.device) -> None:
         from torch._C._distributed_c10d import FileStore  # not in every build of torch
@@ -127,7 +132,7 @@ class GroupPeers(Peers):
         is_cuda = device.type == "cuda"
         self._gathered_bytes = 0 if is_cuda and count == 2 else GATHERED_BYTES
         # The path of a descriptor that is never closed: a thread of NCCL opens it once a second, and would open
-        # whatever has the number by then.
+        # another file if the number were reused.
         store = FileStore(f"/proc/self/fd/{os.dup(file)}", count)
         torch.distributed.init_process_group(
             "nccl" if is_cuda else "gloo",
@@ -145,7 +150,7 @@ class GroupPeers(Peers):
         if flat.numel() * flat.itemsize > self._gathered_bytes:
             torch.distributed.all_reduce(flat)
         else:
-            torch.sum(self._gathered(flat), 0, out=flat)  # one launch; of 16 bits it adds in float32
+            torch.sum(self._gathered(flat), 0, out=flat)  # one launch, which adds 16-bit floats in float32
         tensor.copy_(flat)
 
     def gather(self, tensor: torch.Tensor, purpose: Purpose) -> list[torch.Tensor]:
@@ -163,7 +168,7 @@ class GroupPeers(Peers):
         if moved is not tensor:
             tensor.copy_(moved)
 
-    # No ``close``: the group's own end waits for the others, which may be gone. The process ends it.
+    # No ``close``: to end the group would wait for the other ranks, which may be gone. It ends with the process.
 
     def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
         planes = flat.new_empty((self.count, *flat.shape))
@@ -171,5 +176,5 @@ class GroupPeers(Peers):
         return planes
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous, on the group's device: at the start some tensors are the host's."""
+        """Return the tensor contiguous, on the group's device: at the start some tensors are on the host."""
         return tensor.to(self._device).contiguous()

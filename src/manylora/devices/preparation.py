@@ -1,7 +1,8 @@
-"""Time that this process spends on preparing steps rather than on running them: compiling and capturing.
+"""Measures the time that this process spends on preparing steps rather than on running them: compiling,
+capturing.
 
-One meter a process, since compilers are the process's. Compilers and devices report to it; the watchdog, which
-judges how long a step takes, reads it. Does not know what is compiled.
+There is one meter for each process, since compilers belong to the process. Compilers and devices report to
+it. The watchdog, which judges how long a step takes, reads it. Does not know what is compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 
 class PreparationMeter:
-    """Counts the seconds in which at least one thread prepares. Used from any thread."""
+    """A meter of the seconds in which at least one thread prepares something. Used from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +24,7 @@ class PreparationMeter:
         self._ended_s = 0.0
 
     def begin(self) -> None:
-        """This thread prepares something, perhaps as part of a larger preparation."""
+        """Note that this thread begins to prepare something, perhaps as part of a larger preparation."""
         thread = threading.get_ident()
         with self._lock:
             if not self._depths:
@@ -31,16 +32,18 @@ class PreparationMeter:
             self._depths[thread] = self._depths.get(thread, 0) + 1
 
     def end(self) -> None:
-        """What this thread began last is ready."""
+        """Note that the thread's newest preparation has ended."""
         self._leave(max(self._depth() - 1, 0))
 
     def give_up(self) -> None:
-        """Nothing that this thread has begun goes on: a compiler does not say that it has failed."""
+        """End all preparations of this thread. Needed because a compiler does not report that it has
+        failed."""
         self._leave(0)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The block prepares something."""
+        """Count the block as a preparation. On leaving, preparations that began in the block and did not end
+        are ended."""
         depth = self._depth()
         self.begin()
         try:
@@ -49,7 +52,7 @@ class PreparationMeter:
             self._leave(depth)
 
     def seconds(self) -> float:
-        """All that was spent so far, up to this moment where a preparation goes on."""
+        """Return all seconds spent so far, including those of a preparation that still goes on."""
         with self._lock:
             return self._ended_s + (self._clock() - self._began_s if self._depths else 0.0)
 

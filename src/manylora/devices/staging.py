@@ -1,8 +1,9 @@
-"""A step's numbers on their way between host and device, by small kernels over pinned memory.
+"""Moves a step's numbers between host and device, with small kernels over pinned memory.
 
-Every step sends some kilobytes and gets fewer back. The device's copy engines take their work in turn, so while
-pages are copied both ways such a copy would wait for milliseconds, and its step with it. A kernel that reads or
-writes pinned host memory waits for no copy. Owns the pinned buffers; does not know what the numbers mean.
+Every step sends some kilobytes and receives fewer. The device's copy engines do their work in turn. While
+pages are copied both ways, such a small copy would wait for milliseconds, and its step with it. A kernel that
+reads or writes pinned host memory waits for no copy. Owns the pinned buffers; does not know what the numbers
+mean.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -20,23 +21,23 @@ import numpy as np
 import torch
 
 _STAGES = 16
-"""Pinned buffers of one ``UploadBuffers``: some more than what the steps in flight send."""
+"""The pinned buffers of one ``UploadBuffers``: somewhat more than the steps in flight use."""
 
 _LEAST_BYTES = 2**16
-"""The bytes of a pinned buffer, unless it must hold more."""
+"""The least size of a pinned buffer, in bytes."""
 
 
 _TOGETHER_BYTES = 2**18
-"""The bytes that are sent together at most; what is more goes by itself."""
+"""The most bytes that are sent together; numbers beyond that are sent by themselves."""
 
 _UNIT = torch.int32
-"""What is sent together is copied as numbers of this type."""
+"""The type as which numbers sent together are copied."""
 
 _ALIGNMENT = 16
 
 
 class Staged(Protocol):
-    """Numbers to be written, and then sent once."""
+    """A place for numbers that are written there and then sent once."""
 
     @property
     def numbers(self) -> np.ndarray: ...
@@ -52,7 +53,7 @@ class _View(NamedTuple):
 
 
 class StagingBuffer:
-    """A pinned buffer, and the event that tells when what was last copied from it or to it has landed.
+    """A pinned buffer, with the event that records when the last copy from it or to it has landed.
 
     Its views are made once for each type: each call into torch takes a microsecond, or ten after a pause.
     """
@@ -68,11 +69,11 @@ class StagingBuffer:
 
     @property
     def numbers(self) -> np.ndarray:
-        """What ``hold`` asked for."""
+        """The numbers for which ``hold`` made room."""
         return self._held.array[: self._length]
 
     def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
-        """Be [length] of this type from now on, holding anything. Waits for the last copy."""
+        """Make room for ``length`` numbers of this type, of any content. Waits for the last copy."""
         self.settle()
         num_bytes = length * dtype.itemsize
         if num_bytes > self._num_bytes or not self._num_bytes:
@@ -89,38 +90,42 @@ class StagingBuffer:
         return found
 
     def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
-        """What ``hold`` asked for, as kernels of the device see it, and what to call once those that read it are
-        issued: nothing is written here before they have ended."""
+        """Return the held numbers as the device's kernels see them, and a function. Call the function once
+        the kernels that read the numbers are issued: then nothing is written here before these kernels have
+        ended."""
         return self._held.mapped[: self._length], self.note_copy
 
     def send(self, target: torch.Tensor) -> None:
-        """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work issued.
+        """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work
+        issued.
 
-        Does not wait for it. Nothing is written here until the next ``hold``.
+        Does not wait for the copy. Nothing may be written here until the next ``hold``.
         """
         target = target.view(-1)
         copy_by_kernel(target, self._held.mapped[: target.numel()])
         self.note_copy()
 
     def take(self, source: torch.Tensor) -> None:
-        """The same the other way round: the numbers are here after ``settle``."""
+        """Copy ``source``, contiguous, on the device, of this type, to the first numbers, after all work
+        issued. They are here after ``settle``."""
         source = source.view(-1)
         copy_by_kernel(self._held.mapped[: source.numel()], source)
         self.note_copy()
 
     def settle(self) -> None:
-        """Wait for the last copy. Raises what went wrong on the device."""
+        """Wait for the last copy. Raises errors that the device reports."""
         if self._landed is not None:
             self._landed.synchronize()
 
     def note_copy(self) -> None:
-        """What reads it, or copies to it, has been issued: nothing is written here before that has ended."""
+        """Record that all kernels that read or write the buffer have been issued: ``hold`` and ``settle``
+        wait for their end."""
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(self._device))
 
 
 class _Together:
-    """Parts of one buffer, which a single launch sends to as many targets."""
+    """Parts of one buffer, which a single launch sends to their targets."""
 
     def __init__(self, buffer: StagingBuffer) -> None:
         self._buffer = buffer
@@ -130,7 +135,8 @@ class _Together:
         self._sources: list[torch.Tensor] = []
 
     def part(self, length: int, dtype: torch.dtype) -> _Part | None:
-        """None where it does not fit."""
+        """Return a part for ``length`` numbers; None where it does not fit, or for a type that cannot be sent
+        together."""
         begin, size = self._num_bytes, length * dtype.itemsize
         if dtype not in _ARRAYS or begin + size > _TOGETHER_BYTES:
             return None
@@ -140,7 +146,7 @@ class _Together:
         return _Part(self, numbers, self._mapped[first : first + count])
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Have it sent with the others."""
+        """Add a part to the next ``send``."""
         target = target.view(-1).view(_UNIT)
         self._targets.append(target)
         self._sources.append(source[: target.numel()])
@@ -152,7 +158,7 @@ class _Together:
 
 
 class _Part:
-    """See ``Staged``."""
+    """A part of a buffer that is sent together with others: a ``Staged``."""
 
     def __init__(self, together: _Together, numbers: np.ndarray, mapped: torch.Tensor) -> None:
         self._together = together
@@ -164,7 +170,7 @@ class _Part:
 
 
 class UploadBuffers:
-    """Pinned buffers for numbers that go to a device, from one thread. Buffers are taken in turn."""
+    """Pinned buffers, used in turn, for numbers that one thread sends to a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -174,8 +180,8 @@ class UploadBuffers:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What ``stage`` gives within is sent by one launch, at the end. Each launch takes the host some
-        microseconds, and tens of them after a pause."""
+        """Send everything staged within by one launch, at the end. Each launch takes the host some
+        microseconds, and tens of microseconds after a pause."""
         if self._together is not None:
             yield
             return
@@ -187,15 +193,17 @@ class UploadBuffers:
             together.send()
 
     def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Staged:
-        """Where to write the next numbers, to be sent from there at once: it serves again a little later.
+        """Return a place for the next numbers, to be written and sent at once: the place is reused a little
+        later.
 
-        Waits for what was sent some time ago, not for steps that are in flight, unless there are many.
+        Waits for numbers sent some time ago, but not for steps in flight, unless there are many.
         """
         part = None if self._together is None else self._together.part(length, dtype)
         return self.hold(length, dtype) if part is None else part
 
     def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
-        """The same, of a buffer of its own."""
+        """Return the next buffer with room for ``length`` numbers, which are sent by themselves. Waits like
+        ``stage``."""
         self._turn = (self._turn + 1) % _STAGES
         if self._turn == len(self._stages):
             self._stages.append(StagingBuffer(self._device))
@@ -210,7 +218,7 @@ class DownloadBuffers:
         self._free: collections.deque[StagingBuffer] = collections.deque()
 
     def start(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Does what ``Device.download`` does; the tensor is contiguous."""
+        """Start a download as ``Device.download`` does. The tensor is contiguous."""
         stage = self._free.popleft() if self._free else StagingBuffer(self._device)
         stage.hold(tensor.numel(), tensor.dtype).take(tensor)
         shape = tuple(tensor.shape)
@@ -228,7 +236,7 @@ _threads = threading.local()
 
 
 def upload_buffers(device: torch.device) -> UploadBuffers:
-    """The calling thread's buffers. What is sent through them arrives in order."""
+    """Return the calling thread's buffers. Numbers sent through them arrive in order."""
     boxes: dict[torch.device, UploadBuffers] = _threads.__dict__.setdefault("boxes", {})
     if device not in boxes:
         boxes[device] = UploadBuffers(device)
@@ -236,7 +244,8 @@ def upload_buffers(device: torch.device) -> UploadBuffers:
 
 
 def copy_by_kernel(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Between tensors of the same length and type, bit by bit. torch's own copy would ask a copy engine."""
+    """Copy between tensors of the same length and type, bit by bit. torch's own copy would use a copy
+    engine."""
     whole = _WHOLE[source.dtype.itemsize]
     if source.dtype != whole:
         source, target = source.view(whole), target.view(whole)
@@ -250,11 +259,11 @@ _ARRAYS: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by the bytes of one."""
+"""Integer types, by their bytes."""
 
 
 class _Address:
-    """Memory of a tensor, as torch takes it up without a copy."""
+    """A tensor's memory in the form that torch can use without a copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -269,11 +278,12 @@ class _Address:
 
 
 def borrowed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the device at the same place, which may be pinned host memory: both know it by one address. It
-    does not hold the memory."""
+    """Return a tensor of the device at the same address, which may be pinned host memory: host and device use
+    the same addresses. The result does not keep the memory alive."""
     return torch.as_tensor(_Address(tensor), device=device)
 
 
 def seen_by(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
-    """Host memory, contiguous and pinned where a device has memory of its own, as the device's kernels see it."""
+    """Return contiguous host memory as the device's kernels see it. It must be pinned where the device is not
+    the CPU."""
     return memory if device.type == "cpu" else borrowed(memory, device)

@@ -1,7 +1,7 @@
-"""Copies in layer groups by one kernel, where operations have one: launched by the step loop's thread, so that no
-other works beside it.
+"""Makes copies in groups of layers with one kernel, where operations have such a kernel.
 
-Owns the kernel's tables, the numbers of copies and which copies it is for. Others land whole (``copier``).
+The step loop's thread launches it, so that no other thread competes with that one. Owns the kernel's tables,
+the numbers of copies, and the choice of copies for the kernel. Other copies land whole (``copier``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from manylora.memory.pool import Arena, HostPool
 from manylora.types import PageId
 
 MOST_BYTES = 384 * 2**20
-"""A larger copy takes longer than its step, and a copy engine moves a few percent more a second."""
+"""The largest copy by the kernel. A larger copy takes longer than its step, and a copy engine moves a few
+percent more per second."""
 
 _WORD = 8
 
 _TABLES = 4
-"""Copies under way before the next one's table waits for the first."""
+"""The number of tables. With this many copies in flight, the next copy waits for the first one's table."""
 
 _log = logging.getLogger(__name__)
 
 
 def bringer_of(ops: Ops, arena: Arena, host: HostPool, device: Device, num_groups: int) -> Bringer | None:
-    """Steps await copies in ``num_groups`` groups of layers. None where operations have no such kernel."""
+    """Return a compiled Bringer, with which steps await copies in ``num_groups`` groups of layers. None where
+    operations have no such kernel, the host pool is empty, or a slab is not a whole number of words."""
     if not ops.brings or host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
     bringer = Bringer(ops, arena, host, device, num_groups)
@@ -39,10 +41,10 @@ def bringer_of(ops: Ops, arena: Arena, host: HostPool, device: Device, num_group
 
 
 class Bringer:
-    """Used by the step loop's thread.
+    """A maker of copies by one kernel. Used by the step loop's thread.
 
-    A launch takes the host a tenth of a millisecond and more after a pause, which a cold request waits for. So it
-    is captured for each of a few tables, which stay where they are, and replayed.
+    A launch takes the host a tenth of a millisecond, more after a pause, and a cold request waits for it. So
+    the launch is captured once for each of a few tables, which keep their addresses, and replayed.
     """
 
     def __init__(self, ops: Ops, arena: Arena, host: HostPool, device: Device, num_groups: int) -> None:
@@ -63,14 +65,16 @@ class Bringer:
         self._num_copies = 0
 
     def compile(self) -> None:
-        """Before the first copy: one of nothing, from memory that need not be the pool's."""
+        """Compile the kernel before the first copy, by an empty copy from memory that need not be the
+        pool's."""
         staged = _staged(self._tables[0], _NOTHING)
         table, was_issued = staged.lend()
         self._launch(self._scratch.view(-1), table)
         was_issued()
 
     def can_bring(self, pairs: Sequence[tuple[PageId, PageId]]) -> bool:
-        """Of pinned pages, not too many."""
+        """Return whether the kernel can make this copy: the source pages are pinned, and there are not too
+        many."""
         return (
             table_words(len(self.words.groups), len(pairs)) <= MOST_WORDS
             and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
@@ -78,9 +82,9 @@ class Bringer:
         )
 
     def bring(self, lane: CopyLane, pairs: Sequence[tuple[PageId, PageId]], gate: CopyGate) -> None:
-        """Copy (source, destination) pages group by group, and open the gate: for steps whose gates are on the
-        device each group as it lands, for others all of them once the whole copy has. Raises IndexError where
-        there is no such page, RuntimeError."""
+        """Copy (source, destination) pages group by group, and open the gate. Steps with gates on the device
+        see each group as it lands; other steps see the whole copy at its end. Raises IndexError where there
+        is no such page, and RuntimeError where the launch fails."""
         check_pages([source for source, _ in pairs], self._host.num_pages)
         check_pages([target for _, target in pairs], self._arena.num_pages)
         words = self._host.shape.page_bytes // _WORD
@@ -95,7 +99,7 @@ class Bringer:
         gate.open(lane.landing(), self._num_copies)
 
     def _captured(self, staged: StagingBuffer) -> Callable[[], None]:
-        """What launches a copy by this table, whatever it says then."""
+        """Return a function that launches a copy by this table, whatever the table holds at that time."""
         table, was_issued = _staged(staged, _NOTHING).lend()
         if self._source is None:
             pool = self._host.run(0, self._host.num_pages)
@@ -127,12 +131,13 @@ _NOTHING = bring_table(0, (), (), ())
 
 
 def _staged(buffer: StagingBuffer, table: Sequence[int]) -> StagingBuffer:
-    """The buffer, at the place that it has had from the first on, once what it held before has been read."""
+    """Write ``table`` into the buffer, at its unchanging address, once the device has read the previous
+    contents."""
     buffer.hold(MOST_WORDS, torch.int64).numbers[: len(table)] = table
     return buffer
 
 
 def check_pages(pages: Sequence[PageId], num_pages: int) -> None:
-    """Raises IndexError where there is no such page."""
+    """Raise IndexError where there is no such page."""
     if pages and not 0 <= min(pages) <= max(pages) < num_pages:
         raise IndexError(f"page {max(pages)} is not one of {num_pages}")

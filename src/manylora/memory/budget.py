@@ -1,6 +1,6 @@
-"""How large the pools may be.
+"""Decides how large the pools may be.
 
-Owns the rules from free memory to numbers of pages; does not allocate. No torch here.
+Owns the rules from free memory to numbers of pages; does not allocate. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 from manylora.config import ConfigError
 
 if TYPE_CHECKING:
-    from manylora.devices.device import Device  # brings torch
+    from manylora.devices.device import Device  # imports torch
 
 SMALLEST_POOL_PAGES = 4
-"""Room for a small adapter and a few tokens: with less nothing useful runs."""
+"""The fewest pages of a pool: room for a small adapter and a few tokens. With fewer, nothing useful runs."""
 
 PRISTINE_SHARE = 0.15
-"""Where a copy of the base's weights takes more of the pool than this, it goes to the host unless told
-otherwise."""
+"""Where a copy of the base's weights takes more than this share of the pool, it goes to the host by
+default."""
 
 _COPY = "a copy of the base's weights"
 _CUDA_SHARE = 0.90
@@ -33,12 +33,13 @@ def pool_bytes(
     pristine_bytes: int = 0,
     share: float | None = None,
 ) -> int:
-    """Bytes for the pool: as asked, else what ``share`` of the GPU's whole memory leaves of it, else the device's
-    default share of what is free now.
+    """Return the bytes for the pool. They are the bytes asked for; else the rest of ``share`` of the GPU's
+    whole memory; else the device's default share of the free memory.
 
-    ``activation_bytes``: what a step may need beside the pool; ``pristine_bytes``: what a copy of the base's
-    weights will take on this device. A default on CUDA is smaller by it. Call it when the weights are loaded.
-    Raises ConfigError when more is asked for than is free.
+    ``activation_bytes``: the bytes that a step may need beside the pool. ``pristine_bytes``: the bytes that a
+    copy of the base's weights will take on this device. On CUDA both reduce a default. Call it when the
+    weights are loaded. Raises ConfigError when the pool that was asked for, or its share, does not fit in the
+    free memory.
     """
     free = device.free_bytes()
     if asked is None and share is not None and device.torch_device.type != "cpu":
@@ -58,8 +59,9 @@ def pool_bytes(
 def pristine_place(
     wanted: str, device: Device, asked_pool: int | None, activation_bytes: int, pristine_bytes: int
 ) -> Literal["device", "host"]:
-    """Where a copy of the base's weights goes: as wanted (``device``, ``host``), else (``auto``) to the device
-    where it takes little of what the pool would get. Call it when ``pool_bytes`` is due."""
+    """Decide where a copy of the base's weights goes; ``wanted`` is ``device``, ``host`` or ``auto``. With
+    ``auto`` it goes to the device if it takes at most PRISTINE_SHARE of the pool and fits beside it, else to
+    the host. On a CPU ``auto`` is the device. Call it when ``pool_bytes`` is due."""
     if wanted == "host":
         return "host"
     if wanted == "device" or device.torch_device.type == "cpu":
@@ -70,7 +72,8 @@ def pristine_place(
 
 
 def pool_pages(num_bytes: int, page_bytes: int) -> int:
-    """How many pages a pool of so many bytes has. Raises ConfigError when that is next to none."""
+    """Return how many pages a pool of ``num_bytes`` has. Raises ConfigError for fewer than
+    SMALLEST_POOL_PAGES."""
     pages = num_bytes // page_bytes
     if pages < SMALLEST_POOL_PAGES:
         raise ConfigError(
@@ -88,12 +91,14 @@ def host_pool_pages(
     page_bytes: int,
     pristine_bytes: int = 0,
 ) -> int:
-    """Pages for the host pool: as many as were asked for, else the default share of what is free now.
+    """Return the pages for the host pool: as many as were asked for, else the default share of the free
+    memory.
 
-    ``machine``: the CPU as a device, whatever the engine runs on; ``kind``: what it runs on; ``promised_bytes``:
-    what the device's pool will take of the machine's memory as it fills; ``pristine_bytes``: what a copy of the
-    base's weights will take of it, by which a default is smaller where the engine runs on CUDA. 0 when not even
-    one page fits. Raises ConfigError when more is asked for than is free.
+    ``machine``: the CPU as a device, whatever the engine runs on. ``kind``: the device that the engine runs
+    on. ``promised_bytes``: the machine's memory that the device's pool will take as it fills.
+    ``pristine_bytes``: the machine's memory that a copy of the base's weights will take; it reduces a default
+    where the engine runs on CUDA. Returns 0 when not even one page fits. Raises ConfigError when more is
+    asked for than is free, or the copy does not fit.
     """
     free = max(0, machine.free_bytes() - promised_bytes)
     if pristine_bytes > free:
@@ -111,15 +116,15 @@ def host_pool_pages(
 
 
 def in_mib(num_bytes: int) -> str:
-    """A size for people."""
+    """Format a size for messages."""
     return f"{num_bytes / 2**20:.4g} MiB"
 
 
 def cpu_pool_bytes(free: int) -> int:
-    """The device's pool where that is a CPU."""
+    """Return the default size of the device's pool where the device is a CPU."""
     return min(_CPU_LARGEST_BYTES, int(free * _CPU_SHARE))
 
 
 def host_pool_bytes(free: int, kind: Literal["cpu", "cuda"]) -> int:
-    """The host's pool, beside such a device."""
+    """Return the default size of the host's pool beside a device of this kind."""
     return min(_HOST_LARGEST_BYTES[kind], int(free * _HOST_SHARE[kind]))

@@ -1,7 +1,7 @@
-"""Copies of pages between the host pool and the device pool, beside compute.
+"""Copies pages between the host pool and the device pool, beside compute.
 
-Owns the two lanes, one a direction, the cutting of a copy into transfers, and the one answer that each copy
-gets. Does not know what the pages hold.
+Owns the two lanes, one for each direction, the division of a copy into transfers, and the one answer that
+each copy gets. Does not know the contents of pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from manylora.protocol import CopyDone, SwapPages
 from manylora.types import PageId, first_line
 
 TRANSFER_BYTES = 16 * 2**20
-"""The largest transfer, about a third of a millisecond: closing waits for one, and so do a step's own small ones
-where the device's copy engines move them (``devices/staging``)."""
+"""The largest transfer, about a third of a millisecond. Closing waits for one transfer, and so do a step's
+own small copies where the device's copy engines move them (``devices/staging``)."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,22 +30,22 @@ _CLOSING = "the engine is closing"
 
 
 class _Lane:
-    """One direction: a thread that issues transfers, and one that waits for them and answers, so that the
-    next copy is on its way while the one before is being answered."""
+    """One direction of copies. One thread issues transfers; another waits for them and answers, so that the
+    next copy is under way while the previous one is being answered."""
 
     def __init__(self, name: str, copies: CopyLane) -> None:
         self.copies = copies
         self.issuing = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}")
         self.answering = ThreadPoolExecutor(1, thread_name_prefix=f"manylora-{name}-done")
         self.last: Future[None] | None = None
-        """Of what the issuing thread was given."""
+        """The newest task of the issuing thread."""
         self.put_off: list[tuple[ThreadPoolExecutor, Callable[[], object]]] = []
-        """What its threads are to be given later, in order."""
+        """The tasks that ``flush`` submits to the threads, in order."""
         for pool in (self.issuing, self.answering):
             pool.submit(_begin)
 
     def flush(self) -> None:
-        """Give its threads what was put off."""
+        """Submit the tasks that were put off."""
         put_off, self.put_off = self.put_off, []
         for pool, work in put_off:
             pool.submit(work)
@@ -57,15 +57,16 @@ class _Lane:
 
 
 class Copier:
-    """Copies in the background; those of one direction land and are answered in the order given.
+    """Background copies between the pools. Copies of one direction land and are answered in the order in
+    which they were started.
 
     ``start``, ``flush`` and ``close`` belong to the step loop's thread.
     """
 
     def __init__(self, arena: Arena, host: HostPool, device: Device, *, puts_off: bool = False) -> None:
-        """``puts_off``: what no step waits for (copies from the device, and the answers to those that a kernel
-        brings) begins with ``flush``. The lanes' threads would take turns at the interpreter with the step loop's
-        while that launches a step."""
+        """Open the lanes. ``puts_off``: work that no step waits for begins with ``flush``: copies from the
+        device, and the answers to copies by a kernel. Otherwise the lanes' threads would compete with the
+        step loop for the interpreter while it launches a step."""
         self._arena = arena
         self._host = host
         self._device = device
@@ -79,14 +80,15 @@ class Copier:
         self._bringer: Bringer | None = None
 
     def use_kernel(self, bringer: Bringer) -> None:
-        """Have it bring what it can of copies with gates, on the step loop's thread; before the first of them."""
+        """Let ``bringer`` make the copies with gates, where it can, on the step loop's thread. Call it before
+        the first such copy."""
         self._bringer = bringer
 
     def settle(self) -> None:
-        """Copies to the device wait for what was issued by now.
+        """Make later copies to the device wait for all work issued so far.
 
-        They wait for no step: the policy gives them pages that none in flight touches. But for what the policy
-        does not count as a step, such as copies inside the pool.
+        They wait for no step, since the policy gives them pages that no step in flight touches. This is for
+        work that the policy does not count as a step, such as copies inside the pool.
         """
         self._settled = self._device.issued()
 
@@ -97,12 +99,13 @@ class Copier:
         done: Callable[[CopyDone], None],
         gate: CopyGate | None = None,
     ) -> None:
-        """Copy: from the device, after everything issued so far. ``done`` is called once, from another thread.
+        """Start a copy; from the device it waits for everything issued so far. ``done`` is called once, from
+        another thread.
 
-        ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. Raises
-        RuntimeError after ``close``; then neither is called. May have to wait for ``flush``.
+        ``landed`` is called just before, if the copy went well; when it raises, the copy has failed. The copy
+        may be put off until ``flush``. Raises RuntimeError after ``close``; then neither function is called.
 
-        ``gate``: of a copy to the device that steps may await, answered after ``done``.
+        ``gate``: the gate of a copy to the device that steps may await; it is answered after ``done``.
         """
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
@@ -114,13 +117,13 @@ class Copier:
         elif self._puts_off and not command.to_device and not self._closing:
             lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
         else:
-            lane.flush()  # answers come in order
+            lane.flush()  # keeps the order of answers
             lane.last = lane.issuing.submit(self._issue, *given)
 
     def move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Future[Callable[[], float]]:
-        """Copy to the device after the work that ``issued`` stands for, in turn with copies of pages: as
-        ``CopyLane.copy``, from any thread but with no copy that has a gate. Gives what ``CopyLane.end`` does.
-        Raises RuntimeError after ``close``."""
+        """Copy to the device after the work that ``issued`` marks, in turn with copies of pages. May be
+        called from any thread, but not beside copies that have gates. The arguments are as for
+        ``CopyLane.copy``; the result is as for ``CopyLane.end``. Raises RuntimeError after ``close``."""
         return self._lanes[True].issuing.submit(self._move, target, source, issued)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:
@@ -130,8 +133,9 @@ class Copier:
         return lane.copies.end()
 
     def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
-        """None: the lane's thread issues the copy, which lands whole. A kernel's comes before what that thread has
-        not issued yet, so then there is none."""
+        """Return the bringer for this copy; None where the lane's thread issues the copy, which then lands
+        whole. A kernel's copy would overtake copies that the thread has not issued yet, so the lane must be
+        idle."""
         bringer = self._bringer
         if bringer is None or self._closing:
             return None
@@ -139,16 +143,17 @@ class Copier:
         return bringer if is_idle and bringer.can_bring(command.pairs) else None
 
     def flush(self) -> None:
-        """Begin what was put off: a step has been launched, or none is to be launched now."""
+        """Begin the work that was put off. Call it when a step has been launched, or when none will be
+        launched now."""
         for lane in self._lanes.values():
             lane.flush()
 
     def close(self) -> None:
-        """Break copies off, answer every one that is left, end the threads. Idempotent."""
+        """Stop copies under way, answer every copy that is left, and end the threads. Idempotent."""
         self._closing = True
         for lane in self._lanes.values():
             lane.close()
-        self._bringer = None  # which holds views of the pools
+        self._bringer = None  # it holds views of the pools
 
     def _issue(
         self,
@@ -172,7 +177,7 @@ class Copier:
         except Exception as failure:
             error = one_line(failure)
         try:
-            # Also after a failure: the pages go to others, which a late transfer must not meet.
+            # Also after a failure: the pages get new owners, whose data a late transfer must not overwrite.
             wait = lane.copies.end()
         except Exception as failure:
             error = error or one_line(failure)
@@ -185,7 +190,7 @@ class Copier:
             lane.answering.submit(answer)
 
     def _transfer(self, lane: _Lane, command: SwapPages) -> str:
-        """Start the copy's transfers; what broke them off, or nothing."""
+        """Start the copy's transfers. Return the reason where they were stopped, else an empty text."""
         most_pages = max(1, TRANSFER_BYTES // self._host.shape.page_bytes)
         for source, destination, count in merged(
             command.pairs, command.to_device, most_pages, self._host.chunk_pages
@@ -226,9 +231,10 @@ class Copier:
 def merged(
     pairs: Iterable[tuple[PageId, PageId]], to_device: bool, most_pages: int, chunk_pages: int
 ) -> list[tuple[PageId, PageId, int]]:
-    """Runs of pages side by side in both pools: (first source, first destination, count).
+    """Merge pairs into runs of pages that are adjacent in both pools: (first source, first destination,
+    count).
 
-    None has more than ``most_pages``, nor reaches across the border of two of the host pool's chunks.
+    No run has more than ``most_pages``, and none crosses the border between two chunks of the host pool.
     """
     runs: list[tuple[PageId, PageId, int]] = []
     for source, destination in sorted(pairs):
@@ -244,9 +250,10 @@ def merged(
 
 
 def _begin() -> None:
-    """What a lane's threads are given first: so they are there, and to be given work does not fail later."""
+    """Do nothing. As its first task this starts a thread of the lane, so that a later submission cannot fail
+    to start it."""
 
 
 def one_line(error: Exception) -> str:
-    """The error's type and the first line of its text."""
+    """Return the error's type and the first line of its text."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -1,9 +1,11 @@
-"""Gates: a step may begin while a copy to the device that some of its rows read still lands.
+"""Lets a step begin before a copy that some of its rows read has landed on the device.
 
-A kernel that brings a copy says on the device which groups of layers have landed. A captured step passes them
-there, each before its first layer. Any other step passes a copy whole, on the step loop's thread, before it
-begins.
-Owns that order, its bound in time, and what is known of the copy's end. Does not copy and does not run anything.
+A kernel that makes a copy marks on the device which groups of layers have landed. A captured step passes
+these gates on the device, each before the first layer of its group. Any other step waits for the whole copy,
+on the step loop's thread, before it begins.
+
+Owns that order, its time limit, and the knowledge of how the copy ended. Does not copy and does not run
+anything.
 """
 
 from __future__ import annotations
@@ -21,62 +23,62 @@ from manylora.devices.device import Device
 from manylora.types import SequenceId
 
 LATE_S = 10.0
-"""How long a step waits for the copies that it awaits, in all, before it goes on without."""
+"""How long a step waits for all its copies together, in seconds, before it goes on without them."""
 
 
 LayerGroups = tuple[tuple[int, int], ...]
-"""[first, end) of layers each, in the order in which they land."""
+"""Groups of layers, each [first, end), in the order in which they land."""
 
 
 @functools.cache
 def layer_groups(num_layers: int, num_groups: int) -> LayerGroups:
-    """Consecutive groups of layers, as even as can be, none empty."""
+    """Divide the layers into consecutive groups, as even as possible, none empty."""
     num_groups = max(1, min(num_groups, num_layers))
     edges = [number * num_layers // num_groups for number in range(num_groups + 1)]
     return tuple(itertools.pairwise(edges))
 
 
 class LandedWords:
-    """By group of layers, the number of the last copy by a kernel whose part there has landed: int64 [G], on the
-    device.
+    """The copies that have landed, by group of layers: int64 [G], on the device. Each word is the number of
+    the last copy by a kernel whose part in that group has landed.
 
-    These copies land one after the other, so one number stands for all up to it. ``groups``: [first, end) of
-    layers.
+    These copies land in order, so one number covers all copies up to it. ``groups``: [first, end) of layers.
     """
 
     def __init__(self, num_layers: int, num_groups: int, device: Device) -> None:
         self.groups = layer_groups(num_layers, num_groups)
-        # Each begins at a multiple of 16 bytes: kernels are compiled anew for what does not.
+        # Each word begins at a multiple of 16 bytes, since kernels are compiled anew for other alignments.
         self.words = device.zeros((len(self.groups), 2), torch.int64)[:, 0]
 
 
 class CopyGate:
-    """Opened when a copy has been issued, and passed by steps. ``number``: of the copy among those that a kernel
-    brings, from 1; 0: nothing tells the device when it lands."""
+    """A gate that opens when a copy has been issued, and that steps pass. ``number``: the copy's number among
+    copies by a kernel, from 1; 0: nothing on the device shows when the copy lands."""
 
     def __init__(self) -> None:
         self.number = 0
         self._changed = threading.Condition()
         self._landing: Callable[[], None] | None = None
         self.has_failed = False
-        """What has not landed will not come."""
+        """Whether the copy has failed: parts that have not landed will never land."""
         self._answer: bool | None = None
 
     def open(self, landing: Callable[[], None], number: int = 0) -> None:
-        """The copy has landed once ``landing`` has been called on the step loop's thread, for what is issued after
-        that (``CopyLane.landing``). ``number``: of one that a kernel brings."""
+        """Open the gate. The step loop's thread calls ``landing``, and work issued after that sees the copy
+        (``CopyLane.landing``). ``number``: the number of a copy by a kernel."""
         with self._changed:
             self._landing, self.number = landing, number
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """What has not landed will not come; nothing waits for it any more."""
+        """Mark the copy as failed, so that nothing waits for it any more. Parts that have not landed will
+        never land."""
         with self._changed:
             self.has_failed = True
             self._changed.notify_all()
 
     def answer(self, ok: bool) -> None:
-        """The copy has been answered, and what has to know of it was told."""
+        """Record the copy's result, once everything that depends on it has been notified."""
         with self._changed:
             self._answer = ok
             self.has_failed = self.has_failed or not ok
@@ -87,14 +89,15 @@ class CopyGate:
         return self._answer is not None
 
     def wait_answer(self) -> bool:
-        """Wait for the answer, which every copy gets; whether the copy went well."""
+        """Wait for the answer, which every copy gets, and return whether the copy went well."""
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None)
             return self._answer is True
 
     def pass_whole(self, until: float) -> bool:
-        """What is issued from now on reads the copy as it landed: True. False where it has not come by ``until``
-        (``time.monotonic``) or will not. On the step loop's thread."""
+        """Order all work issued from now on after the whole copy, and return True. Return False where the
+        copy fails before it is issued, or is not issued by ``until`` (``time.monotonic``). Called on the step
+        loop's thread."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._landing is not None or self.has_failed, max(0.0, until - time.monotonic())
@@ -107,7 +110,8 @@ class CopyGate:
 
 
 class Awaited:
-    """The gates of one step's copies, each with the sequences that read what it brings. Of one thread."""
+    """The gates of one step's copies, each with the sequences that read the copied pages. Used by one
+    thread."""
 
     def __init__(
         self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S
@@ -118,23 +122,23 @@ class Awaited:
         self._late: set[SequenceId] = set()
         self._told: Callable[[], np.ndarray] | None = None
         self.stall_s = 0.0
-        """How long the thread has waited at gates; from ``spoilt`` on, and the device."""
+        """Seconds that the thread has waited at gates; after ``spoilt`` the device's waits are included."""
 
     def pass_all(self, but_marked: bool = False) -> None:
-        """Wait for every copy; ``but_marked``: for those that land without the device being told."""
+        """Wait for every copy. ``but_marked``: skip copies that the device itself marks as they land."""
         for gate, sequences in self._gates:
             if not (but_marked and gate.number):
                 self._pass(gate, sequences)
 
     def numbers(self) -> tuple[int, int]:
-        """For gates on the device: for how many nanoseconds to wait, and the number of the last copy that has not
-        been answered (0: none)."""
+        """Return the input for gates on the device: the longest wait in nanoseconds, and the number of the
+        last copy that has not been answered (0: none)."""
         unanswered = (gate.number for gate, _ in self._gates if not gate.is_answered)
         return int(self._late_s * 1e9), max(unanswered, default=0)
 
     def passes_on_device(self, told: Callable[[], np.ndarray]) -> None:
-        """The step's gates are on the device. ``told`` waits for it: int64, for how many nanoseconds they were
-        shut, and whether a copy was late."""
+        """Note that the step's gates are on the device. ``told`` waits for the step and returns int64: for
+        how many nanoseconds the gates were shut, and whether a copy was late."""
         self._told = told
 
     def _pass(self, gate: CopyGate, sequences: tuple[SequenceId, ...]) -> None:
@@ -146,7 +150,8 @@ class Awaited:
         self.stall_s += time.monotonic() - began
 
     def spoilt(self) -> tuple[SequenceId, ...]:
-        """Wait until every copy has been answered: the sequences that read what did not come, or not in time."""
+        """Wait until every copy has been answered. Return the sequences whose copies failed or came too late;
+        where a gate on the device was late, the sequences of all gates."""
         found = set(self._late)
         if self._told is not None:
             shut_ns, is_late = self._told().tolist()

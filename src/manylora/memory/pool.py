@@ -1,7 +1,8 @@
-"""The two tiers' pages: the device's pool and the host's, of one shape, for KV and for adapters alike.
+"""Holds the pages of both tiers, the device's pool and the host's, of one shape, for KV and for adapters
+alike.
 
-Owns the memory, its views and its pinning (docs/architecture.md, "Memory"). Does not know what a page holds or
-which request owns it: that is the policy's.
+Owns the memory, its views and its pinning (docs/architecture.md, "Memory"). Does not know the contents of a
+page or the request that owns it: the policy does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from manylora.types import PageId, first_line
 
 
 class Pages:
-    """The pages of one tier, whose bytes lie side by side. ``what``: for people."""
+    """The pages of one tier, in adjacent bytes. ``what``: the tier's name in error messages."""
 
     def __init__(self, what: str, num_pages: int, page: PageShape, dtype: torch.dtype) -> None:
         if dtype.itemsize != page.itemsize:
@@ -35,11 +36,11 @@ class Pages:
         self._bytes: torch.Tensor | None = None
 
     def page(self, page: PageId) -> torch.Tensor:
-        """One page as ``[layers, slab_elements]``: a view, contiguous."""
+        """Return one page as ``[layers, slab_elements]``: a view, contiguous. Raises like ``run``."""
         return self.run(page, 1).view(self.dtype).view(self.shape.layers, self.shape.slab_elements)
 
     def run(self, first: PageId, count: int) -> torch.Tensor:
-        """The bytes of ``count`` pages that lie side by side, uint8: a view. Raises RuntimeError after ``close``,
+        """Return the bytes of ``count`` adjacent pages, uint8: a view. Raises RuntimeError after ``close``,
         IndexError where there is no such page."""
         if self._bytes is None:
             raise RuntimeError(f"the {self._what} is closed")
@@ -50,9 +51,9 @@ class Pages:
 
 
 class Arena(Pages):
-    """``pool`` ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``, zero at first.
+    """The device's pool: ``pool`` ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``, zero at first.
 
-    Zeros, because a kernel may multiply a stale value by zero: whatever lies in a page must be finite.
+    A kernel may multiply a stale value by zero, so everything in a page must be finite; zeros are.
     """
 
     def __init__(self, num_pages: int, page: PageShape, dtype: torch.dtype, device: Device) -> None:
@@ -79,16 +80,16 @@ class Arena(Pages):
 
 
 CHUNK_BYTES = 256 * 2**20
-"""Pinned at a time: the driver may keep steps waiting for so long."""
+"""The bytes that are pinned at a time: the driver may block steps while it pins them."""
 
 _log = logging.getLogger(__name__)
 
 
 class HostPool(Pages):
-    """``num_pages`` pages, zero at first.
+    """The host's pool: ``num_pages`` pages, zero at first.
 
-    Memory is taken as pages are first written; where copies gain by it, a thread of its own takes and pins
-    all of it in the background, chunk by chunk. No copy may reach across the border of two chunks.
+    Memory is taken as pages are first written. Where pinned memory makes copies faster, a thread takes and
+    pins all of it in the background, chunk by chunk. No copy may cross the border between two chunks.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class HostPool(Pages):
         device: Device,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Raises ConfigError when the system does not give the memory."""
+        """Reserve the memory and start to pin it. Raises ConfigError when the system does not give the
+        memory."""
         super().__init__("host pool", num_pages, page, dtype)
         # Chunks begin at the system's page boundaries too.
         step = mmap.PAGESIZE // math.gcd(page.page_bytes, mmap.PAGESIZE)
@@ -119,19 +121,21 @@ class HostPool(Pages):
 
     @property
     def pinned_bytes(self) -> int:
-        """How much is pinned by now."""
+        """The number of bytes pinned so far."""
         return sum(chunk.nbytes for chunk in self._pinned)
 
     @property
     def pages_pinned(self) -> int:
-        """Pages whose copies are as fast as they can be: pinned ones, or all where devices need none pinned."""
+        """The number of pages with the fastest copies: the pinned pages, or all pages where the device gains
+        nothing by pinning."""
         if not self._device.copies_from_pinned:
             return self.num_pages
-        # The last chunk ends where the memory does, perhaps behind the last page.
+        # The last chunk ends where the memory ends, perhaps past the last page.
         return min(self.pinned_bytes // self.shape.page_bytes, self.num_pages)
 
     def close(self) -> None:
-        """Free the memory. Idempotent; call it with no copy on its way. Views that others hold keep it."""
+        """Free the memory. Idempotent; no copy may be under way. Views that others hold keep the memory
+        alive."""
         self._closing.set()
         if self._pinner is not None:
             self._pinner.join()
@@ -150,7 +154,7 @@ class HostPool(Pages):
             try:
                 self._device.pin(chunk)
             except RuntimeError as error:
-                # A refusal says so for the next chunks too; CUDA remembers it for this thread alone.
+                # The next chunks would be refused too; CUDA keeps the error for this thread alone.
                 _log.warning(
                     "the host pool is pinned up to %s only, its copies are slower past that: %s",
                     in_mib(self.pinned_bytes),
@@ -162,8 +166,8 @@ class HostPool(Pages):
 
 
 def shared_memory(num_bytes: int, purpose: str) -> torch.Tensor:
-    """Zeros, uint8, a whole number of the system's pages; unmapped with the last view. ``purpose``: for people.
-    Raises ConfigError when the system does not give the memory."""
+    """Return zeros, uint8, a whole number of the system's pages, unmapped with the last view. ``purpose``:
+    the memory's name in an error message. Raises ConfigError when the system does not give the memory."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     rounded = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,1 +1,2 @@
-"""Figures by Prometheus names, of an engine and of the requests to it. Serves a page or a dict; knows no HTTP."""
+"""Reports figures of an engine and of its requests under Prometheus names, as a page or a dict. Knows no
+HTTP."""

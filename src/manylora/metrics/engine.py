@@ -1,6 +1,7 @@
-"""The engine's own figures as Prometheus metrics, from the last snapshot of its stats: a table of families.
+"""Reports the engine's own figures as Prometheus metrics, from the last snapshot of its stats and a table of
+families.
 
-A front end of several engines has an ``EngineCollector`` of each.
+A front end of several engines has an ``EngineCollector`` for each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from manylora.types import EngineInfo
 
 
 class _View(NamedTuple):
-    """The newest snapshot, and what else samples need."""
+    """The newest snapshot, and the other facts that samples need."""
 
     stats: EngineStats
     base: str
@@ -29,15 +30,16 @@ class _View(NamedTuple):
 
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""The values of labels, and the figure."""
+"""Pairs of label values and a figure."""
 
 _Row = tuple[str, str | Callable[[_View], Samples], str]
-"""A family's name with its labels, a figure of EngineStats by its path or what gives all figures, and its help."""
+"""A family's name with its labels in braces; a path to one figure of EngineStats, or a function that returns
+all samples; and the help text."""
 
 
 def lora_requests(uses: Iterable[AdapterUse], most: int) -> Metric:
-    """The gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to report, so
-    ``max_lora`` is how many adapters can run at once: ``most``."""
+    """Return the gauge in vLLM's form: names in labels, the time as the value. There are no adapter slots to
+    report, so ``max_lora`` is ``most``, the number of adapters that can run at once."""
     gauge = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of running and waiting requests; the value is the Unix time.",
@@ -51,33 +53,34 @@ def lora_requests(uses: Iterable[AdapterUse], most: int) -> Metric:
 
 
 def busy_pages(stats: EngineStats) -> int:
-    """Pages that running requests and their adapters hold: the others give way."""
+    """Count the pages that running requests and their adapters hold. All other pages can be evicted."""
     gauges = stats.gauges
     adapters = (use.num_pages for use in gauges.adapters if use.running and use.state == "resident")
     return gauges.pages_running + sum(adapters)
 
 
 def _each(path: str, *values: str) -> Callable[[_View], Samples]:
-    """Give the figures whose paths have one of the values in the braces' place, which is their label."""
+    """Return a function that gives one figure for each value. The value replaces the braces in the path, and
+    is the label."""
     getters = [((value,), operator.attrgetter(path.format(value))) for value in values]
     return lambda view: [(labels, get(view.stats)) for labels, get in getters]
 
 
 def _per_adapter(field: str) -> Callable[[_View], Samples]:
-    """Give a figure of each adapter."""
+    """Return a function that gives this figure of each adapter."""
     get = operator.attrgetter(field)
     return lambda view: [((use.name,), get(use)) for use in view.stats.gauges.adapters]
 
 
 def _states(field: str) -> Callable[[_View], Samples]:
-    """Give 1 for the state of each adapter."""
+    """Return a function that gives 1 for the state of each adapter."""
     get = operator.attrgetter(field)
     return lambda view: [((use.name, get(use)), 1) for use in view.stats.gauges.adapters]
 
 
 def _on(use: AdapterUse) -> Iterator[str]:
-    """The tiers that an adapter is in, as the metric standard to come has it: ``gpu`` is the tier that steps read
-    from, ``cpu`` the host's. It may be in both."""
+    """Yield the tiers that an adapter is in, named as in the coming metric standard: ``gpu`` is the tier that
+    steps read from, ``cpu`` is the host's. An adapter may be in both."""
     if use.state == "resident":
         yield "gpu"
     if use.host_state == "held":
@@ -132,7 +135,8 @@ def _rank_weights(view: _View) -> Samples:
 
 
 def _rank_pages(device: str, host: str) -> Callable[[_View], Samples]:
-    """Give each rank's bytes of so many pages, which are figures of the view by their paths."""
+    """Return a function that gives the bytes of pages on each rank. ``device``, ``host``: paths in the view
+    to the numbers of pages."""
     counts = ("device", operator.attrgetter(device)), ("host", operator.attrgetter(host))
     return lambda view: [
         ((str(rank), tier), count(view) * held.page_bytes)
@@ -298,7 +302,8 @@ _OPTIONAL = {
 
 
 class EngineCollector(Collector):
-    """Yields metrics of the newest snapshot; before the first one, of an engine that has done nothing."""
+    """A collector for the newest snapshot; before the first snapshot it shows an engine that has done
+    nothing."""
 
     def __init__(self, base: str, info: EngineInfo) -> None:
         gauges = dataclasses.replace(
@@ -308,12 +313,12 @@ class EngineCollector(Collector):
         self._view = _View(stats, base, info, True)
 
     def update(self, stats: EngineStats | None) -> None:
-        """Take a new snapshot; None where the engine does not answer."""
+        """Store a new snapshot; None where the engine does not answer."""
         known = self._view.stats if stats is None else stats
         self._view = self._view._replace(stats=known, is_up=stats is not None)
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+        """Yield the metrics of the newest snapshot for prometheus_client."""
         view = self._view  # taken once: a scrape on another thread must not see two snapshots
         for kind, rows in _TABLES:
             for row in rows:

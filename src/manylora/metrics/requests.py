@@ -1,7 +1,7 @@
-"""The measurements of requests, beside the engine's own figures: a page to scrape, or a dict.
+"""Measures requests, beside the figures that the engine reports: a page to scrape, or a dict.
 
-Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each server, and each
-engine in process, has a registry of its own.
+Names and buckets are vLLM's wherever vLLM has the metric; ours start with ``manylora:``. Each server, and
+each engine in process, has a registry of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Metrics:
     """The metrics of one server, or of one engine in process. ``base`` is the base model's id."""
 
     def __init__(self, base: str, info: EngineInfo, engines: Collector | None = None) -> None:
-        """``engines``: what tells of engines, where there is more than one, or none in reach."""
+        """Register all metrics. ``engines``: a collector of the engines' figures, where there are several
+        engines or none in reach."""
         self._base = base
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(base, info)
@@ -116,7 +117,7 @@ class Metrics:
         return Counter(f"manylora:adapter_{name}", text, ["adapter_name"], registry=self._registry)
 
     def request(self, asked: GenerationRequest, start_s: float) -> RequestRecorder:
-        """Start recording one engine request that arrived at ``start_s`` (time.perf_counter)."""
+        """Start to record one engine request that arrived at ``start_s`` (time.perf_counter)."""
         name = asked.adapter or self._base
         self._adapter_requests.labels(name).inc()
         self._adapter_prompt.labels(name).inc(len(asked.prompt))
@@ -124,7 +125,7 @@ class Metrics:
         return RequestRecorder(self, name, generated, asked.params.n, start_s, asked.priority)
 
     def count_first_token(self, adapter: str, delta: TextDelta, seconds: float, priority: int = 0) -> None:
-        """Record when a request's first token, which ``delta`` brings, came, and what it waited for."""
+        """Record the time of a request's first token, which ``delta`` holds, and the parts of that time."""
         self.first_token_s.observe(seconds)
         self._adapter_first_token_s.labels(adapter).observe(seconds)
         timing = delta.timing
@@ -132,7 +133,7 @@ class Metrics:
         if self._has_priorities:
             self._wait_s.labels(_priority_label(priority)).observe(timing.queue_s)
         waited = (timing.queue_s, timing.adapter_s, timing.kv_s)
-        # Two processes' clocks: never less than nothing.
+        # The times are from the clocks of two processes, so the difference could be negative.
         parts_s = (*waited, max(seconds - sum(waited), 0.0))
         for part, part_s, histogram in zip(PARTS, parts_s, self._part_s, strict=True):
             histogram.observe(part_s)
@@ -143,7 +144,7 @@ class Metrics:
         self.success.labels(self._base, reason).inc(num_samples)
 
     def forget(self, adapter: str) -> None:
-        """Drop the series of an adapter that is served no more."""
+        """Drop the series of an adapter that is no longer served."""
         for metric in (
             self._adapter_requests,
             self._adapter_prompt,
@@ -157,30 +158,32 @@ class Metrics:
                 self._adapter_part_s.remove(adapter, part)
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The page to scrape. ``stats`` None: the engine does not answer, its last snapshot is shown."""
+        """Return the page to scrape. ``stats`` None: the engine does not answer, and its last snapshot is
+        shown."""
         self._engine.update(stats)
         return self.page()
 
     def page(self) -> bytes:
-        """The page to scrape, as things are."""
+        """Return the page to scrape, without a new snapshot."""
         return generate_latest(self._registry)
 
     def figures(self, stats: EngineStats | None) -> dict[str, float]:
-        """Give the figures of ``render``, by names with labels as they stand there."""
+        """Return the figures of ``render``, by their names with labels as on the page."""
         lines = self.render(stats).decode().split("\n")
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
 
 def _priority_label(priority: int) -> str:
-    """Clients choose priorities; so that they do not choose how many series there are, large ones share one."""
+    """Return a priority's label. Large priorities share a label, since clients choose priorities and must not
+    choose the number of series."""
     if abs(priority) <= _MOST_LABELLED:
         return str(priority)
     return f"above {_MOST_LABELLED}" if priority > 0 else f"below -{_MOST_LABELLED}"
 
 
 class RequestRecorder:
-    """Watches the deltas of one engine request. Cheap: it runs once for every delta."""
+    """A recorder of one engine request's deltas. It is cheap, because it runs once for every delta."""
 
     def __init__(
         self, metrics: Metrics, adapter: str, generated: Counter, n: int, start_s: float, priority: int = 0
@@ -197,7 +200,7 @@ class RequestRecorder:
         self._num_tokens = [0] * n
 
     def observe(self, delta: TextDelta) -> None:
-        """Record one delta as it is about to be sent."""
+        """Record a delta that is about to be sent."""
         sample, num_new = delta.sample, len(delta.token_ids)
         if num_new:
             now_s = time.perf_counter()
@@ -230,14 +233,14 @@ class RequestRecorder:
             self._metrics.end_to_end_s.observe(time.perf_counter() - self._start_s)
 
     def close(self) -> None:
-        """The request is over; samples that have not finished were aborted. Idempotent."""
+        """End the record; samples that have not finished count as aborted. Idempotent."""
         if self._num_open > 0:
             self._metrics.count_finished("abort", self._num_open)
             self._num_open = 0
 
 
 class RecordedStream:
-    """A request's deltas, each recorded as it is read. Closing it ends the record."""
+    """A request's deltas, each recorded as it is read. Closing the stream ends the record."""
 
     def __init__(self, stream: TextStream, recorder: RequestRecorder) -> None:
         self._stream = stream
@@ -252,19 +255,19 @@ class RecordedStream:
         return delta
 
     async def aclose(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort the samples that still run, and end the record. Idempotent."""
         self._recorder.close()
         await self._stream.aclose()
 
 
 class TokenHistogram(Collector):
-    """One series, whose observations may count for several, as one delta of many tokens does.
+    """One series in which an observation may count several times, for a delta of many tokens.
 
-    prometheus_client's Histogram takes one observation at a time, which would cost every token.
+    prometheus_client's Histogram takes one observation at a time, which would cost time for every token.
     """
 
     def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
-        """``buckets``: upper bounds, rising."""
+        """Start empty. ``buckets``: upper bounds, rising."""
         self._name = name
         self._text = text
         self._labels = dict(labels)
@@ -275,14 +278,14 @@ class TokenHistogram(Collector):
         self._lock = threading.Lock()
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times. Thread-safe."""
+        """Count a value ``times`` times. Thread-safe."""
         place = bisect.bisect_left(self._bounds, value)
         with self._lock:
             self._counts[place] += times
             self._sum += value * times
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client."""
+        """Yield the histogram's family for prometheus_client."""
         with self._lock:
             counts, total = self._counts[:], self._sum
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))

@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, by the Jinja template that a model brings.
+"""Renders chat messages to prompt text, with the Jinja template of a model.
 
-Renders as transformers' ``apply_chat_template`` does, in a sandbox: the template comes with the model, the
-messages from anyone.
+Renders as transformers' ``apply_chat_template`` does, in a sandbox: the template comes with the model, and
+anyone may have written the messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _Result = TypeVar("_Result")
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant wrote, for training; here it only passes its body on."""
+    """The block ``{% generation %}``, which marks an assistant's words for training. Here it only renders its
+    body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares a mutable set)
 
@@ -78,11 +79,12 @@ def render_chat(
     template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render the prompt text of a conversation; encode it without special tokens, the template writes them.
+    """Return the prompt text for a conversation. Encode it without special tokens, since the template writes
+    them.
 
-    ``continue_final_message``: the text ends with the last message's, which the answer goes on with. ``template``:
-    one to render instead of the model's. Raises InvalidRequest for malformed messages, for a model without a
-    template, and for what the template itself refuses.
+    ``continue_final_message``: the text ends with the last message's text, which the answer continues.
+    ``template``: a template to render instead of the model's. Raises InvalidRequest for malformed messages,
+    for a model without a template, and for whatever the template itself refuses.
     """
     source = tokenizer.chat_templates.get("default") if template is None else template
     if source is None:
@@ -104,7 +106,7 @@ def render_chat(
     try:
         text = _compiled(source).render(variables)
     except Exception as error:
-        # Whatever a template trips over (a missing key, a role it refuses, a wrong type) lies in its input.
+        # Every error of a template (a missing key, a refused role, a wrong type) is caused by its input.
         raise InvalidRequest(
             f"the chat template cannot render these messages: {error}", "messages"
         ) from error
@@ -112,11 +114,12 @@ def render_chat(
 
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""As in transformers, so that a template that trims a text does the same with it."""
+"""The same mark as in transformers, so that a template that trims texts treats it in the same way."""
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Mark where the last message's text ends, which is returned; raises InvalidRequest where there is none."""
+    """Mark the end of the last message's text, and return that text. Raises InvalidRequest where there is
+    none."""
     content = messages[-1].get("content")
     if isinstance(content, str):
         messages[-1]["content"] = content + _MARK
@@ -136,16 +139,17 @@ def _cut_at_mark(text: str, final: str) -> str:
             "continue_final_message: the final message is not in what the chat template makes of it",
             "messages",
         )
-    # A template that has trimmed the text, and the mark's space with it, would have trimmed the text's own.
+    # A template that trimmed the mark's space would also have trimmed the space at the end of the text itself.
     return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
 
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What clients call an answer's reasoning. As of transformers, templates find it under the first two names."""
+"""The names under which clients send an answer's reasoning. Templates find it under the first two, as in
+transformers."""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Check and copy messages; null keys are left out."""
+    """Check and copy messages; keys whose value is null are left out. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", "messages")
     return [_plain_message(message, index) for index, message in enumerate(messages)]
@@ -184,7 +188,8 @@ def _plain_part(part: Any, index: int) -> dict[str, Any]:
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """Give the message a form that serves any template: for text or for parts, for objects or for JSON."""
+    """Return the message in a form that serves any template: for text or for parts, for objects or for
+    JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
         message["content"] = Text(content)
@@ -196,7 +201,7 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _readable_call(call: Any) -> Any:
-    """Decode arguments, which OpenAI's API has as JSON and templates as objects."""
+    """Decode a call's arguments, which are JSON in OpenAI's API and objects in templates."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
@@ -214,12 +219,12 @@ def _readable_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": Arguments(decoded or {}, text)}}
 
 
-# Values that a template can read in either of two ways, since templates disagree about what they are given.
-# Sandboxed templates reach none of what begins with an underscore.
+# Templates disagree about the types of their input, so these values can be read in either of two ways.
+# Sandboxed templates cannot reach names that begin with an underscore.
 
 
 class Text(str):
-    """A message's text. A template that looks for parts in it finds one, as vLLM gives it."""
+    """A message's text. A template that iterates over it for parts finds a single text part, as in vLLM."""
 
     __slots__ = ()
 
@@ -228,7 +233,7 @@ class Text(str):
 
 
 class Parts(list[Any]):
-    """A message's parts. A template that takes them for text finds the joined text, as transformers gives it."""
+    """A message's parts. A template that uses them as text finds the joined text, as in transformers."""
 
     def __str__(self) -> str:
         return " ".join(part["text"] for part in self)
@@ -247,7 +252,7 @@ class Parts(list[Any]):
 
 
 class _Written:
-    """A value that a client sent as JSON. A template that takes it for text finds that JSON."""
+    """A value that a client sent as JSON. A template that uses it as text finds that JSON."""
 
     _text: str
 
@@ -270,7 +275,7 @@ class Arguments(_Written, dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
-            raise AttributeError(name)  # an argument, which Jinja looks up next
+            raise AttributeError(name)  # Jinja then looks it up as an item
         return getattr(self._text, name)
 
 
@@ -282,16 +287,17 @@ class ArgumentList(_Written, list[Any]):  # type: ignore[misc]  # joins text, no
         self._text = text
 
 
-# ---------------------------------------------------------------- an end to what does not end by itself
+# ---------------------------------------------------------------- a time limit for templates
 
 
 class _TooLate(BaseException):
-    """Raised from outside; a base exception, so that the work does not take it for one of its own."""
+    """An exception that another thread raises in the working thread. It is a BaseException, so that ``except
+    Exception`` in the work does not catch it."""
 
 
 def within(seconds: float, work: Callable[..., _Result], *args: Any) -> _Result:
-    """Call ``work`` on this thread, not the main one; raises InvalidRequest where the work, in Python, takes
-    longer."""
+    """Call ``work`` on this thread, which must not be the main one. Raises InvalidRequest where the work,
+    which must be Python code, takes longer than ``seconds``."""
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
     def end() -> None:

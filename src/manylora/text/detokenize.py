@@ -1,6 +1,6 @@
-"""Incremental detokenization: token ids in, the text they add out, never half a character.
+"""Detokenizes incrementally: each token id gives the text that it adds, never half a character.
 
-Owns what is held back between tokens; knows nothing of requests or of stop strings.
+Owns the text that is held back between tokens; knows nothing of requests or of stop strings.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import codecs
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
-# Whatever a decoder makes of a token, it looks at no more than so many before it. A character has at most four
-# bytes: more than this many tokens that still end in U+FFFD are not one.
+# A decoder's output for a token depends on at most this many tokens before it. A character has at most four bytes,
+# so if more tokens than this still end in U+FFFD, they are not one unfinished character.
 _MAX_HELD_TOKENS = 8
 
 
 def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
-    """Find the last tokens of a prompt on which the text of the next one may depend."""
+    """Return the last tokens of a prompt on which the next token's text may depend, without skipped ones."""
     found: list[int] = []
     for token_id in reversed(prompt):
         if token_id not in skipped:
@@ -26,18 +26,19 @@ def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
 
 
 class Detokenizer(Protocol):
-    """One sample's text as it grows. The pieces together are what the decode of the prompt with its tokens has
-    after the decode of the prompt."""
+    """One sample's text as it grows. Joined, the pieces are the text of the prompt with the sample's tokens,
+    less the text of the prompt alone."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; bytes of an unfinished character are held back."""
+        """Return the text that this token completes; bytes of an unfinished character are held back."""
 
     def finish(self) -> str:
-        """Give the text that was held back, with U+FFFD for bytes that never became a character."""
+        """Return the text held back, with U+FFFD for bytes that never became a character."""
 
 
 class ByteDetokenizer:
-    """Decodes byte-level vocabularies: joins bytes, so a token costs a look-up and no decoding of a window."""
+    """A detokenizer for byte-level vocabularies. It joins bytes, so a token costs a look-up instead of
+    decoding a window."""
 
     def __init__(
         self, token_bytes: Callable[[int], bytes], skipped: Set[int], prompt: Sequence[int] = ()
@@ -46,17 +47,15 @@ class ByteDetokenizer:
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(map(token_bytes, last_shown(prompt, skipped))))
-        # A character that the prompt leaves unfinished is U+FFFD there already.
+        # A character that the prompt leaves unfinished is already U+FFFD in the prompt's text.
         self._num_hidden = int(bool(self._decoder.getstate()[0]))
 
     def add(self, token_id: int) -> str:
-        """See Detokenizer."""
         if token_id in self._skipped:
             return ""
         return self._shown(self._decoder.decode(self._token_bytes(token_id)))
 
     def finish(self) -> str:
-        """See Detokenizer."""
         return self._shown(self._decoder.decode(b"", final=True))
 
     def _shown(self, text: str) -> str:
@@ -67,10 +66,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes any other vocabulary: a short window of tokens twice, with and without the new ones.
+    """A detokenizer for any other vocabulary. It decodes a short window of tokens twice, with and without the
+    new ones.
 
-    The window starts at tokens already shown, because what a decoder makes of a token (a leading space,
-    a byte) depends on its neighbours.
+    The window begins with tokens already shown, since a decoder's output for a token (a leading space, a
+    byte) depends on its neighbours.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class WindowDetokenizer:
         self._align()
 
     def add(self, token_id: int) -> str:
-        """See Detokenizer."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -91,20 +90,22 @@ class WindowDetokenizer:
         num_held = len(self._window) - self._num_shown
         if len(text) <= len(shown) or (text.endswith("\ufffd") and num_held <= _MAX_HELD_TOKENS):
             return ""
-        # Of what is shown some stays: the newest token alone may be what a decoder strips from a beginning.
+        # Some shown tokens stay in the window, since a decoder may strip a token that begins a text.
         del self._window[: -_MAX_HELD_TOKENS // 2]
         self._align()
         return text[len(shown) :]
 
     def finish(self) -> str:
-        """See Detokenizer."""
         shown, text = self._shown, self._decode(self._window)
         self._num_shown, self._shown = len(self._window), text
         return text[len(shown) :]
 
     def _align(self) -> None:
-        """Have the window, all of which is shown, begin with a whole character: another beginning would make a
-        whole run of bytes invalid. An unfinished character at its end does so, too."""
+        """Shorten the window until it begins with a whole character, and mark all of it as shown.
+
+        A partial character at the beginning would make a whole run of bytes invalid. An unfinished character
+        at the end does so, too; so the window is decoded without its last tokens as well.
+        """
         window = self._window
         shown = self._decode(window)
         while (

@@ -1,4 +1,4 @@
-"""Text out of an engine: joins an EngineClient's token deltas with a tokenizer and stop strings.
+"""Generates text with an engine: joins an EngineClient's token deltas with a tokenizer and stop strings.
 
 Used by the HTTP server and by the in-process classes alike; knows neither.
 """
@@ -17,12 +17,12 @@ from manylora.types import InvalidRequest, PromptLogprobs, RequestError, TokenLo
 
 
 class TextDelta(NamedTuple):
-    """News of one sample: a Delta with its text.
+    """A Delta of one sample, with its text.
 
     ``text`` may be empty while characters or a possible stop string are held back. ``token_ids`` include the
     token that ended the sample, ``text`` does not. ``stop_reason`` is the stop string or the id among
-    ``stop_token_ids`` that ended it. ``error`` comes with finish_reason "error" only. ``prompt_logprobs``: of the
-    request's prompt, before any text.
+    ``stop_token_ids`` that ended it. ``error`` comes with finish_reason "error" only. ``prompt_logprobs``:
+    those of the request's prompt, sent before any text.
     """
 
     sample: int
@@ -38,7 +38,7 @@ class TextDelta(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class TextOutput:
-    """One finished sample. One sample of a request has its ``prompt_logprobs``, where they are asked for."""
+    """One finished sample. Where ``prompt_logprobs`` are requested, one sample of the request has them."""
 
     index: int
     text: str = ""
@@ -50,7 +50,7 @@ class TextOutput:
 
 
 class GenerationFailed(Exception):
-    """The engine refused a request or broke it off."""
+    """An error because the engine refused or aborted a request."""
 
     def __init__(self, error: RequestError) -> None:
         super().__init__(error.message)
@@ -60,7 +60,7 @@ class GenerationFailed(Exception):
 def generate_text(
     client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest
 ) -> TextStream:
-    """Submit a request now; its text comes from the stream. Without a tokenizer all text is empty.
+    """Submit a request now, and return the stream of its text. Without a tokenizer all text is empty.
 
     Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
     """
@@ -70,7 +70,8 @@ def generate_text(
 
 
 class TextStream:
-    """The deltas of one request. Ends when each sample has; ``aclose`` before that aborts what still runs."""
+    """The deltas of one request. The stream ends when all samples have ended; ``aclose`` before that aborts
+    the rest."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest) -> None:
         self._client = client
@@ -101,14 +102,14 @@ class TextStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort the samples that still run. Idempotent."""
         self._num_open = 0
-        # EngineClient.generate promises an iterator that can be closed, which AsyncIterator has no word for.
+        # EngineClient.generate promises an iterator with ``aclose``, which AsyncIterator does not declare.
         await cast(AsyncGenerator[Delta, None], self._deltas).aclose()
 
 
 class _Sample:
-    """The text of one sample so far, as far as it is still needed."""
+    """The state of one sample's text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, request: GenerationRequest, stops: StopStrings | None
@@ -122,7 +123,7 @@ class _Sample:
         self.is_finished = False
 
     def take(self, delta: Delta) -> TextDelta:
-        """The delta with its text, cut short where a stop string ends it."""
+        """Return the delta with its text, cut short where a stop string ends it."""
         hides_last = delta.stop_token and not self._params.include_stop_str_in_output
         num_shown = len(delta.tokens) - hides_last
         text = ""
@@ -150,7 +151,7 @@ class _Sample:
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.add(token)
-        # Text of the first min_tokens tokens is out of reach of stop strings.
+        # Stop strings are not looked for in the text of the first min_tokens tokens.
         if self._checker is None or not text or self._num_tokens <= self._params.min_tokens:
             return text
         return self._checker.feed(text)
@@ -176,19 +177,19 @@ class _Sample:
 
 
 class TextDeltas(Protocol):
-    """One request's deltas, as of a TextStream."""
+    """One request's deltas, with the interface of a TextStream."""
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """The deltas in the order in which they came."""
+        """Return the deltas in the order in which they arrive."""
 
     async def aclose(self) -> None:
-        """Abort what still runs. Idempotent."""
+        """Abort the samples that still run. Idempotent."""
 
 
 async def collect(stream: TextDeltas, n: int) -> list[TextOutput]:
-    """Wait for all ``n`` samples, in order; raises GenerationFailed if one of them failed.
+    """Wait for all ``n`` samples and return them in order. Raises GenerationFailed if any sample failed.
 
-    Closes the stream, so that a caller that is cancelled leaves nothing running.
+    Closes the stream, so that nothing goes on running for a cancelled caller.
     """
     outputs = [TextOutput(index) for index in range(n)]
     try:

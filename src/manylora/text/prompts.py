@@ -1,6 +1,6 @@
-"""Checks a request against what the engine can hold and does, before the engine sees it.
+"""Checks a request against the engine's limits and features, before the engine receives it.
 
-Each refusal is an InvalidRequest in the words that OpenAI's clients know.
+Each refusal is an InvalidRequest in the wording that OpenAI's clients know.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import EngineInfo, InvalidRequest, SamplingParams
 
-# Above this many characters encoding takes milliseconds: too long for an event loop that others share.
+# Encoding more characters than this takes milliseconds, which is too long on the shared event loop.
 _MAX_INLINE_CHARS = 4096
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
-    """Give the tokenizer, or raise InvalidRequest: without one only prompts of token ids can be served."""
+    """Return the tokenizer. Raises InvalidRequest where there is none: then only prompts of token ids can be
+    served."""
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer: send the prompt as token ids", param)
     return tokenizer
@@ -32,7 +33,8 @@ async def encode_text(
     param: str = "prompt",
     info: EngineInfo | None = None,
 ) -> tuple[int, ...]:
-    """Encode a text; a long one is encoded on another thread."""
+    """Return the token ids of a text. A long text is encoded on another thread. Raises InvalidRequest like
+    ``encode_texts``."""
     (token_ids,) = await encode_texts(
         tokenizer, [text], add_special_tokens=add_special_tokens, param=param, info=info
     )
@@ -47,10 +49,10 @@ async def encode_texts(
     param: str = "prompt",
     info: EngineInfo | None = None,
 ) -> list[tuple[int, ...]]:
-    """Encode texts; long or many ones are encoded on another thread.
+    """Return the token ids of texts; long or many texts are encoded on another thread.
 
-    A text that must give more tokens than ``info`` has room for, however it is cut, is refused before it costs
-    any time.
+    Raises InvalidRequest where there is no tokenizer, or where a text holds a lone surrogate. A text that
+    must give more tokens than ``info`` has room for is refused, too, before it costs any time.
     """
     known = require_tokenizer(tokenizer, param)
     longest = max(map(len, texts), default=0)
@@ -89,13 +91,14 @@ def fit_params(
     is_max_tokens_explicit: bool,
     param: str = "prompt",
 ) -> SamplingParams:
-    """Fit the parameters to a prompt, or raise InvalidRequest.
+    """Return the parameters with which this prompt can run. Raises InvalidRequest where it cannot.
 
-    A default ``max_tokens`` shrinks to what the context leaves; an explicit one that does not fit is refused.
+    A default ``max_tokens`` shrinks to the context's remaining room; an explicit ``max_tokens`` that does not
+    fit is refused.
     """
     if not prompt:
         raise InvalidRequest("the prompt must hold at least one token", param)
-    # Length first: a prompt of millions of ids is not worth looking at one by one.
+    # Length first, so that the ids of a prompt of millions are not checked one by one.
     room = info.max_model_len - len(prompt)
     num_least = min(1, 1 if params.max_tokens is None else params.max_tokens)
     if room < num_least:
@@ -103,7 +106,7 @@ def fit_params(
     _check_token_ids(prompt, info.vocab_size, param)
     _check_token_ids(params.stop_token_ids, info.vocab_size, "stop_token_ids")
     _check_token_ids([token for token, _ in params.logit_bias], info.vocab_size, "logit_bias")
-    # Numbers that mean no more than a smaller one become it, so that none is too large for the wire.
+    # Values too large to have a further effect become small ones of the same meaning, which any message can carry.
     max_tokens = params.max_tokens
     fitted: dict[str, Any] = {"min_tokens": min(params.min_tokens, room)}
     if params.top_k > info.vocab_size:
@@ -128,7 +131,8 @@ def _over_context(
 
 
 def _over_pool(num_tokens: int, info: EngineInfo) -> str:
-    """Word the addition to a refusal where the pool sets the limit. The last token's KV is never needed."""
+    """Return the sentence that a refusal adds where the pool sets the limit. The last token's KV is never
+    needed."""
     num_pages = -(-(num_tokens - 1) // info.page_tokens)
     if num_pages <= info.num_pages:
         return ""
@@ -147,7 +151,7 @@ _MOST_PRIORITY = 2**31 - 1  # as in vLLM
 
 
 def check_priority(priority: Any, info: EngineInfo) -> int:
-    """Check a request's priority, None for the usual one; raise InvalidRequest."""
+    """Return a request's priority; None stands for the usual one, 0. Raises InvalidRequest."""
     if priority is None:
         return 0
     if not isinstance(priority, int) or isinstance(priority, bool):

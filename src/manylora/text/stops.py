@@ -1,6 +1,6 @@
-"""Stop strings in text that arrives in pieces, whatever the pieces.
+"""Finds stop strings in text that arrives in pieces of any size.
 
-The string that is complete first ends the text; of two complete at the same character, the longer.
+The string that is complete first ends the text; of two complete at the same character, the longer one does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class StopStrings:
         self._fallbacks = tuple(_fallbacks(text) for text in self.stop)
 
     def advance(self, index: int, matched: int, char: str) -> int:
-        """How much of string ``index`` is matched after ``char``, if ``matched`` of it were before."""
+        """Return how much of string ``index`` is matched after ``char``, if ``matched`` characters were
+        matched before."""
         text, fallbacks = self.stop[index], self._fallbacks[index]
         while matched and text[matched] != char:
             matched = fallbacks[matched - 1]
@@ -26,7 +27,8 @@ class StopStrings:
 
 
 def _fallbacks(text: str) -> Sequence[int]:
-    """Knuth-Morris-Pratt: for each prefix, the length of its longest proper prefix that also ends it."""
+    """Return the Knuth-Morris-Pratt table: for each prefix, the length of its longest proper prefix that also
+    ends it."""
     table = array.array("i", bytes(4 * len(text)))
     matched = 0
     for i in range(1, len(text)):
@@ -38,7 +40,7 @@ def _fallbacks(text: str) -> Sequence[int]:
 
 
 class StopChecker:
-    """One sample's text on its way out: holds back only what could still become a stop string."""
+    """A filter for one sample's text, which holds back only text that could still become a stop string."""
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
@@ -47,7 +49,7 @@ class StopChecker:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. Once ``found`` is set the text has ended."""
+        """Add text, and return the text that may be shown now. Once ``found`` is set the text has ended."""
         if self.found is not None:
             return ""
         for position, char in enumerate(text):
@@ -63,7 +65,7 @@ class StopChecker:
         return shown
 
     def finish(self) -> str:
-        """Give the text that was held back: it did not become a stop string."""
+        """Return the text that was held back, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,6 +1,7 @@
-"""The text side of a base model and of the adapters over it, each of which may bring templates, ends and tokens.
+"""Reads the text side of a base model and of its adapters: chat templates, tokens that end a text, and added
+tokens.
 
-Reads adapters' folders; does not know how an adapter came to be served.
+Each adapter may have its own. Reads adapters' folders; does not know how an adapter came to be served.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ GENERATION_CONFIG = "generation_config.json"
 
 _DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _DEFAULTS["max_new_tokens"] = "max_tokens"
-"""The settings of generation_config.json that requests take over, as of vLLM: ``do_sample`` is not among them."""
+"""The settings of generation_config.json that become defaults of requests, with the names of SamplingParams. They
+are vLLM's; ``do_sample`` is not among them."""
 
 _MIB = 2**20
 TEXT_FILES = {
     "tokenizer.json": 64 * _MIB, "tokenizer_config.json": 4 * _MIB, "special_tokens_map.json": _MIB,
     "added_tokens.json": 4 * _MIB, "chat_template.jinja": _MIB, GENERATION_CONFIG: _MIB,
 }  # fmt: skip
-"""What is read of an adapter's folder, and how large each may be."""
+"""The files of an adapter's folder that are read, and how large each may be."""
 
 _MOST_KEPT = 4096
 _MOST_TOKENIZERS = 16
@@ -49,8 +51,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelText:
-    """The text side of a model. ``tokenizer``: None where only token ids can be served. ``eos_ids``: ends beside
-    those that the engine knows. ``defaults``: of SamplingParams, for requests that do not say."""
+    """The text side of a model. ``tokenizer``: None where only token ids can be served. ``eos_ids``: tokens
+    that end a text, beside those that the engine knows. ``defaults``: SamplingParams for requests that do not
+    set them."""
 
     tokenizer: Tokenizer | None = None
     eos_ids: tuple[int, ...] = ()
@@ -59,15 +62,15 @@ class ModelText:
 
     @property
     def template(self) -> str | None:
-        """The chat template."""
+        """The chat template; None where the tokenizer or its default template is missing."""
         return None if self.tokenizer is None else self.tokenizer.chat_templates.get("default")
 
 
 def read_base(
     folder: Path, template: str | None = None, has_defaults: bool = True, tokenizer_folder: Path | None = None
 ) -> ModelText:
-    """Read a base model's text side. ``template``: a chat template in place of the folder's. ``tokenizer_folder``:
-    where the tokenizer is, if not in ``folder``. Raises TokenizerError."""
+    """Read a base model's text side. ``template``: a chat template in place of the folder's.
+    ``tokenizer_folder``: where the tokenizer is, if not in ``folder``. Raises TokenizerError."""
     defaults = read_generation(folder)[1] if has_defaults else {}
     try:
         tokenizer = Tokenizer.from_folder(tokenizer_folder or folder)
@@ -81,7 +84,7 @@ def read_base(
 
 
 def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Ends and defaults of a folder's generation_config.json. Raises TokenizerError."""
+    """Read the end tokens and the defaults of a folder's generation_config.json. Raises TokenizerError."""
     written = read_json(folder / GENERATION_CONFIG)
     found = written.get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
@@ -94,11 +97,11 @@ def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
 
 
 class Texts:
-    """The texts of a base and of its adapters. Thread-safe.
+    """The text sides of a base and of its adapters. Thread-safe.
 
-    ``folder``: the base's; ``tokenizer_folder``: its tokenizer's, if another. ``templates``: chat templates by the
-    name of the adapter that is to have them. ``has_defaults``: whether generation_config.json says what requests
-    do not.
+    ``folder``: the base's folder; ``tokenizer_folder``: its tokenizer's, if another. ``templates``: chat
+    templates by the name of the adapter that uses them. ``has_defaults``: whether generation_config.json sets
+    the defaults of requests.
     """
 
     def __init__(
@@ -119,8 +122,8 @@ class Texts:
         self._tokenizers: dict[bytes, tuple[Tokenizer, tuple[str, ...]]] = {}
 
     async def of(self, card: AdapterCard | None) -> ModelText:
-        """Give the text side of a served adapter; None: of the base. Raises InvalidRequest where the adapter's
-        files have become unusable since it was loaded."""
+        """Return the text side of a served adapter, or of the base (None). Raises InvalidRequest where the
+        adapter's files have become unusable since it was loaded."""
         if card is None:
             return self.base
         found = self._of.get(card.id)
@@ -135,8 +138,8 @@ class Texts:
         return found
 
     def read(self, folder: Path, name: str = "") -> ModelText:
-        """Read an adapter's folder, over its base's text side. Raises TokenizerError, which says of a
-        tokenizer in what it contradicts the base's, and never where the folder lies."""
+        """Read an adapter's folder; whatever it lacks comes from the base. Raises TokenizerError, which says
+        how a tokenizer contradicts the base's, and never reveals the folder's path."""
         try:
             return self._read(folder, name)
         except TokenizerError as error:
@@ -166,7 +169,8 @@ class Texts:
     def _tokenizer_of(
         self, folder: Path, config: Mapping[str, Any]
     ) -> tuple[Tokenizer | None, tuple[str, ...]]:
-        """The base's, unless the folder's differs. Equal files are compared with the base's once."""
+        """Return the base's tokenizer, unless the folder's differs, and warnings. Equal files are compared
+        with the base's once."""
         if self._folder is None or not (folder / "tokenizer.json").is_file():
             return self.base.tokenizer, ()
         key = _identity(folder, config)
@@ -201,12 +205,12 @@ class Texts:
         warning = (
             f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
         )
-        # What decodes is the base's: an adapter brings tokens, not ways to write them.
+        # The base's decoder is used: an adapter may add tokens, but not change how tokens become text.
         return own.decoding_like(base), (warning,) if lacking else ()
 
 
 def _identity(folder: Path, config: Mapping[str, Any]) -> bytes:
-    """Equal for folders whose tokenizers are."""
+    """Return a digest that is equal for folders with equal tokenizers."""
     shaping = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     state = hashlib.blake2b(json.dumps(shaping, sort_keys=True).encode())
     for name in ("tokenizer.json", "added_tokens.json"):
@@ -215,13 +219,13 @@ def _identity(folder: Path, config: Mapping[str, Any]) -> bytes:
     return state.digest()
 
 
-# What ids do not depend on: offsets, and what becomes of a text's pieces that no token stands for.
+# Settings that do not change ids: offsets, and the handling of pieces of text for which there is no token.
 _NOT_IDS = ("trim_offsets", "unk_token", "fuse_unk", "dropout")
 
 
 def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
-    """What an adapter's tokenizer gives other ids than its base's by; None where it only adds tokens, or lacks
-    added ones. Pad tokens do not count."""
+    """Describe how the ids of an adapter's tokenizer differ from those of its base's. Returns None where it
+    only adds tokens or lacks added tokens. Pad tokens do not count."""
     pads = {tokenizer.special_tokens.get("pad_token") for tokenizer in (own, base)}
     ours, theirs = own.vocabulary, base.vocabulary
     tokens = {token_id: token for token, token_id in theirs.items()}
@@ -248,7 +252,7 @@ def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
 
 
 def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
-    """Tell whether two tokenizers that do not contradict each other do the same with every text."""
+    """Return whether two tokenizers that do not contradict each other give the same ids for every text."""
     pipeline, original = own.pipeline, base.pipeline
     return own.vocabulary == base.vocabulary and all(
         _effective(pipeline[part]) == _effective(original[part])

@@ -1,8 +1,10 @@
-"""A model folder's tokenizer: text to token ids, token ids to text, its special tokens and chat templates.
+"""Loads a model folder's tokenizer: text to token ids, token ids to text, its special tokens and chat
+templates.
 
-Reads what transformers 4 and 5 write (tokenizer.json, tokenizer_config.json, special_tokens_map.json,
-chat_template.jinja), and means what transformers 5 means by it. Encoding is tokenizer.json's own, but for what a
-LlamaTokenizer does by itself: ``add_bos_token`` in the config does not override the post-processor.
+Reads the files that transformers 4 and 5 write (tokenizer.json, tokenizer_config.json,
+special_tokens_map.json, chat_template.jinja), and interprets them as transformers 5 does. Encoding follows
+tokenizer.json, except for the parts that a LlamaTokenizer builds by itself: ``add_bos_token`` in the config
+does not override the post-processor.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
-    """The folder's tokenizer cannot be used; the message says why."""
+    """An error for a folder with an unusable tokenizer; the message says why."""
 
 
 class MissingTokenizer(TokenizerError):
-    """The folder has no tokenizer.json, so only token ids can be served."""
+    """An error for a folder without tokenizer.json, for which only token ids can be served."""
 
 
 class Tokenizer:
-    """A loaded tokenizer. Its methods do not mutate it and may be called from several threads."""
+    """A loaded tokenizer. All methods but ``decoding_like`` leave it unchanged and may be called from several
+    threads."""
 
     def __init__(
         self,
@@ -55,8 +58,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, model: Path | None = None) -> Tokenizer:
-        """The tokenizer of a model folder, or of an adapter's, whose base is in the folder ``model``; raises
-        MissingTokenizer or TokenizerError."""
+        """Load the tokenizer of a model folder, or of an adapter's folder; ``model`` is then the folder of
+        its base. Raises MissingTokenizer where there is no tokenizer.json, and TokenizerError where the files
+        cannot be used."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -79,12 +83,14 @@ class Tokenizer:
             return cls(backend, special_tokens, chat_templates_of(folder, config))
 
     def decoding_like(self, other: Tokenizer) -> Tokenizer:
-        """The same tokenizer with another's way from tokens to text."""
+        """Return this tokenizer with another's decoder. The backend is shared, so this object decodes
+        differently, too."""
         self._backend.decoder = other._backend.decoder
         return Tokenizer(self._backend, self.special_tokens, self.chat_templates)
 
     def described(self, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]) -> Tokenizer:
-        """The same tokenizer with other names and templates; the two share all else."""
+        """Return a tokenizer with these special tokens and templates in addition; it shares all else with
+        this one."""
         other = copy.copy(self)
         other.special_tokens = {**self.special_tokens, **special_tokens}
         other.chat_templates = {**self.chat_templates, **chat_templates}
@@ -92,62 +98,63 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that the tokenizer knows, added ones included."""
+        """The number of token ids that the tokenizer knows, added ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The id of the token that ends a text; none where there is no such token."""
+        """The id of the token that ends a text; empty where there is no such token."""
         found = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
         return () if found is None else (found,)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The tokens, added ones included, with their ids."""
+        """All tokens, added ones included, with their ids."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def pipeline(self) -> dict[str, Any]:
-        """All that there is of the tokenizer, as a newly written tokenizer.json would have it."""
+        """The whole tokenizer, as a newly written tokenizer.json would hold it."""
         written: dict[str, Any] = json.loads(self._backend.to_str())
         return written
 
     @functools.cached_property
     def longest_token_chars(self) -> int:
-        """No token stands for more characters than this (byte-level pieces count bytes: never fewer)."""
+        """An upper bound of the characters that one token stands for (byte-level pieces count bytes, which
+        are never fewer)."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, as transformers' AutoTokenizer gives them."""
-        # Unlike ``encode``, a batch lets other threads run meanwhile; the fast one computes no offsets.
+        """Return the token ids of a text, as transformers' AutoTokenizer gives them."""
+        # Unlike ``encode``, a batch call releases the interpreter's lock; the fast variant computes no offsets.
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the tokenizer does not know are left out."""
+        """Return the text of token ids; ids that the tokenizer does not know are left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
-        """A fresh incremental decoder for one sample, whose text follows the prompt's."""
+        """Return a new incremental decoder for one sample, whose text follows the prompt's."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skipped, prompt)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped, prompt)
 
     def is_special(self, token_id: int) -> bool:
-        """Tell whether ``skip_special_tokens`` leaves it out."""
+        """Return whether ``skip_special_tokens`` leaves this token out."""
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that one token stands for: perhaps a part of a character."""
+        """Return the UTF-8 bytes that one token stands for, which may be a part of a character."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._find_bytes(token_id)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """Give the text that a token adds, as far as that can be said of it alone."""
+        """Return the text of one token by itself, with U+FFFD for partial characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
@@ -155,7 +162,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._is_byte_level:
-            # As the ByteLevel decoder does: a piece with any character outside its alphabet is plain text.
+            # Like the ByteLevel decoder: a piece with any character outside the alphabet is plain text.
             try:
                 return bytes([_BYTE_OF_CHAR[char] for char in piece])
             except KeyError:
@@ -167,14 +174,16 @@ class Tokenizer:
 
     @functools.cached_property
     def _word(self) -> list[int]:
-        """A token of letters, if there is one: many decoders do something else at the beginning of a text."""
+        """One token of letters, if there is any. It is put before other tokens, since many decoders treat the
+        beginning of a text differently."""
         ids = range(self.vocab_size)
         return next(([token] for token in ids if self.decode([token]).strip().isalpha()), [])
 
 
 @contextlib.contextmanager
 def files_fault(folder: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is the fault of the files that are read there: a TokenizerError."""
+    """Raise whatever goes wrong inside as a TokenizerError, because the files that are read there are at
+    fault."""
     try:
         yield
     except TokenizerError:
@@ -184,7 +193,7 @@ def files_fault(folder: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; nothing where there is no such file. Raises TokenizerError."""
+    """Return the object that a JSON file holds, empty where there is no such file. Raises TokenizerError."""
     if not file.is_file():
         return {}
     try:
@@ -197,7 +206,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def special_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; special_tokens_map.json wins where the config predates added_tokens_decoder."""
+    """Read tokenizer_config.json; special_tokens_map.json overrides a config that is older than
+    added_tokens_decoder."""
     config = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config.update(read_json(folder / "special_tokens_map.json"))
@@ -205,19 +215,20 @@ def special_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that have names, by name."""
+    """Return the special tokens that have names, by name."""
     return {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name)}
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
-    """A special token is written as a string, or as an object with its content."""
+    """Return a special token's text. A token is written as a string, or as an object with its content."""
     return token if isinstance(token, str) else str(token["content"])
 
 
 def _llama_class(
     config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> str | None:
-    """Which Llama tokenizer AutoTokenizer makes of it, if any: for some types of model it takes another."""
+    """Return which Llama tokenizer AutoTokenizer would use, if any. For some model types it uses another
+    class."""
     name = str(config.get("tokenizer_class") or model.get("tokenizer_class")).removesuffix("Fast")
     has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
     is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(
@@ -228,7 +239,8 @@ def _llama_class(
 
 
 def _build_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any], is_code: bool) -> None:
-    """What a LlamaTokenizer, or a CodeLlamaTokenizer, does instead of what its tokenizer.json says."""
+    """Replace the parts of tokenizer.json that a LlamaTokenizer, or a CodeLlamaTokenizer, builds by
+    itself."""
     has_prefix, is_legacy = config.get("add_prefix_space") is not False, config.get("legacy") and not is_code
     scheme = "never" if not has_prefix else "always" if is_legacy else "first"
     backend.normalizer = None
@@ -247,8 +259,8 @@ def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
 def _add_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Tokens that the files beside tokenizer.json name join the vocabulary, or change what it says of them; those
-    with a name are never plain text."""
+    """Add the tokens named in the files beside tokenizer.json to the vocabulary, or change their flags there.
+    Tokens with a name become special, so they are never plain text."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if isinstance(extra, Mapping):
         extra = list(extra.values())
@@ -275,7 +287,8 @@ def _add_tokens(
 
 
 def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; chat_template.jinja wins over the config's, and a single one is called ``default``."""
+    """Return the templates by name. chat_template.jinja overrides the config's; a single template is called
+    ``default``."""
     inline = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(inline, str):
@@ -289,7 +302,8 @@ def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _alphabet() -> dict[str, int]:
-    """Give the alphabet of byte-level BPE: each of the 256 bytes as one printable character (GPT-2's choice)."""
+    """Return the alphabet of byte-level BPE: a printable character for each of the 256 bytes (GPT-2's
+    choice)."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
