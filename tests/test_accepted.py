@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from manylora.config import CACHE_POLICIES, COLD_START_MODES, MERGE_MODES, ConfigError
+from manylora.config.cold_start import COLD_START_MODES
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MERGE_MODES
+from manylora.config.policy import CACHE_POLICIES
 from manylora.flags import ALL_FLAGS, build_settings, read_config_file
 from manylora.models.config import read_model_config
 from manylora.models.spec import ModelError

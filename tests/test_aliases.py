@@ -22,8 +22,9 @@ from manylora.aliases import (
     Foreign,
 )
 from manylora.cli import _parser, main
-from manylora.config import ConfigError, EngineSettings, HttpSettings, option_of
+from manylora.config.declaring import ConfigError, option_of
 from manylora.config.named import find_commands
+from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.flags import FLAGS, build_settings, canonical
 from manylora.llm import LLM, AsyncLLM
 

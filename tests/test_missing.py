@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from manylora.cli import main
-from manylora.config import ConfigError
-from manylora.config.declaring import naming_what_is_missing
+from manylora.config.declaring import ConfigError, naming_what_is_missing
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(ROOT / "demo" / "model")

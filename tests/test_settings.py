@@ -13,17 +13,10 @@ import pytest
 
 import manylora.main
 from manylora.cli import main
-from manylora.config import (
-    CACHE_POLICIES,
-    CacheConfig,
-    CacheSettings,
-    ConfigError,
-    EngineSettings,
-    HttpSettings,
-    PolicyConfig,
-    QueueConfig,
-)
-from manylora.config.policy import CACHE_SETTINGS
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import CACHE_POLICIES, CACHE_SETTINGS, CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
+from manylora.config.sections import CacheSettings, EngineSettings, HttpSettings
 from manylora.flags import build_settings
 from manylora.llm import LLM, AsyncLLM
 from tests.e2e.process import command, environment

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from manylora.protocol import Arrive, EvictAdapter, SwapPages
+from manylora.protocol.commands import EvictAdapter, SwapPages
+from manylora.protocol.events import Arrive
 from manylora.types import Request, SamplingParams
 from tests.cluster.process import ADAPTERS, Cluster
 from tests.e2e.process import BASE, MODEL, REPOSITORY, Server, children_of, wait_until

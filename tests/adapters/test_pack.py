@@ -15,7 +15,7 @@ from manylora.adapters import pack as pack_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, FilesChanged
 from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from tests.adapters.tiny import (
     LAYERS,
     PREFIX,

@@ -17,7 +17,7 @@ from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_adapter, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, ProjectionGroup
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

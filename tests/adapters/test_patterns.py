@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manylora.adapters import loraconfig
 from manylora.adapters.loraconfig import Patterns, first_matches
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip

@@ -29,7 +29,7 @@ from manylora.adapters.loraconfig import read_config
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.inspection import describe, render
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from tests.adapters.test_patterns import HOSTILE
 from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
 from tests.sampled import sampled

@@ -21,7 +21,7 @@ from manylora.adapters import registry as registry_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, read_tensors
 from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry, default_path, fingerprint
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import StoredTensor
 from tests.adapters.tiny import PREFIX, edit_config, geometry, inspect, make
 from tests.text import made

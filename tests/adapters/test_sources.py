@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manylora.adapters.sources import discover
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.types import adapter_name_fault
 
 

@@ -15,7 +15,7 @@ import torch
 from manylora.adapters import pack
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, FilesChanged
 from manylora.adapters.pack import verify_weights
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from tests.adapters.tiny import HIDDEN, edit_tensors, geometry, inspect, make
 
 

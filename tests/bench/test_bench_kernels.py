@@ -23,7 +23,7 @@ from manylora_lab.bench.rounding import Bounded
 from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape
 
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSite, LoraStep, Weight
 from manylora.kernels.shapes import Activation, AdapterGeometry, adapter_geometry

@@ -17,7 +17,7 @@ from manylora_lab.sim.parallel import adapter_pages, measured_link
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.bench.test_profile_command import SMALL
 from tests.e2e.process import MODEL
 

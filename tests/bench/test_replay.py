@@ -35,7 +35,7 @@ from manylora_lab.bench.summary import (
 from manylora_lab.bench.targets import Prompt, TargetRequest, TargetResult, has_ids
 from manylora_lab.workloads.stream import Piece, StreamRequest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.bench.fakes import FakeTarget, reply_to, run_in_own_time, stream_of, turn
 
 NAMES = {"adapter-0", "adapter-1", "adapter-2"}

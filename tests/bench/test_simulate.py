@@ -20,7 +20,9 @@ from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.named import named
 
 from manylora.cli import main
-from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.flags import ALL_FLAGS
 from tests.e2e.process import MODEL
 

@@ -21,7 +21,7 @@ from manylora_lab.pricing.profile import FORMAT, load_profile, save_profile
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import prompt_tokens
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.sim.test_replay import config_of
 
 

@@ -11,7 +11,7 @@ from manylora_lab.bench.profile import projections_of
 from manylora_lab.bench.step_log import StepLogger
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
 from manylora.executor.worker import Worker

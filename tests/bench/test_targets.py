@@ -19,7 +19,7 @@ from manylora_lab.bench.targets import EngineTarget, TargetRequest, TargetResult
 from manylora_lab.workloads.chat import TRACES, read_turns, shrunk, to_stream
 from manylora_lab.workloads.stream import Stream
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.flags import build_settings
 from tests.e2e.process import MODEL, REPOSITORY, Server
 

@@ -16,8 +16,8 @@ from manylora_lab.pricing.ranks import RankLine, RankLines
 from manylora_lab.sim.shipped import find_profile
 
 from manylora.cluster.ray_launcher import check_ray
-from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
+from manylora.config.declaring import ConfigError
 from manylora.config.routing import CaraServeParameters, read_parameters
 from manylora.flags import split_cluster
 from manylora.router.router import Router

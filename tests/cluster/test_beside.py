@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import CACHE_POLICIES
+from manylora.config.policy import CACHE_POLICIES
 from tests.cluster.process import ADAPTERS, Answer, Cluster, Json, ask_all, long_bodies, mixed_bodies
 from tests.cluster.replays import replay_all
 from tests.cluster.rounding import assert_equal

@@ -18,8 +18,8 @@ from manylora.cluster import children, messages
 from manylora.cluster.link import Hello, Link, bind, credentials_of, dial
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
-from manylora.config import HttpSettings
 from manylora.config.cluster import ClusterOptions
+from manylora.config.sections import HttpSettings
 from manylora.flags import build_settings
 from manylora.protocol.routing import Asked, ReplicaFacts, StepPlane
 from manylora.types import AdapterCard, RequestError

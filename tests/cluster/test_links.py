@@ -29,8 +29,8 @@ from manylora.cluster.link import (
     dial,
     why_strange,
 )
-from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
+from manylora.config.declaring import ConfigError
 from manylora.engine.wire import EMPTY, frame
 from tests.cluster.cable import Cable
 from tests.cluster.certificates import authority, certificate, expired, run

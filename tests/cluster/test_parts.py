@@ -19,8 +19,9 @@ from manylora.cluster.local import NodeShare
 from manylora.cluster.open_request import OpenRequest
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
-from manylora.config import CacheSettings, ConfigError, EngineSettings, ModelSettings
 from manylora.config.cold_start import ColdStartConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import CacheSettings, EngineSettings, ModelSettings
 from manylora.engine.client import RELEASED, Delta, GenerationRequest, Timing
 from manylora.engine.ledger import Ledger
 from manylora.protocol.hashing import prefix_hashes

@@ -16,8 +16,8 @@ from manylora.cluster import local, messages
 from manylora.cluster.children import Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, start_child
 from manylora.cluster.slots import ProcessPlace
-from manylora.config import EngineSettings, HttpSettings, ModelSettings
 from manylora.config.cluster import ClusterOptions
+from manylora.config.sections import EngineSettings, HttpSettings, ModelSettings
 from manylora.engine.wire import frame
 from tests.e2e.process import is_running
 

@@ -26,8 +26,8 @@ from manylora.cluster.adapter_files import (
 from manylora.cluster.link import Credentials, Hello, Link, Listener, bind
 from manylora.cluster.members import Members
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
-from manylora.config import ConfigError
-from manylora.protocol import AdapterError
+from manylora.config.declaring import ConfigError
+from manylora.protocol.executor import AdapterError
 from manylora.types import AdapterId
 
 GOOD = Credentials(b"s" * 32)

@@ -9,7 +9,8 @@ import pytest
 
 from manylora._version import VERSION
 from manylora.cluster.ray_driver import RayNodeFacts, RayNodes, allowed, measure
-from manylora.config import ConfigError, EngineSettings, ModelSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings, ModelSettings
 from tests.e2e.process import MODEL
 
 GIB = 2**30

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from manylora.cluster.recording import open_of_router, without_what_fails
-from manylora.config import ConfigError, EngineSettings, ModelSettings
+from manylora.config.declaring import ConfigError
 from manylora.config.routing import RouterConfig
+from manylora.config.sections import EngineSettings, ModelSettings
 
 
 def settings_of(journal: Path, trace: Path) -> EngineSettings:

@@ -16,7 +16,7 @@ import yaml
 
 from manylora import LLM
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.flags import FLAGS
 from tests.e2e import folders
 from tests.e2e.process import (
@@ -228,7 +228,7 @@ NAMED = ["missing", "weights", "name", "long", "base", "rank"]
 ASK_LLM = """
 import json, sys
 from manylora import LLM
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 for model, name, path, limit in json.loads(sys.argv[1]):
     try:
         LLM(model, {name: path}, max_adapter_rank=limit)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manylora import SamplingParams
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.policy.replica import Replica
 from tests.e2e.process import MODEL

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from manylora.engine.journal import read_journal
-from manylora.protocol import StepDone
+from manylora.protocol.events import StepDone
 from tests.e2e.process import (
     RUNNING,
     TIMEOUT_S,

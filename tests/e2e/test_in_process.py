@@ -17,7 +17,7 @@ from manylora_lab.sim.conformance import replay_difference
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.adapters import peft
 from manylora.adapters.files import read_tensors
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor.worker import Worker
 from manylora.outputs import StreamOutput

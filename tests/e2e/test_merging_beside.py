@@ -12,7 +12,9 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.cli import main
-from manylora.config import COLD_START_MODES, ConfigError, MergeTimes
+from manylora.config.cold_start import COLD_START_MODES
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MergeTimes
 from manylora.engine.client import GenerationRequest
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor import build

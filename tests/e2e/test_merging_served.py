@@ -14,7 +14,7 @@ import pytest
 
 from manylora import LLM, SamplingParams
 from manylora.engine.journal import read_journal
-from manylora.protocol import StepDone, SwitchDone
+from manylora.protocol.events import StepDone, SwitchDone
 from tests.e2e.process import MODEL, REPOSITORY, Json, Server, wait_until
 
 NAMES = ("french", "german", "spanish", "finnish")

@@ -277,7 +277,7 @@ def inject(rank):
 """Of the copies with gates the first, third and fifth fail; the seventh counts as late."""
 FAILS_TO_READ = """
 def inject(rank):
-    from manylora.protocol import AdapterRead
+    from manylora.protocol.events import AdapterRead
     reader = rank._worker._reader
     start, failed = reader.start, []
     def started(spec, command, tell, *following):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from manylora import SamplingParams
-from manylora.config import CACHE_POLICIES, ConfigError
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import CACHE_POLICIES
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.outputs import RequestOutput
 from manylora.policy.replica import Replica

@@ -16,19 +16,9 @@ from manylora.executor.ranks.executor import RankedExecutor
 from manylora.executor.worker import Worker
 from manylora.kernels.shapes import AdapterGeometry, RankPlace
 from manylora.models.share import ModelShare
-from manylora.protocol import (
-    AdapterRead,
-    Ask,
-    CopyDone,
-    DeviceCommand,
-    DeviceEvent,
-    ReadAdapter,
-    RunStep,
-    StepDone,
-    StepResult,
-    SwapPages,
-    ask_of,
-)
+from manylora.protocol.commands import Ask, DeviceCommand, ReadAdapter, RunStep, SwapPages, ask_of
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone
+from manylora.protocol.executor import DeviceEvent, StepResult
 from tests.e2e.process import MODEL
 
 FOLDER = Path(MODEL).parent / "adapters"

@@ -15,7 +15,7 @@ import pytest
 
 from manylora import LLM, AsyncLLM, SamplingParams
 from manylora.engine.journal import read_journal
-from manylora.protocol import Arrive
+from manylora.protocol.events import Arrive
 from manylora.types import InvalidRequest
 from tests.e2e.process import BASE, MODEL, TIMEOUT_S, Server
 from tests.e2e.test_cli import assert_refused

@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from manylora.protocol import DEVICE_COMMANDS, DeviceCommand, DeviceEvent, RunStep, StepResult
+from manylora.protocol.commands import DEVICE_COMMANDS, DeviceCommand, RunStep
+from manylora.protocol.executor import DeviceEvent, StepResult
 from tests.engine.fake_executor import FakeExecutor
 
 COMMANDS = {kind.__name__: kind for kind in DEVICE_COMMANDS}

@@ -9,17 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from manylora.protocol import (
+from manylora.protocol.commands import (
     DEVICE_COMMANDS,
-    AdapterChecked,
-    AdapterRead,
-    CopyDone,
     CopyPages,
     DeviceCommand,
-    DeviceEvent,
     EndSequence,
     EvictAdapter,
-    ExecutorState,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
@@ -27,13 +22,12 @@ from manylora.protocol import (
     RunStep,
     SequenceStart,
     SetMerged,
-    StepDone,
-    StepResult,
     SwapPages,
-    SwitchDone,
     VerifyAdapter,
     handlers,
 )
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone
+from manylora.protocol.executor import AdapterChecked, DeviceEvent, ExecutorState, StepResult
 from manylora.types import AdapterId, PromptLogprobs, SequenceId, TokenLogprobs
 from tests.policy.device_model import next_token
 

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from manylora.config import EngineSettings, ModelSettings
+from manylora.config.sections import EngineSettings, ModelSettings
 from manylora.engine import remote, service, wire
 from manylora.engine.client import Delta, EngineBusy, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.remote import RemoteEngine
-from manylora.protocol import AdapterError, DeviceCommand, InspectAdapter
+from manylora.protocol.commands import DeviceCommand, InspectAdapter
+from manylora.protocol.executor import AdapterError
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO, drain, request, running

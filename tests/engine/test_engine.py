@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from manylora.config import EngineSettings, ModelSettings, PolicyConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings, ModelSettings
 from manylora.engine import service, wire
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
@@ -22,7 +23,8 @@ from manylora.engine.local import LocalEngine
 from manylora.engine.ports import MAX_FAILED_STEPS
 from manylora.engine.remote import RemoteEngine
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterChecked, AdapterError, DeviceCommand, InspectAdapter
+from manylora.protocol.commands import DeviceCommand, InspectAdapter
+from manylora.protocol.executor import AdapterChecked, AdapterError
 from manylora.types import EngineInfo, InvalidRequest, SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.policy.device_model import undisturbed

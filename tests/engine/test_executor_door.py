@@ -13,22 +13,15 @@ from manylora_lab.sim.device import SimulatedDevice
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.executor.worker import Worker
-from manylora.protocol import (
+from manylora.protocol.commands import (
     CLIENT_COMMANDS,
     DEVICE_COMMANDS,
     ENGINE_COMMANDS,
-    AdapterChecked,
-    AdapterError,
-    AdapterRead,
     Command,
-    CopyDone,
     CopyPages,
-    DeviceEvent,
     Emit,
     EndSequence,
     EvictAdapter,
-    ExecutorLost,
-    ExecutorState,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
@@ -37,15 +30,20 @@ from manylora.protocol import (
     SequenceStart,
     SetMerged,
     SetTimer,
-    StepDone,
-    StepResult,
     StepRow,
     SwapPages,
-    SwitchDone,
-    Timer,
     VerifyAdapter,
     ask_of,
     handlers,
+)
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone, Timer
+from manylora.protocol.executor import (
+    AdapterChecked,
+    AdapterError,
+    DeviceEvent,
+    ExecutorLost,
+    ExecutorState,
+    StepResult,
 )
 from manylora.types import RankTraffic, SamplingParams, TokenLogprobs
 from tests.engine.executor_process import COMMANDS, EVENTS, RemoteExecutor, packed, unpacked

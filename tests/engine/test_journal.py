@@ -18,7 +18,8 @@ import pytest
 from manylora_lab.sim.conformance import replay_difference
 
 from manylora.cluster.recording import without_what_fails
-from manylora.config import EngineSettings, MergeConfig, ModelSettings
+from manylora.config.merging import MergeConfig
+from manylora.config.sections import EngineSettings, ModelSettings
 from manylora.engine import journal
 from manylora.engine.driver import Driver
 from manylora.engine.journal import (
@@ -33,9 +34,7 @@ from manylora.engine.journal import (
 from manylora.engine.ledger import Ledger
 from manylora.engine.local import LocalEngine
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    Abort,
-    Arrive,
+from manylora.protocol.commands import (
     Command,
     EndSequence,
     Reject,
@@ -45,8 +44,8 @@ from manylora.protocol import (
     Status,
     StepRow,
     SwapPages,
-    Timer,
 )
+from manylora.protocol.events import Abort, Arrive, Timer
 from manylora.protocol.routing import ReplicaReport
 from manylora.types import BASE, Request, SamplingParams
 from tests.engine.fake_executor import FakeExecutor

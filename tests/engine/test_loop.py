@@ -15,17 +15,9 @@ import pytest
 from manylora.engine.client import Delta, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, read_journal
-from manylora.protocol import (
-    Arrive,
-    CopyDone,
-    Event,
-    RunStep,
-    SetTimer,
-    StepDone,
-    StepResult,
-    SwapPages,
-    Timer,
-)
+from manylora.protocol.commands import RunStep, SetTimer, SwapPages
+from manylora.protocol.events import Arrive, CopyDone, Event, StepDone, Timer
+from manylora.protocol.executor import StepResult
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO

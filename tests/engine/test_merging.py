@@ -12,13 +12,14 @@ import pytest
 from manylora_lab.sim.conformance import recorded_commands, replay_difference, simulation_difference
 
 from manylora.cli import main
-from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, TraceWriter, fingerprint, read_answered
 from manylora.engine.local import LocalEngine
 from manylora.metrics.requests import Metrics
-from manylora.protocol import RunStep, SetMerged
+from manylora.protocol.commands import RunStep, SetMerged
 from manylora.types import BASE
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import INFO, drain, request

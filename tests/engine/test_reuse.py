@@ -13,7 +13,8 @@ import pytest
 from manylora.engine.client import Delta, EngineDead, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.outbox import Outbox
-from manylora.protocol import AdapterError, Emit, Finish, PromptScored
+from manylora.protocol.commands import Emit, Finish, PromptScored
+from manylora.protocol.executor import AdapterError
 from manylora.types import BASE, Request, SamplingParams
 from tests.engine.fake_executor import FakeExecutor, prompt_logprobs
 from tests.engine.test_engine import CONFIG, INFO, drain, kinds, request, running

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.engine import service
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
@@ -19,7 +19,9 @@ from manylora.engine.journal import JournalWriter, TraceWriter, read_journal
 from manylora.engine.local import LocalEngine
 from manylora.engine.ports import EnginePorts
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterError, Command, CopyDone, Decided, SwapPages, Timer
+from manylora.protocol.commands import Command, Decided, SwapPages
+from manylora.protocol.events import CopyDone, Timer
+from manylora.protocol.executor import AdapterError
 from manylora.reports import AdapterUse
 from manylora.types import SamplingParams
 from tests.engine.fake_executor import FakeExecutor

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from manylora.engine.driver import Driver
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import CONFIG, INFO
 

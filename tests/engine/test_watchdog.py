@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.config import EngineSettings, ModelSettings
+from manylora.config.sections import EngineSettings, ModelSettings
 from manylora.engine import remote, service, wire
 from manylora.engine.client import EngineDead, EngineSilent
 from manylora.engine.driver import Driver

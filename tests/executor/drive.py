@@ -10,22 +10,21 @@ from typing import Any
 
 from manylora_lab.bench.direct import DirectExecutor
 
-from manylora.config import EngineSettings, PolicyConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings
 from manylora.executor.build import build_worker
 from manylora.executor.worker import Worker
-from manylora.protocol import (
-    AdapterRead,
-    CopyDone,
+from manylora.protocol.commands import (
     ReadAdapter,
     RunStep,
     SequenceStart,
     SetMerged,
-    StepResult,
     StepRow,
     SwapPages,
-    SwitchDone,
     Tier,
 )
+from manylora.protocol.events import AdapterRead, CopyDone, SwitchDone
+from manylora.protocol.executor import StepResult
 from manylora.types import BASE, EngineInfo, SamplingParams
 from tests.executor.tiny import settings_for
 

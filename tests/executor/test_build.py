@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.executor import plan
 from manylora.executor.build import build_worker
 from manylora.models.config import read_model_config

@@ -25,7 +25,7 @@ from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing
 from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
-from manylora.protocol import SwapPages
+from manylora.protocol.commands import SwapPages
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

@@ -10,7 +10,8 @@ import pytest
 
 from manylora.executor import cpu_lora
 from manylora.executor.cpu_lora import ColdWork, CpuLora
-from manylora.protocol import Await, CpuRows, RunStep, StepResult, SwapPages
+from manylora.protocol.commands import Await, CpuRows, RunStep, SwapPages
+from manylora.protocol.executor import StepResult
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_gates import (

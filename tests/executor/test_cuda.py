@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from manylora.devices.cuda import CudaDevice
-from manylora.protocol import AdapterRead, CopyPages, ReadAdapter
+from manylora.protocol.commands import CopyPages, ReadAdapter
+from manylora.protocol.events import AdapterRead
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 

@@ -11,7 +11,8 @@ from manylora_lab.pricing.shapes import SHAPES
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 
-from manylora.config import ColdStartConfig, ConfigError
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.declaring import ConfigError
 from manylora.executor.build import build_worker
 from manylora.executor.plan import Kind, with_gates
 from manylora.flags import build_settings

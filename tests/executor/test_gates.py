@@ -15,7 +15,9 @@ from manylora.executor import tables
 from manylora.memory import bringing, gates
 from manylora.memory.gates import layer_groups
 from manylora.models.layers import PostNormLayer, PreNormLayer
-from manylora.protocol import Await, CopyDone, ReadAdapter, RunStep, StepResult, SwapPages
+from manylora.protocol.commands import Await, ReadAdapter, RunStep, SwapPages
+from manylora.protocol.events import CopyDone
+from manylora.protocol.executor import StepResult
 from tests.e2e.process import wait_until
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

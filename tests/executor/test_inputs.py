@@ -17,7 +17,7 @@ from manylora.devices.device import Device
 from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable, StepInputs
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
-from manylora.protocol import SequenceStart, StepRow
+from manylora.protocol.commands import SequenceStart, StepRow
 from manylora.types import SamplingParams
 
 PAGE_TOKENS = 4

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from manylora.config import ConfigError, MergeConfig, MergeTimes
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MergeConfig, MergeTimes
 from manylora.devices.device import Device
 from manylora.executor import build, merging, probing
 from manylora.executor.worker import Worker
-from manylora.protocol import SetMerged, SwitchDone
+from manylora.protocol.commands import SetMerged
+from manylora.protocol.events import SwitchDone
 from manylora.types import BASE
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

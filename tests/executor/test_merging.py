@@ -16,7 +16,7 @@ import pytest
 import torch
 from manylora_lab.bench.reference import ReferenceOps
 
-from manylora.config import MergeConfig, MergeTimes
+from manylora.config.merging import MergeConfig, MergeTimes
 from manylora.devices.device import CopyLane, Device
 from manylora.executor import build
 from manylora.executor.merging import HostPristine
@@ -24,7 +24,8 @@ from manylora.executor.worker import Worker
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import MergedLayer, MergePlan
 from manylora.kernels.shapes import ProjectionGroup
-from manylora.protocol import SetMerged, SwitchDone
+from manylora.protocol.commands import SetMerged
+from manylora.protocol.events import SwitchDone
 from manylora.types import BASE, SamplingParams
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

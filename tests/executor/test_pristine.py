@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import CopyLane, Device
 from manylora.executor.merging import DevicePristine, HostPristine, WeightRows, pristine_bytes
 from manylora.kernels.ops import Weight
@@ -20,7 +20,8 @@ from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import host_pool_pages, pool_bytes, pristine_place
 from manylora.memory.copier import Copier
 from manylora.memory.pool import Arena, HostPool
-from manylora.protocol import CopyDone, SwapPages
+from manylora.protocol.commands import SwapPages
+from manylora.protocol.events import CopyDone
 from tests.memory.test_arena import FakeDevice
 
 GIB = 2**30

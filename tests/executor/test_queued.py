@@ -19,7 +19,7 @@ from manylora.devices.device import Device
 from manylora.executor.cold_rows import DeviceHandover, device_handover
 from manylora.executor.cpu_lora import CpuLora
 from manylora.kernels.triton.cold import await_words
-from manylora.protocol import RunStep
+from manylora.protocol.commands import RunStep
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_captured_gates import GatedOps

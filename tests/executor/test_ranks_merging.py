@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from manylora.config import EngineSettings, MergeConfig, MergeTimes
+from manylora.config.merging import MergeConfig, MergeTimes
+from manylora.config.sections import EngineSettings
 from manylora.executor import build
 from manylora.executor.ranks import start
-from manylora.protocol import ExecutorState, ReportState
+from manylora.protocol.commands import ReportState
+from manylora.protocol.executor import ExecutorState
 from manylora.types import BASE, RankTraffic
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

@@ -16,10 +16,12 @@ import safetensors.torch
 import torch
 
 from manylora.adapters.pack import layout_of, load_adapter
-from manylora.config import MergeConfig
+from manylora.config.merging import MergeConfig
 from manylora.devices.device import Device
 from manylora.executor import reading
-from manylora.protocol import AdapterError, AdapterRead, DeviceEvent, ReadAdapter
+from manylora.protocol.commands import ReadAdapter
+from manylora.protocol.events import AdapterRead
+from manylora.protocol.executor import AdapterError, DeviceEvent
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 

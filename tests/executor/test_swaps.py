@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import CopyLane
 from manylora.executor.build import build_worker
-from manylora.protocol import CopyDone, DeviceEvent, ReadAdapter, SwapPages
+from manylora.protocol.commands import ReadAdapter, SwapPages
+from manylora.protocol.events import CopyDone
+from manylora.protocol.executor import DeviceEvent
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.tiny import settings_for

@@ -12,7 +12,7 @@ import pytest
 from manylora.executor.probing import warm_up
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.ops import LoraSegments
-from manylora.protocol import DeviceCommand, RunStep
+from manylora.protocol.commands import DeviceCommand, RunStep
 from tests.executor.drive import Rig
 from tests.executor.tiny import Reference, write_adapter, write_model
 

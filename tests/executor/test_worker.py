@@ -11,7 +11,7 @@ import torch
 
 from manylora.executor import forward
 from manylora.models.layers import Attention, Step
-from manylora.protocol import CopyPages
+from manylora.protocol.commands import CopyPages
 from manylora.types import BASE, SamplingParams
 from tests.executor.conftest import Files
 from tests.executor.drive import Rig

@@ -14,14 +14,9 @@ import peft
 import torch
 import transformers
 
-from manylora.config import (
-    CacheSettings,
-    ColdStartConfig,
-    EngineSettings,
-    MergeConfig,
-    ModelSettings,
-    SchedulerSettings,
-)
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.sections import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
 from tests.models.tiny import VOCAB, make_model
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

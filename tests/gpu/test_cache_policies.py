@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manylora import LLM
-from manylora.config import CACHE_POLICIES
+from manylora.config.policy import CACHE_POLICIES
 from tests.gpu.test_parity import ADAPTERS, DEMO, GREEDY, workload
 
 pytestmark = [

@@ -17,7 +17,8 @@ from manylora.kernels.shapes import PageShape
 from manylora.memory.copier import Copier
 from manylora.memory.gates import CopyGate
 from manylora.memory.pool import Arena, HostPool
-from manylora.protocol import CopyDone, SwapPages
+from manylora.protocol.commands import SwapPages
+from manylora.protocol.events import CopyDone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from manylora.config import ConfigError, MergeConfig, MergeTimes
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MergeConfig, MergeTimes
 from manylora.devices.cuda import CudaDevice
 from manylora.executor import build
 from manylora.executor.merging import HostPristine
-from manylora.protocol import SetMerged
+from manylora.protocol.commands import SetMerged
 from manylora.types import BASE
 from tests.executor.conftest import Files, files  # noqa: F401  # fixtures
 from tests.executor.drive import Rig

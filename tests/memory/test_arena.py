@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import pool_bytes, pool_pages

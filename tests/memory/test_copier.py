@@ -16,7 +16,8 @@ from manylora.memory import copier as copier_module
 from manylora.memory.copier import Copier, merged
 from manylora.memory.gates import CopyGate
 from manylora.memory.pool import Arena, HostPool
-from manylora.protocol import CopyDone, SwapPages
+from manylora.protocol.commands import SwapPages
+from manylora.protocol.events import CopyDone
 
 PAGE = PageShape(layers=3, page_tokens=4, kv_heads=2, head_dim=8, itemsize=2)
 NUM_PAGES, NUM_HOST_PAGES = 40, 60

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices import free_memory
 from manylora.devices.cuda import CudaDevice
 from manylora.devices.device import open_device

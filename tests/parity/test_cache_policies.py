@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manylora.config import CACHE_POLICIES
+from manylora.config.policy import CACHE_POLICIES
 from tests.parity.engines import Bench, greedy, random_tokens
 from tests.sampled import sampled
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from manylora import LLM, AsyncLLM
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.client import EngineDead
 from manylora.executor.worker import Worker
-from manylora.protocol import DeviceCommand, RunStep
+from manylora.protocol.commands import DeviceCommand, RunStep
 from tests.e2e.process import children_of
 from tests.parity.conftest import make_bench
 from tests.parity.engines import Bench, greedy, random_tokens

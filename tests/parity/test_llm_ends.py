@@ -18,7 +18,7 @@ from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine
 from manylora.executor.worker import Worker
-from manylora.protocol import DeviceCommand, RunStep, StepRow
+from manylora.protocol.commands import DeviceCommand, RunStep, StepRow
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest
 from tests.parity.engines import Bench, greedy, random_tokens
@@ -259,7 +259,7 @@ def test_exit_without_close_and_with_a_hung_step() -> None:
     script = """
 import threading, time
 from manylora.executor.worker import Worker
-from manylora.protocol import RunStep
+from manylora.protocol.commands import RunStep
 obey = Worker.obey
 Worker.obey = lambda worker, command: (isinstance(command, RunStep) and time.sleep(3600)) or obey(worker, command)
 threading.Thread(target=llm.generate, args=("Once",), daemon=True).start()

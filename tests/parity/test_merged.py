@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 
-from manylora.config import MergeConfig, MergeTimes
+from manylora.config.merging import MergeConfig, MergeTimes
 from manylora.executor import build
 from manylora.policy.merging import state
-from manylora.protocol import EndSequence
+from manylora.protocol.commands import EndSequence
 from manylora.types import BASE
 from tests.executor.drive import Rig
 from tests.parity.checkpoints import FAMILIES

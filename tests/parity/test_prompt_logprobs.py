@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manylora import SamplingParams
-from manylora.config import MergeTimes
+from manylora.config.merging import MergeTimes
 from manylora.executor import build, forward, sampling
 from manylora.outputs import RequestOutput
 from manylora.policy.merging import state

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.kernels.shapes import possible_counts
 from tests.parity import test_prompt_logprobs
 from tests.parity.checkpoints import FAMILIES, OF_RANKS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.config import CACHE_POLICIES
+from manylora.config.policy import CACHE_POLICIES
 from manylora.flags import build_settings
 from manylora.inspection import check_adapter
 from tests.parity.engines import Bench, greedy, random_tokens

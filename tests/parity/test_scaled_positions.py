@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.outputs import RequestOutput
 from tests.models.tiny import rewrite_as_layout_4
 from tests.parity.checkpoints import write_checkpoint

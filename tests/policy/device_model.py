@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 
-from manylora.protocol import (
+from manylora.protocol.commands import (
     Command,
     CopyPages,
     EndSequence,
@@ -19,10 +19,9 @@ from manylora.protocol import (
     RunStep,
     SequenceStart,
     SetMerged,
-    StepDone,
     SwapPages,
-    SwitchDone,
 )
+from manylora.protocol.events import StepDone, SwitchDone
 from manylora.types import BASE, SamplingParams
 
 VOCABULARY = 7  # small, so that equal prefixes and stop tokens happen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from manylora.protocol import Machine, Report, ReportDue
+from manylora.protocol.commands import Machine, Report
+from manylora.protocol.events import ReportDue
 from manylora.reports import Counters, Snapshot, Which
 
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from manylora.config import CacheConfig, MergeConfig, PolicyConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    AdapterAdded,
-    AdapterRead,
-    Arrive,
+from manylora.protocol.commands import (
     Command,
-    CopyDone,
     Emit,
-    Event,
     Finish,
     ReadAdapter,
     Reject,
     RunStep,
     SetTimer,
     SwapPages,
-    Timer,
 )
+from manylora.protocol.events import AdapterAdded, AdapterRead, Arrive, CopyDone, Event, Timer
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, undisturbed
 from tests.policy.invariants import check

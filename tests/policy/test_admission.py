@@ -8,13 +8,16 @@ from manylora_lab.sim.replay import Outcome, Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ConfigError, PolicyConfig, SchedulerSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import SchedulerSettings
 from manylora.flags import build_settings
 from manylora.policy.batching import Admission
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.replica import Replica
 from manylora.policy.sequences import RequestState, Sequence, Stage
-from manylora.protocol import Abort, Admitted, Arrive, Command, Finish, Reject, RunStep, StepDone
+from manylora.protocol.commands import Admitted, Command, Finish, Reject, RunStep
+from manylora.protocol.events import Abort, Arrive, StepDone
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.invariants import check, members
 from tests.policy.reports import gauges

@@ -11,11 +11,12 @@ from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import PolicyConfig, QueueConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.batching import OVERTAKEN_S, Clusters
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import Sequence
-from manylora.protocol import Command, EndSequence, RunStep
+from manylora.protocol.commands import Command, EndSequence, RunStep
 from manylora.types import BASE
 from tests.policy.invariants import members
 from tests.policy.test_queue import sequence_of

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 

@@ -11,17 +11,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from manylora.config import ColdStartConfig
+from manylora.config.cold_start import ColdStartConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    Abort,
-    AdapterFreed,
-    AdapterRemoved,
-    ReadAdapter,
-    Ready,
-    RunStep,
-    StepDone,
-)
+from manylora.protocol.commands import AdapterFreed, ReadAdapter, Ready, RunStep
+from manylora.protocol.events import Abort, AdapterRemoved, StepDone
 from tests.policy.rig import Rig
 
 SEEN = Counter[str]()

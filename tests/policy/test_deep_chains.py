@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy import transfers
 from manylora.policy.residency import Residency
 from manylora.policy.tree import Node, Residence, path_to
-from manylora.protocol import Arrive, CopyDone, Event
+from manylora.protocol.events import Arrive, CopyDone, Event
 from tests.policy.device_model import VOCABULARY, DeviceModel
 from tests.policy.test_cold_start_properties import ColdStartMachine
 from tests.policy.test_merging_properties import MergingMachine

@@ -11,19 +11,11 @@ from manylora_lab.pricing.costs import DeviceCosts
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import PolicyConfig, QueueConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    Abort,
-    AdapterFreed,
-    AdapterRemoved,
-    Admitted,
-    Arrive,
-    Command,
-    Emit,
-    RunStep,
-    StepDone,
-)
+from manylora.protocol.commands import AdapterFreed, Admitted, Command, Emit, RunStep
+from manylora.protocol.events import Abort, AdapterRemoved, Arrive, StepDone
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.invariants import check
 from tests.policy.reports import counters, gauges

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.protocol import Abort, Arrive, Finish, Reject
+from manylora.protocol.commands import Finish, Reject
+from manylora.protocol.events import Abort, Arrive
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.rig import PAGE, Rig
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterFreed, AdapterRemoved, Arrive, EvictAdapter, Keep, ReadAdapter
+from manylora.protocol.commands import AdapterFreed, EvictAdapter, ReadAdapter
+from manylora.protocol.events import AdapterRemoved, Arrive, Keep
 from manylora.types import Request, SamplingParams
 from tests.policy.rig import PAGE, Rig, prompt
 

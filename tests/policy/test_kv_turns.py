@@ -6,7 +6,7 @@ import pytest
 
 from manylora.policy.tree import Node, Residence
 from manylora.policy.value import KvTurns
-from manylora.protocol import SwapPages
+from manylora.protocol.commands import SwapPages
 from manylora.types import BASE
 from tests.policy.invariants import all_nodes
 from tests.policy.reports import counters, gauges

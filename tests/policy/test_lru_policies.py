@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.protocol import Decided, SwapPages
+from manylora.protocol.commands import Decided, SwapPages
 from manylora.types import BASE
 from tests.policy.reports import counters, gauges
 from tests.policy.rig import PAGE, Rig, prompt

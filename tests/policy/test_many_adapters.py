@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tracemalloc
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterAdded, AdapterRemoved, Arrive, Report, ReportDue
+from manylora.protocol.commands import Report
+from manylora.protocol.events import AdapterAdded, AdapterRemoved, Arrive, ReportDue
 from manylora.types import Request, SamplingParams
 from tests.policy.invariants import check
 from tests.policy.reports import gauges

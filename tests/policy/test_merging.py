@@ -16,7 +16,9 @@ from manylora_lab.sim.clairvoyant import Clairvoyant
 from manylora_lab.sim.replay import Replay
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import MergeConfig, MergeTimes, PolicyConfig, QueueConfig, StepTimes
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.merging import regret as regret_module
 from manylora.policy.merging.choice import Choice, MergeView, StepShape
 from manylora.policy.merging.dlora import MICROSECONDS, MOST_ALPHA, Credits, DloraMerging, Thresholds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from manylora.config import MergeConfig, MergeTimes, StepTimes
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
 from manylora.policy.merging.times import StepSeconds
-from manylora.protocol import AdapterFreed, AdapterRemoved, Admitted, SetMerged, SwitchDone
+from manylora.protocol.commands import AdapterFreed, Admitted, SetMerged
+from manylora.protocol.events import AdapterRemoved, SwitchDone
 from manylora.types import BASE
 from tests.policy.rig import Rig, prompt
 

@@ -11,16 +11,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import (
-    ADMISSIONS,
-    CacheConfig,
-    MergeConfig,
-    MergeTimes,
-    PolicyConfig,
-    QueueConfig,
-    StepTimes,
-)
-from manylora.protocol import AdapterRead, AdapterRemoved, Report, ReportDue
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
+from manylora.config.policy import ADMISSIONS, CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
+from manylora.protocol.commands import Report
+from manylora.protocol.events import AdapterRead, AdapterRemoved, ReportDue
 from manylora.types import BASE
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import EVENT_S, QUEUES, ReplicaMachine

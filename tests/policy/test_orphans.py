@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from manylora.protocol import AdapterFreed, AdapterRemoved, ReadAdapter
+from manylora.protocol.commands import AdapterFreed, ReadAdapter
+from manylora.protocol.events import AdapterRemoved
 from manylora.types import BASE
 from tests.policy.rig import PAGE, Rig, prompt
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CacheConfig, ConfigError
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import CacheConfig
 from manylora.policy.cache_policies import CachePolicy, find_cache
 from tests.policy.rig import Rig, prompt
 

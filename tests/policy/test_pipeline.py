@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
-from manylora.config import CacheConfig, ConfigError, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Arrive, Command, Emit, EndSequence, Event, Finish, LetGo, Released, RunStep
+from manylora.protocol.commands import Command, Emit, EndSequence, Finish, Released, RunStep
+from manylora.protocol.events import Arrive, Event, LetGo
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token, undisturbed
 from tests.policy.invariants import check

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from manylora.protocol import Command, RunStep
+from manylora.protocol.commands import Command, RunStep
 from tests.sim.test_replay import COSTS, config_of, replay_of, request, stream_of
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from manylora.config import PolicyConfig, QueueConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Admitted, Arrive, Command, RunStep, StepDone
+from manylora.protocol.commands import Admitted, Command, RunStep
+from manylora.protocol.events import Arrive, StepDone
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.invariants import check
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manylora.config import QueueConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RequestState, Sequence
 from manylora.types import Request, SamplingParams

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.policy.cache_policies import find_cache
 from manylora.policy.value import Rates
-from manylora.protocol import Arrive, Reject
+from manylora.protocol.commands import Reject
+from manylora.protocol.events import Arrive
 from manylora.router.policies.policy import find_router
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.rig import Rig

@@ -12,24 +12,17 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig, QueueConfig
+from manylora.config.policy import ADMISSIONS, FIRST_STEP_S, CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.policy.replica import Replica
 from manylora.policy.tree import DependencyTree
-from manylora.protocol import (
-    Abort,
-    AdapterAdded,
+from manylora.protocol import hashing
+from manylora.protocol.commands import (
     AdapterFreed,
-    AdapterRead,
-    AdapterRemoved,
     Admitted,
-    Arrive,
-    CopyDone,
     Emit,
-    Event,
     Finish,
-    Keep,
-    LetGo,
     PromptScored,
     Ready,
     Reject,
@@ -37,10 +30,20 @@ from manylora.protocol import (
     RunStep,
     SetTimer,
     Status,
+)
+from manylora.protocol.events import (
+    Abort,
+    AdapterAdded,
+    AdapterRead,
+    AdapterRemoved,
+    Arrive,
+    CopyDone,
+    Event,
+    Keep,
+    LetGo,
     StatusDue,
     StepDone,
     Timer,
-    hashing,
 )
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse

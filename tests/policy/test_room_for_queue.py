@@ -2,7 +2,7 @@
 
 import pytest
 
-from manylora.protocol import Admitted, SwapPages
+from manylora.protocol.commands import Admitted, SwapPages
 from manylora.types import BASE
 from tests.policy.rig import PAGE, Rig, prompt
 

@@ -11,20 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    AdapterAdded,
-    AdapterRead,
-    Admitted,
-    Arrive,
-    Command,
-    CopyDone,
-    Emit,
-    RunStep,
-    SetTimer,
-    Timer,
-)
+from manylora.protocol.commands import Admitted, Command, Emit, RunStep, SetTimer
+from manylora.protocol.events import AdapterAdded, AdapterRead, Arrive, CopyDone, Timer
 from manylora.types import Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token
 from tests.policy.invariants import check

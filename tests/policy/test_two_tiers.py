@@ -4,17 +4,8 @@ import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
 from manylora.policy.tree import Node
-from manylora.protocol import (
-    Abort,
-    AdapterAdded,
-    AdapterFreed,
-    AdapterRemoved,
-    Decided,
-    ReadAdapter,
-    Ready,
-    SetTimer,
-    SwapPages,
-)
+from manylora.protocol.commands import AdapterFreed, Decided, ReadAdapter, Ready, SetTimer, SwapPages
+from manylora.protocol.events import Abort, AdapterAdded, AdapterRemoved
 from manylora.types import BASE
 from tests.policy.invariants import all_nodes
 from tests.policy.reports import counters, gauges

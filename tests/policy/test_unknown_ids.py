@@ -11,20 +11,17 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import (
+from manylora.protocol.commands import AdapterFreed, Command, Finish, Reject
+from manylora.protocol.events import (
     Abort,
     AdapterAdded,
-    AdapterFreed,
     AdapterRead,
     AdapterRemoved,
     Arrive,
-    Command,
     CopyDone,
     Event,
-    Finish,
-    Reject,
     StepDone,
     Timer,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 
-from manylora.protocol import Abort, Admitted, Emit, Finish
+from manylora.protocol.commands import Admitted, Emit, Finish
+from manylora.protocol.events import Abort
 from tests.policy.rig import PAGE, Rig
 
 PROMPT = list(range(3 * PAGE))

@@ -6,7 +6,7 @@ import random
 import pytest
 from manylora_lab.baselines.caches import UnrewardedValue
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.candidates import CandidateList
 from manylora.policy.residency import Residency
 from manylora.policy.tree import DependencyTree, HostState, Node, Residence

@@ -11,26 +11,21 @@ import itertools
 import random
 from typing import Any
 
-from manylora.config import CacheConfig, MergeConfig, MergeTimes, PolicyConfig, StepTimes
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.policy.replica import Replica
-from manylora.protocol import (
+from manylora.protocol.commands import AdapterFreed, Command, Emit, Finish, Reject, Released, SetTimer
+from manylora.protocol.events import (
     Abort,
     AdapterAdded,
-    AdapterFreed,
     AdapterRead,
     AdapterRemoved,
     Arrive,
-    Command,
     CopyDone,
-    Emit,
     Event,
-    Finish,
     Keep,
     LetGo,
-    Reject,
-    Released,
-    SetTimer,
     Timer,
 )
 from manylora.types import BASE, Request, SamplingParams

@@ -15,7 +15,8 @@ from manylora_lab.sim.conformance import recorded_commands, replay_difference
 
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.policy.replica import Replica
-from manylora.protocol import Command, Event, Report, ReportDue, RunStep, SwapPages
+from manylora.protocol.commands import Command, Report, RunStep, SwapPages
+from manylora.protocol.events import Event, ReportDue
 from tests.proof.record import JOURNALS, lives
 
 LEAST_JOURNALS, LEAST_EVENTS, MOST_BYTES = 60, 200_000, 5_300_000

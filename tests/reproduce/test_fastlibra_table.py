@@ -31,7 +31,7 @@ from manylora_lab.reproduce.fastlibra_table_text import draw, markdown
 from manylora_lab.reproduce.report import ExperimentReport
 
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 SMOKE = Setup("smoke", workers=1)
 SMALL = Cell("chatbot", "fastlibra", 8.0, 20, 4.0)

@@ -17,7 +17,7 @@ from manylora_lab.reproduce.registry import experiment
 from manylora_lab.reproduce.report import ExperimentReport, Headline, Row
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 NAMES = ("dlora-fig5", "dlora-fig10", "dlora-fig14", "dlora-fig15", "s-lora-fig9", "merge-h200")
 MEMORY = 40 * 2**30

@@ -11,7 +11,7 @@ from manylora_lab.reproduce import parts
 from manylora_lab.reproduce.experiment import Setup
 
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 COMMIT = "a" * 40
 

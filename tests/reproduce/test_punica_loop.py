@@ -19,8 +19,9 @@ from manylora_lab.reproduce.punica_fig11 import static
 from manylora_lab.reproduce.punica_loop import SimulatedLoop
 from manylora_lab.reproduce.punica_workload import TextRequest, text_requests
 
-from manylora.config import ConfigError, PolicyConfig
-from manylora.protocol import Command, RunStep
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.protocol.commands import Command, RunStep
 from manylora.types import BASE, AdapterId, SequenceId
 
 CONFIG = PolicyConfig(

@@ -29,7 +29,8 @@ from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ADMISSIONS, ConfigError
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import ADMISSIONS
 
 FIGURES = ("s-lora-fig5", "s-lora-fig6", "s-lora-fig7", "s-lora-fig10")
 SMALL = ServingCase("S2", "a10", 12, 4.0, 10.0)

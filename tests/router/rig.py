@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from manylora.config.routing import RouterConfig
-from manylora.protocol import Status
+from manylora.protocol.commands import Status
 from manylora.protocol.routing import (
     Asked,
     Assign,

@@ -10,8 +10,7 @@ import pytest
 from manylora_lab.baselines import ALL_ROUTERS
 
 from manylora.aliases import REMOVED_PARAMETERS
-from manylora.config import ConfigError
-from manylora.config.declaring import setting_of
+from manylora.config.declaring import ConfigError, setting_of
 from manylora.config.routing import ROUTERS, RouterConfig
 from manylora.protocol.routing import ReplicaUp
 from manylora.router.policies.policy import find_router, router_help

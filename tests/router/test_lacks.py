@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from manylora_lab.baselines import ALL_ROUTERS
 
-from manylora.protocol import Timer
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     Assign,

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from manylora.protocol import Status, Timer
+from manylora.protocol.commands import Status
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     Assign,

@@ -10,7 +10,7 @@ import pytest
 from manylora_lab.baselines import ALL_ROUTERS
 
 from manylora.config.routing import CaraServeParameters, read_parameters
-from manylora.protocol import Timer
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     Assign,

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from manylora.config import ConfigError
 from manylora.config.cluster import ClusterOptions
+from manylora.config.declaring import ConfigError
 from manylora.config.routing import RouterConfig, split_setting
-from manylora.protocol import SetTimer, Status, Timer
+from manylora.protocol.commands import SetTimer, Status
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     AskReport,

@@ -9,7 +9,7 @@ import signal
 import highspy
 import pytest
 
-from manylora.protocol import Timer
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import Planned, ReplicaUp, Solve, Solved, Withdraw
 from manylora.router.policies.dlora_plan import PlanState, greedy_plan, is_solution, round_shares
 from manylora.solving import ProgrammeModel, SolverProcess, solve, solving

@@ -13,7 +13,8 @@ from typing import Any
 
 from manylora_lab.baselines import ALL_ROUTERS
 
-from manylora.protocol import SetTimer, Status, Timer
+from manylora.protocol.commands import SetTimer, Status
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     AskReport,

@@ -17,7 +17,7 @@ from manylora.engine.client import (
     Meters,
     Timing,
 )
-from manylora.protocol import AdapterError, ExecutorState
+from manylora.protocol.executor import AdapterError, ExecutorState
 from manylora.reports import AdapterUse, Counters, Snapshot
 from manylora.types import AdapterCard, EngineInfo, PromptLogprobs, RequestError, TokenLogprobs
 

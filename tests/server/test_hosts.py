@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.config import HttpSettings
+from manylora.config.sections import HttpSettings
 from manylora.listening import bind
 from manylora.server.middleware import allowed_hosts
 from manylora.text.tokenizer import Tokenizer

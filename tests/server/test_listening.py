@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from manylora.config import ConfigError, HttpSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import HttpSettings
 from manylora.listening import address_of, bound
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import RunningServer, make_app

@@ -14,7 +14,7 @@ import pytest
 
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.link import Credentials, Hello
-from manylora.config import EngineSettings, ModelSettings
+from manylora.config.sections import EngineSettings, ModelSettings
 from manylora.engine import wire
 from manylora.engine.client import Delta, EngineBusy, EngineClient, GenerationRequest
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes

@@ -22,7 +22,7 @@ from manylora_lab.sim.belady import ForeseenReplay, Foresight
 from manylora_lab.workloads.newcomers import renewed
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.policy.cache_policies import find_cache
 from manylora.policy.tree import Node
 from tests.policy.invariants import all_nodes, check

@@ -21,10 +21,11 @@ from manylora_lab.sim.replay import Outcome
 from manylora_lab.sim.summary import summarize, ttft_parts_ms
 from manylora_lab.workloads.stream import Stream
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora.engine.journal import fingerprint
 from manylora.policy.replica import Replica
-from manylora.protocol import Keep
+from manylora.protocol.events import Keep
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.router.router import Router
 from manylora.solving import solve

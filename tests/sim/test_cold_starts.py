@@ -20,17 +20,11 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.shipped import find_profile
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import ColdStartConfig, ConfigError, PolicyConfig
-from manylora.protocol import (
-    Await,
-    CpuRows,
-    ReadAdapter,
-    RunStep,
-    SequenceStart,
-    StepDone,
-    StepRow,
-    SwapPages,
-)
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.protocol.commands import Await, CpuRows, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
+from manylora.protocol.events import StepDone
 from manylora.types import SamplingParams
 
 PAGE_BYTES = 2**20
@@ -107,7 +101,7 @@ def test_gates_of_a_profile_are_lines_over_bytes(tmp_path: Path) -> None:
 
 
 def test_merging_and_awaiting_do_not_go_together() -> None:
-    from manylora.config import MergeConfig
+    from manylora.config.merging import MergeConfig
 
     config = PolicyConfig(8, 4, 20, 1, 8)
     with pytest.raises(ConfigError, match="--cold-start block does not go with --merge merged"):

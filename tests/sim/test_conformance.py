@@ -19,12 +19,13 @@ from manylora_lab.sim.conformance import recorded_commands, replay_difference, s
 from manylora_lab.sim.recorded import MeasuredAnswer, Recording, Told, measured
 
 from manylora import AsyncLLM, SamplingParams
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.engine.client import EngineStats
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter, fingerprint, read_answered
 from manylora.engine.local import LocalEngine
-from manylora.protocol import Abort, AdapterRead, Arrive, CopyDone, Event, RunStep, StepDone
+from manylora.protocol.commands import RunStep
+from manylora.protocol.events import Abort, AdapterRead, Arrive, CopyDone, Event, StepDone
 from manylora.types import Request
 from tests.engine.fake_executor import FakeExecutor
 from tests.engine.test_engine import INFO, drain, request

@@ -14,7 +14,7 @@ from manylora_lab.pricing.shapes import ALL_MODULES, SHAPES, ModelShape, shape_n
 from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import HARDWARE, Hardware, hardware_named
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 ROOT = Path(__file__).parents[2]
 ROUND = Hardware("round", 10**9, 1e9, 1e12, 1e8, "made up", 1.0, 1.0, 1.0, 0.5)

@@ -17,7 +17,7 @@ from manylora_lab.sim.hardware import (
     hardware_named,
 )
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

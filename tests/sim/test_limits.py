@@ -18,8 +18,8 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import PolicyConfig
-from manylora.protocol import (
+from manylora.config.policy import PolicyConfig
+from manylora.protocol.commands import (
     Command,
     Emit,
     EndSequence,

@@ -15,7 +15,9 @@ from manylora_lab.sim.shipped import find_profile
 from manylora_lab.sim.summary import merging, summarize
 from manylora_lab.workloads.named import named
 
-from manylora.config import ConfigError, MergeConfig, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.merging.regret import RegretMerging
 from manylora.policy.merging.times import StepSeconds
 

@@ -11,7 +11,8 @@ from manylora_lab.sim.analytical import AnalyticalCosts
 from manylora_lab.sim.hardware import Hardware, Interconnect, hardware_named
 from manylora_lab.sim.parallel import ParallelCosts, adapter_pages, held_shape
 
-from manylora.config import LORA_SHARDINGS, ConfigError, LoraSharding
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import LORA_SHARDINGS, LoraSharding
 
 LINK = Interconnect("a round one", 1e-5, 1e9)
 CARD = Hardware("round", 10**9, 1e9, 1e12, 1e8, "made up", 1.0, 1.0, 1.0, 0.5, interconnect=LINK)

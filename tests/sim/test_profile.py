@@ -27,7 +27,7 @@ from manylora_lab.pricing.profile import (
 from manylora_lab.pricing.shapes import SHAPES
 from manylora_lab.sim.shipped import find_profile, shipped_profiles
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 Load = tuple[int, int, int, int, int, int, int]
 SHAPE = SHAPES["llama-2-7b"]

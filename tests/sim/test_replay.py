@@ -14,8 +14,10 @@ from manylora_lab.sim.replay import Replay
 from manylora_lab.sim.summary import summarize
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 
-from manylora.config import CacheConfig, ConfigError, PolicyConfig
-from manylora.protocol import Command, CopyDone, RunStep, SequenceStart, StepDone, StepRow, SwapPages
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.protocol.commands import Command, RunStep, SequenceStart, StepRow, SwapPages
+from manylora.protocol.events import CopyDone, StepDone
 from manylora.types import BASE, SamplingParams
 from tests.policy.invariants import check
 

@@ -9,8 +9,8 @@ import pytest
 from manylora_lab.pricing.costs import DeviceCosts, Spread
 from manylora_lab.sim.device import SimulatedDevice
 
-from manylora.config import ConfigError
-from manylora.protocol import Command, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
+from manylora.config.declaring import ConfigError
+from manylora.protocol.commands import Command, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages
 from manylora.types import BASE, SamplingParams
 
 PAGE_BYTES = 1000

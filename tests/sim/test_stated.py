@@ -13,7 +13,7 @@ from manylora_lab.sim.merging import merge_times
 from manylora_lab.sim.stated import described_costs
 
 from manylora.cli import main
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 SHAPE = SHAPES["llama-2-7b"]
 

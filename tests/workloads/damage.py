@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -11,7 +11,7 @@ from manylora_lab.workloads import alpaca
 from manylora_lab.workloads.assembly import NO_TIMES, Adapters
 from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import refuses
 
 ROWS = [

@@ -17,7 +17,7 @@ from manylora_lab.workloads.arrivals import (
     ramp,
 )
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 LONG_S = 20_000.0
 

@@ -18,7 +18,7 @@ from manylora_lab.workloads.assembly import (
 )
 from manylora_lab.workloads.stream import Stream, in_order, prompt_tokens
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def letters(text: str) -> list[int]:

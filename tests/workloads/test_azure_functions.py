@@ -10,7 +10,7 @@ import pytest
 from manylora_lab.workloads import azure_functions
 from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 DAY = "azure_functions_2019.csv"

@@ -8,7 +8,7 @@ import pytest
 from manylora_lab.workloads.assembly import Adapters
 from manylora_lab.workloads.traces import AZURE_LLM, ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 CONV = "azure_llm_2023_conv.csv"

@@ -9,7 +9,7 @@ import pytest
 from manylora_lab.workloads.assembly import Adapters
 from manylora_lab.workloads.traces import BURSTGPT, ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import refuses
 
 ROWS = """\

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from manylora_lab.workloads.chat import TRACES, conversations, prefix_bound, read_turns, shrunk
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from manylora_lab.workloads.chat import TRACES, Turn, read_turns, to_stream
 from manylora_lab.workloads.stream import prompt_tokens
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 TRACE = TRACES / "chat_5rps.jsonl.gz"
 

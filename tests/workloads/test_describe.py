@@ -11,7 +11,7 @@ from manylora_lab.workloads.describe import describe, summary, text, zipf_expone
 from manylora_lab.workloads.picture import draw
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 SYSTEM = Piece("system", 100)
 

@@ -10,7 +10,7 @@ import pytest
 from manylora_lab.workloads.formats import FORMATS, WorkloadOptions, read_file
 from manylora_lab.workloads.stream import Stream
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def read(path: Path, name: str, **options: object) -> Stream:

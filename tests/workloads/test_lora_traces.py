@@ -12,7 +12,7 @@ from manylora_lab.workloads.lora_traces import load_genai, load_toppings
 from manylora_lab.workloads.named import named
 from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 ARRIVALS = "num_loras,t_s\n" + "".join(f"3,{5 + 0.25 * n}\n" for n in range(400)) + "5,0.5\n"
 POPULARITY = "num_loras,lora_id,probability\n3,0,0.1\n3,1,0.7\n3,2,0.2\n" + "".join(

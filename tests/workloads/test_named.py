@@ -12,7 +12,7 @@ from manylora_lab.workloads.describe import describe
 from manylora_lab.workloads.formats import FORMATS
 from manylora_lab.workloads.named import catalogue, named
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 CHAT = TRACES / "chat_5rps.jsonl.gz"
 

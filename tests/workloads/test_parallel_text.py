@@ -11,7 +11,7 @@ from manylora_lab.workloads.assembly import Adapters
 from manylora_lab.workloads.parallel_text import ParallelText, SentencePair
 from manylora_lab.workloads.traces import ReadOptions
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 TABLE = "ntrex_128.tsv"

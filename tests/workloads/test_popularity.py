@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from manylora_lab.workloads.popularity import Popularity, mapped_functions, parse_ranks
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 ALL = ["zipf(1)", "geometric(1.5)", "power(0.1)", "gaussian(0.1)", "uniform", "round-robin", "identical"]
 

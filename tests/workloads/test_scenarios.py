@@ -11,7 +11,7 @@ from manylora_lab.workloads.interleaving import Arrival, Script, interleave
 from manylora_lab.workloads.scenarios import SCENARIOS, scenario
 from manylora_lab.workloads.stream import prompt_tokens
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

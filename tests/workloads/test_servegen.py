@@ -14,7 +14,7 @@ from manylora_lab.workloads import servegen
 from manylora_lab.workloads.assembly import Adapters
 from manylora_lab.workloads.servegen import Clients, Lengths
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from tests.workloads.damage import SAMPLES, refuses, with_line, zipped
 
 RATES, SIZES = "servegen_m-large_client_rates.csv", "servegen_m-large_client_lengths.jsonl"

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order, prompt_tokens
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 FIRST = StreamRequest(0.0, 0, 1, 0, (Piece("a", 10),), 5)
 SECOND = StreamRequest(2.0, 0, 1, 1, (Piece("b", 3), Piece("c", 4)), 6)

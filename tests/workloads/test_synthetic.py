@@ -11,7 +11,7 @@ import pytest
 from manylora_lab.workloads.stream import Stream
 from manylora_lab.workloads.synthetic import Synthetic, empirical, parse_length, synthetic
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def made(parts: Synthetic, seed: int = 0, **options: object) -> Stream:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manylora_lab.workloads.text_file import TextFile, decimal, string, whole
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def number(row: Mapping[str, Any]) -> int:

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from manylora.config import MOST_SEQS
+from manylora.config.sections import MOST_SEQS
 from manylora.executor.sampling import Bias, SampledRow, ScoredTokens, has_penalties, is_greedy
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.protocol import SequenceStart, StepRow
+from manylora.protocol import commands
 from manylora.types import BASE, AdapterId, PageId, SamplingParams, SequenceId
 
 _FIRST_SLOTS = 16
@@ -122,7 +122,7 @@ class SequenceTable:
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
 
-    def start(self, start: SequenceStart) -> None:
+    def start(self, start: commands.SequenceStart) -> None:
         """Take a sequence up. Raises ValueError when it is running already; then nothing has changed."""
         if start.sequence in self._sequences:
             raise ValueError(f"sequence {start.sequence} is running already")
@@ -169,7 +169,7 @@ class SequenceTable:
             self.owners[held.slot] = 0
             self._composition = None
 
-    def rows(self, rows: Sequence[StepRow]) -> Rows:
+    def rows(self, rows: Sequence[commands.StepRow]) -> Rows:
         """The rows (at least one) as columns. Raises KeyError for an unknown sequence."""
         sequences, starts, *others, _ = zip(*rows)
         columns = (sequences, *others)
@@ -180,7 +180,7 @@ class SequenceTable:
             self._composition, self._composition_columns = Composition.of(sequences, *arrays), columns
         return Rows(self._composition, np.array(starts, dtype=np.int64))
 
-    def update_pages(self, rows: Iterable[StepRow], undo: Undo) -> None:
+    def update_pages(self, rows: Iterable[commands.StepRow], undo: Undo) -> None:
         """Carry the rows' changes into the page tables; ``undo`` receives what was there before."""
         for row in rows:
             if row.pages:

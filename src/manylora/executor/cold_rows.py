@@ -24,7 +24,7 @@ from manylora.kernels import loops
 from manylora.kernels.ops import LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.memory.gates import Awaited, CopyGate
-from manylora.protocol import StepDone
+from manylora.protocol import events
 from manylora.types import AdapterId, SequenceId, first_line
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ColdStep:
         if self._rows is not None:
             self._cpu_s, self._waited_s = self._rows.end()
 
-    def tell(self, done: StepDone) -> None:
+    def tell(self, done: events.StepDone) -> None:
         """Add what became of these rows to what is told of the step."""
         spoilt = {*done.spoilt}
         if self._awaited is not None:

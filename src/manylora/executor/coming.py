@@ -16,7 +16,8 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited, CopyGate
-from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterError
 from manylora.types import AdapterId, CopyId, PageId
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, SwapPages] = {}  # of the gates
+        self._commands: dict[CopyId, commands.SwapPages] = {}  # of the gates
         self._answered: list[CopyId] = []  # at the last step's end
 
     def enter(self) -> None:
@@ -60,7 +61,7 @@ class Coming:
         self._ahead.pop(adapter, None)
         self._tables.drop(adapter)
 
-    def claim(self, command: SwapPages | ReadAdapter) -> None:
+    def claim(self, command: commands.SwapPages | commands.ReadAdapter) -> None:
         """Before an adapter is brought to device pages: drop what was entered ahead there for another. Its copy
         has failed, maybe on another rank, and the policy has given the pages away, so no later step names it."""
         others = [(adapter, copy) for adapter, copy in self._ahead.items() if adapter != command.adapter]
@@ -74,7 +75,7 @@ class Coming:
 
     # ------------------------------------------------------------ copies
 
-    def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
+    def swap(self, command: commands.SwapPages, tell: Callable[[events.CopyDone], None]) -> None:
         """Carries out SwapPages; ``tell`` gets the one answer."""
         self.claim(command)
         gate: CopyGate | None = None
@@ -86,7 +87,7 @@ class Coming:
             self._copier.start(command, self._landing(command, gate), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # Removed meanwhile, closed, or a wrong command: no thread will answer.
-            tell(CopyDone(command.copy, False, error=one_line(error)))
+            tell(events.CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
             return
@@ -104,12 +105,12 @@ class Coming:
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
 
-    def _landed(self, command: SwapPages, adapter: AdapterId) -> Landed:
+    def _landed(self, command: commands.SwapPages, adapter: AdapterId) -> Landed:
         """What the copy brings to the device. Raises AdapterError, ValueError."""
         pages = [destination for _, destination in command.pairs]
         return Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
 
-    def _landing(self, command: SwapPages, gate: CopyGate | None) -> Callable[[], None]:
+    def _landing(self, command: commands.SwapPages, gate: CopyGate | None) -> Callable[[], None]:
         """What to do on the copier's thread once the pages have landed. Raises AdapterError, and ValueError for a
         wrong command."""
         adapter = command.adapter
@@ -129,12 +130,12 @@ class Coming:
 
     # ------------------------------------------------------------ steps
 
-    def awaited(self, step: RunStep) -> Awaited:
+    def awaited(self, step: commands.RunStep) -> Awaited:
         """What the step has to pass. Raises ValueError where it names a copy that is not known."""
         self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
-    def cold(self, step: RunStep) -> ColdStep:
+    def cold(self, step: commands.RunStep) -> ColdStep:
         """What the CPU is to compute for the step, and what it has to pass beside. Raises ValueError likewise, and
         AdapterError where an adapter was removed."""
         self._check_known(step)
@@ -149,7 +150,7 @@ class Coming:
             found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
         return ColdStep(found)
 
-    def _check_known(self, step: RunStep) -> None:
+    def _check_known(self, step: commands.RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]
         unknown = [copy for copy in copies if copy not in self._gates]
         if unknown:
@@ -174,8 +175,8 @@ class Coming:
                     self._tables.drop(adapter)
 
 
-def _device_pages(command: SwapPages | ReadAdapter) -> set[PageId]:
+def _device_pages(command: commands.SwapPages | commands.ReadAdapter) -> set[PageId]:
     """Those that an adapter is brought to."""
-    if isinstance(command, ReadAdapter):
+    if isinstance(command, commands.ReadAdapter):
         return set(command.pages) if command.tier == "device" else set()
     return {page for _, page in command.pairs} if command.to_device and command.adapter is not None else set()

@@ -38,29 +38,8 @@ from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited
 from manylora.memory.pool import Arena, HostPool
 from manylora.models.decoder import Decoder
-from manylora.protocol import (
-    DEVICE_COMMANDS,
-    AdapterError,
-    AdapterRead,
-    CopyPages,
-    DeviceCommand,
-    DeviceEvent,
-    EndSequence,
-    EvictAdapter,
-    ExecutorState,
-    ForgetAdapter,
-    InspectAdapter,
-    ReadAdapter,
-    ReportState,
-    RunStep,
-    SetMerged,
-    StepDone,
-    StepResult,
-    SwapPages,
-    SwitchDone,
-    VerifyAdapter,
-    handlers,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterError, DeviceEvent, ExecutorState, StepResult
 from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
@@ -87,7 +66,7 @@ class _Sampled:
         bad = set(results.unsound)
         unsound = tuple(name for name, row in zip(sequences, order) if row in bad) if bad else ()
         prompts = {} if self.scored is None or self.scores is None else self.scored.read(self.scores())
-        return StepResult(StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
+        return StepResult(events.StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
 
 
 class Worker:
@@ -128,7 +107,7 @@ class Worker:
         self._handover: DeviceHandover | None = None
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
-        self._handlers = handlers(self, DEVICE_COMMANDS)
+        self._handlers = commands.handlers(self, commands.DEVICE_COMMANDS)
         self._tell: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
@@ -143,7 +122,7 @@ class Worker:
         """See Executor."""
         self._tell = tell
 
-    def obey(self, command: DeviceCommand) -> None:
+    def obey(self, command: commands.DeviceCommand) -> None:
         """See Executor."""
         self._handlers[type(command)](command)
 
@@ -187,16 +166,16 @@ class Worker:
         if self._merging is not None:
             self._merging.settle()
 
-    def set_merged(self, command: SetMerged) -> None:
+    def set_merged(self, command: commands.SetMerged) -> None:
         """Carries out SetMerged. Raises RuntimeError where the base's weights are lost."""
         if self._merging is None or self._forward is None:
             error = "the executor is closed" if self._forward is None else "merging is off"
-            self._tell(SwitchDone(command.switch, False, error=error))
+            self._tell(events.SwitchDone(command.switch, False, error=error))
             return
         self._coming.enter()
         self._merging.switch(command, self._tell)
 
-    def _check_merged(self, step: RunStep) -> None:
+    def _check_merged(self, step: commands.RunStep) -> None:
         """Raises ValueError where the step is meant for other weights than there are."""
         if self._merging is not None:
             self._merging.check(step.merged)
@@ -238,7 +217,7 @@ class Worker:
         """What the last step that was issued ran in; None: eagerly."""
         return None if self._graphs is None else self._graphs.ran
 
-    def run_step(self, step: RunStep) -> None:
+    def run_step(self, step: commands.RunStep) -> None:
         """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
         merged = BASE
         if self._merging is not None:
@@ -310,7 +289,7 @@ class Worker:
 
     def _finish(
         self,
-        step: RunStep,
+        step: commands.RunStep,
         sampled_sequences: tuple[SequenceId, ...],
         sampled: _Sampled,
         expected: Expected,
@@ -336,12 +315,12 @@ class Worker:
             cold.tell(done)
         return result
 
-    def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
+    def _failed(self, step: commands.RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
         with contextlib.suppress(RuntimeError):
             # What of it was issued may not touch its pages once the policy gives them to others.
             self._device.synchronize()
-        return StepResult(StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
+        return StepResult(events.StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
 
     def _step_s(self, began: float) -> float:
         """Seconds of a step that ends now: since it was issued, or since the step before it ended."""
@@ -349,26 +328,26 @@ class Worker:
         seconds, self._ended_s = now - max(began, self._ended_s), now
         return seconds
 
-    def end_sequence(self, command: EndSequence) -> None:
+    def end_sequence(self, command: commands.EndSequence) -> None:
         """Carries out EndSequence."""
         self._sequences.end(command.sequence)
 
-    def copy_pages(self, command: CopyPages) -> None:
+    def copy_pages(self, command: commands.CopyPages) -> None:
         """Carries out CopyPages."""
         self._arena.copy_pages(command.pairs)
         self._copier.settle()
 
     # ------------------------------------------------------------ adapters
 
-    def inspect_adapter(self, command: InspectAdapter) -> None:
+    def inspect_adapter(self, command: commands.InspectAdapter) -> None:
         """Carries out InspectAdapter, on the caller's thread."""
         self._tell(self.inspections.inspect(command))
 
-    def verify_adapter(self, command: VerifyAdapter) -> None:
+    def verify_adapter(self, command: commands.VerifyAdapter) -> None:
         """Carries out VerifyAdapter, on the caller's thread."""
         self._tell(self.inspections.verify(command))
 
-    def forget_adapter(self, command: ForgetAdapter) -> None:
+    def forget_adapter(self, command: commands.ForgetAdapter) -> None:
         """Carries out ForgetAdapter."""
         self.inspections.forget(command.adapter)
 
@@ -383,26 +362,26 @@ class Worker:
         self._tables.put(adapter, layout, np.zeros(layout.num_cells, np.int64))
         return True
 
-    def read_adapter(self, command: ReadAdapter) -> None:
+    def read_adapter(self, command: commands.ReadAdapter) -> None:
         """Carries out ReadAdapter."""
         try:
             self._coming.claim(command)
             self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
         except AdapterError as error:
-            self._tell(AdapterRead(command.adapter, False, str(error)))
+            self._tell(events.AdapterRead(command.adapter, False, str(error)))
         except (RuntimeError, ValueError) as error:
             # Closed, or the device is broken: no thread will answer.
-            self._tell(AdapterRead(command.adapter, False, one_line(error)))
+            self._tell(events.AdapterRead(command.adapter, False, one_line(error)))
 
-    def evict_adapter(self, command: EvictAdapter) -> None:
+    def evict_adapter(self, command: commands.EvictAdapter) -> None:
         """Carries out EvictAdapter."""
         self._coming.leave(command.adapter)
 
-    def swap_pages(self, command: SwapPages) -> None:
+    def swap_pages(self, command: commands.SwapPages) -> None:
         """Carries out SwapPages."""
         self._coming.swap(command, self._tell)
 
-    def report_state(self, command: ReportState) -> None:
+    def report_state(self, command: commands.ReportState) -> None:
         """Carries out ReportState."""
         self._tell(self.state())
 

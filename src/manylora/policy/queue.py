@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manylora.config import QueueConfig, as_share
+from manylora.config.queueing import QueueConfig, as_share
 from manylora.policy.sequences import Sequence
 from manylora.reports import ClientUse
 from manylora.types import AdapterId, SequenceId
@@ -318,7 +318,7 @@ class WaitingQueue:
     come before new ones. Among new ones the client that was served least is next, if the queue is fair; then
     the oldest or, while ``is_newest_first``, the newest. Every change takes O(log n)."""
 
-    def __init__(self, config: QueueConfig = QueueConfig()) -> None:  # noqa: B008  # frozen
+    def __init__(self, config: QueueConfig = QueueConfig()) -> None:  # frozen
         self.adapter_limit = config.adapter_limit
         self.is_newest_first = False
         self.shares = FairShares(config) if config.is_fair else None

@@ -5,7 +5,8 @@ Owns their names, each once, with where its class is. ``pyproject.toml`` names `
 
 from __future__ import annotations
 
-from manylora.config import CACHE_POLICIES, MERGE_MODES
+from manylora.config.merging import MERGE_MODES
+from manylora.config.policy import CACHE_POLICIES
 from manylora.config.routing import ROUTERS
 
 _HERE = "manylora_lab.baselines"

@@ -5,7 +5,7 @@ Owns whose turn it is. The base has turns like an adapter; its own weights serve
 
 from __future__ import annotations
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.merging.choice import Choice, MergePolicy, MergeView
 from manylora.policy.sequences import Sequence
 from manylora.types import BASE, AdapterId, SequenceId

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.client import Delta, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.flags import build_settings

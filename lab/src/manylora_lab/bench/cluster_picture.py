@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.sim.cluster import VirtualCluster
 
 

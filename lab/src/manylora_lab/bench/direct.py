@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import queue
 
-from manylora.protocol import (
-    AdapterChecked,
-    AdapterError,
-    AdapterRead,
+from manylora.protocol.commands import (
     Ask,
-    CopyDone,
-    DeviceEvent,
     EndSequence,
     EvictAdapter,
-    Executor,
-    ExecutorLost,
-    ExecutorState,
     ForgetAdapter,
     InspectAdapter,
     ReadAdapter,
     ReportState,
     RunStep,
     SetMerged,
-    StepResult,
     SwapPages,
-    SwitchDone,
     VerifyAdapter,
     ask_of,
+)
+from manylora.protocol.events import AdapterRead, CopyDone, SwitchDone
+from manylora.protocol.executor import (
+    AdapterChecked,
+    AdapterError,
+    DeviceEvent,
+    Executor,
+    ExecutorLost,
+    ExecutorState,
+    StepResult,
 )
 from manylora.types import AdapterId, SequenceId
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 _MOST_HEAD_BYTES = 2**16
 SILENCE_S = 300.0

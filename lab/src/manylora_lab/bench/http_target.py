@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.http_client import HttpClient, HttpFailure
 from manylora_lab.bench.targets import Prompt, PromptKind, TargetRequest, TargetResult
 

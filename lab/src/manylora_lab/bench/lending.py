@@ -8,24 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from manylora.protocol import (
-    AdapterChecked,
-    AdapterRead,
+from manylora.protocol.commands import (
     Ask,
-    CopyDone,
     DeviceCommand,
-    DeviceEvent,
     EndSequence,
     EvictAdapter,
-    Executor,
     ForgetAdapter,
     ReadAdapter,
     RunStep,
     SetMerged,
     SwapPages,
-    SwitchDone,
     ask_of,
 )
+from manylora.protocol.events import AdapterRead, CopyDone, SwitchDone
+from manylora.protocol.executor import AdapterChecked, DeviceEvent, Executor
 from manylora.types import BASE, AdapterId, SequenceId
 
 _LANDING_S = 60.0

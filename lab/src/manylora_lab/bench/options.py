@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 Option = tuple[str, type, str, str]
 """Its name, type, what stands for its value, and its help."""

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings
 from manylora.engine.driver import Driver
 from manylora.executor.build import build_worker
 from manylora.executor.ranks.executor import RanksLost
@@ -31,7 +33,7 @@ from manylora.flags import build_settings
 from manylora.models.config import read_model_config
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
-from manylora.protocol import Executor
+from manylora.protocol.executor import Executor
 from manylora.types import EngineInfo
 from manylora.warmup import write_random_adapters
 from manylora_lab.bench.exchange_times import measure_exchanges

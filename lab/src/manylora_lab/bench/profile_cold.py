@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manylora.config import ColdStartConfig, ConfigError, PolicyConfig, num_cores
+from manylora.config.cold_start import ColdStartConfig, num_cores
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora.devices.device import open_device
 from manylora.executor.build import build_worker
 from manylora.executor.cpu_lora import CpuLora, CpuLoraLate, TimedProduct

@@ -14,7 +14,7 @@ import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.step_log import LoggedStep, LoggedTransfer
 from manylora_lab.bench.targets import EngineTarget, TargetRequest
 from manylora_lab.pricing.costs import IDLE_S, StepWork

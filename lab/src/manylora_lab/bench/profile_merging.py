@@ -11,13 +11,14 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from manylora.config import ConfigError, lora_sharding_of
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import lora_sharding_of
 from manylora.executor.build import build_worker
 from manylora.executor.probing import RANK, Pretends
 from manylora.executor.ranks.start import build_ranks
 from manylora.flags import build_settings
 from manylora.models.spec import ModelConfig
-from manylora.protocol import SetMerged
+from manylora.protocol.commands import SetMerged
 from manylora.types import BASE, AdapterId
 from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.bench.profile_rig import rounded

@@ -11,18 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.config import ConfigError, PolicyConfig
-from manylora.protocol import (
-    AdapterRead,
-    Await,
-    Executor,
-    ReadAdapter,
-    RunStep,
-    SequenceStart,
-    StepRow,
-    SwapPages,
-    Tier,
-)
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.protocol.commands import Await, ReadAdapter, RunStep, SequenceStart, StepRow, SwapPages, Tier
+from manylora.protocol.events import AdapterRead
+from manylora.protocol.executor import Executor
 from manylora.types import BASE, AdapterId, PageId, SamplingParams
 from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.bench.profile_grid import Batch

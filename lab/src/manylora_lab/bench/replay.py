@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.prompts import FIRST_TOKEN, Prompts, joined
 from manylora_lab.bench.targets import (
     Prompt,

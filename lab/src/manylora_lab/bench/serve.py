@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.flags import build_settings
 from manylora_lab.bench.http_client import allow_many_connections
 from manylora_lab.bench.http_target import HttpTarget

@@ -9,21 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from manylora.config import (
-    LORA_SHARDINGS,
-    ColdStartConfig,
-    ConfigError,
-    EngineSettings,
-    LoraSharding,
-    MergeConfig,
-    MergeTimes,
-    PolicyConfig,
-    check_host_pool,
-    is_import_name,
-    lora_sharding_of,
-    setting_of,
-)
-from manylora.config.policy import CACHE_NUMBERS, cache_numbers
+from manylora.config.cold_start import ColdStartConfig, check_host_pool
+from manylora.config.declaring import ConfigError, setting_of
+from manylora.config.merging import MergeConfig, MergeTimes
+from manylora.config.named import is_import_name
+from manylora.config.policy import CACHE_NUMBERS, PolicyConfig, cache_numbers
+from manylora.config.sections import LORA_SHARDINGS, EngineSettings, LoraSharding, lora_sharding_of
 from manylora.flags import build_settings
 from manylora.policy.cache_policies import find_cache
 from manylora.rules import fields_of

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError, PolicyConfig, QueueConfig, is_import_name
 from manylora.config.cluster import MOST_REPLICAS
+from manylora.config.declaring import ConfigError
+from manylora.config.named import is_import_name
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.config.routing import (
     CaraServeParameters,
     RouterConfig,

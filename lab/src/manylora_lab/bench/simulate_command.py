@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.aliases import add_removed
-from manylora.config import ConfigError, parse_size
+from manylora.config.declaring import ConfigError, parse_size
 from manylora.flags import FLAGS, add_settings, convert, settings_of
 from manylora_lab.bench.options import (
     Option,

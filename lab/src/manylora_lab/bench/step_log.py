@@ -8,22 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from manylora.protocol import (
-    AdapterChecked,
-    AdapterRead,
+from manylora.protocol.commands import (
     Ask,
-    CopyDone,
     DeviceCommand,
-    DeviceEvent,
     EndSequence,
-    Executor,
     ForgetAdapter,
     ReadAdapter,
     RunStep,
-    StepResult,
     SwapPages,
     ask_of,
 )
+from manylora.protocol.events import AdapterRead, CopyDone
+from manylora.protocol.executor import AdapterChecked, DeviceEvent, Executor, StepResult
 from manylora.types import AdapterId, SequenceId
 from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.pricing.costs import StepWork, prefill_pairs

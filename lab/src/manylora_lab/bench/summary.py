@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.replay import RequestResult
 from manylora_lab.sim.service import Served, service_difference
 from manylora_lab.workloads.describe import describe

@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeGuard
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.engine.client import Delta, GenerationRequest, Timing
 from manylora.engine.driver import Driver
 from manylora.types import RequestId, SamplingParams

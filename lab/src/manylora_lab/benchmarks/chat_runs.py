@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.journal import fingerprint, read_answered
 from manylora_lab.bench.lending import LentExecutor
 from manylora_lab.bench.replay import ReplaySettings

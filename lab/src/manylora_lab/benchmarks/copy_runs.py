@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from manylora.protocol import CopyDone, SequenceStart, SwapPages
+from manylora.protocol.commands import SequenceStart, SwapPages
+from manylora.protocol.events import CopyDone
 from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.run_report import Row

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from manylora.config import MergeConfig, parse_size
+from manylora.config.declaring import parse_size
+from manylora.config.merging import MergeConfig
 from manylora.engine.driver import Driver
 from manylora.engine.journal import JournalWriter
 from manylora.executor.build import build_worker
@@ -27,17 +28,9 @@ from manylora.executor.ranks.start import build_ranks
 from manylora.executor.worker import Worker
 from manylora.flags import build_settings
 from manylora.models.config import read_model_config
-from manylora.protocol import (
-    AdapterRead,
-    CopyDone,
-    DeviceCommand,
-    DeviceEvent,
-    Executor,
-    ReadAdapter,
-    RunStep,
-    StepResult,
-    SwapPages,
-)
+from manylora.protocol.commands import DeviceCommand, ReadAdapter, RunStep, SwapPages
+from manylora.protocol.events import AdapterRead, CopyDone
+from manylora.protocol.executor import DeviceEvent, Executor, StepResult
 from manylora.types import CopyId
 from manylora.warmup import write_random_adapters
 from manylora_lab.bench.dummies import DEMO, write_model

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.benchmarks.chat_runs import chat, conformance, http, loads_from
 from manylora_lab.benchmarks.engine_rig import EngineRig

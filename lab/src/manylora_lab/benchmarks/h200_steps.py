@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from manylora.executor.graphs import Bucket
-from manylora.protocol import SequenceStart
+from manylora.protocol.commands import SequenceStart
 from manylora_lab.benchmarks.copy_runs import PageCopies, beside_copies, raw_rates
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.run_report import Row, RunReport, copy_bandwidth, run_parser

@@ -21,7 +21,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora_lab.bench.provenance import Provenance, add_flags
 from manylora_lab.reproduce.cells import (
     BELADY_SEEN,

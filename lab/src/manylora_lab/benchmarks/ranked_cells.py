@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.protocol import SequenceStart
+from manylora.protocol.commands import SequenceStart
 from manylora.types import BASE, AdapterId, RankTraffic
 from manylora_lab.benchmarks.engine_rig import EngineRig
 from manylora_lab.benchmarks.offline_runs import offline_rows, run_offline, warmed

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-from manylora.config import ConfigError, PolicyConfig, num_cores
+from manylora.config.cold_start import num_cores
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora_lab.benchmarks.chat_runs import REAL, TOY, ChatScale, RateLoad
 from manylora_lab.benchmarks.plot_reality import compare, draw, lines_of, work_of
 from manylora_lab.benchmarks.run_report import RunReport, replace

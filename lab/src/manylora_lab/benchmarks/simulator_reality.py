@@ -27,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-from manylora.config import COLD_START_MODES, ConfigError, num_cores
+from manylora.config.cold_start import COLD_START_MODES, num_cores
+from manylora.config.declaring import ConfigError
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.bench.dummies import DEMO
 from manylora_lab.bench.profile import Profiler, ProfileSettings, machine_name

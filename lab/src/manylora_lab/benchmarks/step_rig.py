@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from manylora.protocol import AdapterRead, Executor, ReadAdapter, RunStep, SequenceStart, StepRow
+from manylora.protocol.commands import ReadAdapter, RunStep, SequenceStart, StepRow
+from manylora.protocol.events import AdapterRead
+from manylora.protocol.executor import Executor
 from manylora.types import BASE, AdapterId, SamplingParams
 from manylora_lab.bench.direct import DirectExecutor
 from manylora_lab.pricing.shapes import ALL_MODULES, ModelShape

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.protocol.routing import RankCosts
 from manylora_lab.pricing.costs import StepCosts, StepWork
 from manylora_lab.pricing.profile import Profile

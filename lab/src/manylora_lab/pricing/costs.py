@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 class StepWork(NamedTuple):

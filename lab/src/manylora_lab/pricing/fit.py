@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.pricing.costs import Spread, StepWork
 from manylora_lab.pricing.profile import OverheadPoint, Profile, StepPoint
 

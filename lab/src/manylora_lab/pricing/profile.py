@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import LARGEST_NUMBER, LORA_SHARDINGS, ConfigError, PipelineDepth, check_rules
+from manylora.config.declaring import LARGEST_NUMBER, ConfigError, check_rules
+from manylora.config.policy import PipelineDepth
+from manylora.config.sections import LORA_SHARDINGS
 from manylora_lab.pricing.costs import EVEN, Spread
 from manylora_lab.pricing.ranks import RankLines
 from manylora_lab.pricing.shapes import ModelShape

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 class RankedStep(NamedTuple):

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.models.spec import ModelConfig
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")

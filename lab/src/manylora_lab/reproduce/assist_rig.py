@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from manylora.config import num_cores
+from manylora.config.cold_start import num_cores
 from manylora.devices.device import open_device
 from manylora.executor.cpu_lora import LATE_S, CpuLora, TimedProduct, cut
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry

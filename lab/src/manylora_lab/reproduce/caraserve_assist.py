@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from manylora.config import num_cores
+from manylora.config.cold_start import num_cores
 from manylora_lab.pricing.costs import StepWork
 from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.drawing import LinePanels, StackedBars

@@ -7,7 +7,7 @@ import itertools
 import random
 from typing import Any
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora_lab.pricing.costs import StepWork
 from manylora_lab.pricing.ranks import RankedStep, RankLines, fit_rank_lines

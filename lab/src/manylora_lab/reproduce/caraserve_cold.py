@@ -14,8 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
-from manylora.protocol import Command, Event, RunStep, StepDone
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.protocol.commands import Command, RunStep
+from manylora.protocol.events import Event, StepDone
 from manylora_lab.pricing.cold import CpuRates
 from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.caraserve_cells import MODULES, popularity

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from manylora.config import CacheConfig, PolicyConfig
-from manylora.protocol import Command
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.protocol.commands import Command
 from manylora_lab.baselines import ALL_CACHE_POLICIES
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.pricing.fit import FittedCosts, fit_profile

@@ -6,7 +6,8 @@ import dataclasses
 import statistics
 from typing import Literal
 
-from manylora.config import CacheConfig, ColdStartConfig, PolicyConfig
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora_lab.pricing.shapes import ALL_MODULES, shape_named
 from manylora_lab.reproduce.caraserve_cold import MEASURED_RATES, WORKERS
 from manylora_lab.reproduce.cells import PAGE_TOKENS

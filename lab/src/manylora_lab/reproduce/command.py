@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.provenance import Provenance
 from manylora_lab.reproduce.experiment import CLEAR, Device, Scale, Setup, show_progress
 from manylora_lab.reproduce.registry import EXPERIMENTS, experiment

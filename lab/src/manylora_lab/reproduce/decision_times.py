@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.residency import Residency
 from manylora.policy.tree import Node, PageKey, Residence
 

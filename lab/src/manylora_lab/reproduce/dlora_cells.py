@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from manylora.config import CacheConfig, MergeConfig, PolicyConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.solving import solving
 from manylora_lab.pricing.shapes import ModelShape, shape_named

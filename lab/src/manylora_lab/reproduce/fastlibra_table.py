@@ -12,7 +12,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.reproduce.cells import Cell, in_parallel
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.fastlibra_table_cases import COMPARED, HARDWARE, RatesFile, Table, table

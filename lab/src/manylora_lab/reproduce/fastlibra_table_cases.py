@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.reproduce.cells import MEASURED, REFERENCE, Cell
 from manylora_lab.reproduce.experiment import Setup
 from manylora_lab.reproduce.fastlibra_grid import (

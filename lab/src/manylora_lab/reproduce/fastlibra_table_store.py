@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.reproduce.cells import (
     REFERENCE,
     Cell,

@@ -11,7 +11,8 @@ import statistics
 
 import numpy as np
 
-from manylora.config import CacheConfig, MergeConfig, PolicyConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora_lab.pricing.costs import StepCosts, StepWork
 from manylora_lab.pricing.fit import fit_profile
 from manylora_lab.pricing.profile import Profile

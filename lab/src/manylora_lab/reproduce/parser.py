@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Literal
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 def add_parser(commands: Any) -> None:

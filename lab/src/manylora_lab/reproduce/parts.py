@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.provenance import ROOT, commit_of, tells_code
 from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.experiment import Setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora_lab.bench.closed_loop import BatchGate, LoopGate, LoopRequest, LoopResult, StaticGate
 from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.pricing.shapes import ModelShape, shape_named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from manylora.config import LoraSharding
+from manylora.config.sections import LoraSharding
 from manylora_lab.bench.closed_loop import LoopResult
 from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.pricing.shapes import shape_named

@@ -7,7 +7,7 @@ import itertools
 import random
 import statistics
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora_lab.pricing.shapes import shape_named
 from manylora_lab.reproduce.cells import HOST_POOL_BYTES, PAGE_TOKENS

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import AdapterAdded, Arrive, ClientCommand, Command, Emit, Finish, Reject, RunStep
+from manylora.protocol.commands import ClientCommand, Command, Emit, Finish, Reject, RunStep
+from manylora.protocol.events import AdapterAdded, Arrive
 from manylora.types import BASE, Request, SamplingParams
 from manylora_lab.bench.closed_loop import LoopGate, LoopRequest, LoopResult
 from manylora_lab.pricing.costs import StepCosts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.reproduce import (
     caraserve_assist,
     caraserve_cold_figures,

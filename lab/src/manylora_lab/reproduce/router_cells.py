@@ -10,7 +10,7 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.solving import solving
 from manylora_lab.pricing.costs import StepWork, prefill_pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora_lab.pricing.costs import StepWork, prefill_pairs
 from manylora_lab.reproduce.report import Row
 from manylora_lab.reproduce.s_lora_cells import (

@@ -10,7 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from manylora.config import CacheConfig, MergeConfig, PolicyConfig, QueueConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora_lab.pricing.costs import StepCosts, StepWork
 from manylora_lab.pricing.shapes import ModelShape, shape_named
 from manylora_lab.reproduce.report import Row

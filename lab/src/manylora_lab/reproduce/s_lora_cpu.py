@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.flags import build_settings
 from manylora_lab.bench.targets import EngineTarget, TargetRequest, open_engine
 from manylora_lab.reproduce.experiment import Setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from manylora.config import CacheConfig
+from manylora.config.policy import CacheConfig
 from manylora_lab.pricing.shapes import ATTENTION_MODULES
 from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import BarPanels

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
 
-from manylora.config import ADMISSIONS
+from manylora.config.policy import ADMISSIONS
 from manylora_lab.reproduce.cells import in_parallel
 from manylora_lab.reproduce.drawing import Matrix
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 
-from manylora.config import CacheConfig, PolicyConfig, QueueConfig
-from manylora.protocol import Admitted, Command, Emit
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.config.queueing import QueueConfig
+from manylora.protocol.commands import Admitted, Command, Emit
 from manylora_lab.reproduce.drawing import Curves
 from manylora_lab.reproduce.experiment import Experiment, GridResult, Setup
 from manylora_lab.reproduce.report import Headline, Row

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.policy.cache_policies import CachePolicy, Lru, Manylora
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -16,11 +16,12 @@ import collections
 import math
 from collections.abc import Hashable, Sequence
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora.policy.cache_policies import Manylora, OffloadWhereItPays, Signals
 from manylora.policy.tree import Node
 from manylora.policy.value import Rates, RealCost, RealHostCost, Value
-from manylora.protocol import Admitted, ClientCommand
+from manylora.protocol.commands import Admitted, ClientCommand
 from manylora.types import BASE, AdapterId
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.prompts import StreamTurns

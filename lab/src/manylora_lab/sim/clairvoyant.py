@@ -11,10 +11,10 @@ import collections
 import math
 from typing import NamedTuple
 
-from manylora.config import MergeConfig
+from manylora.config.merging import MergeConfig
 from manylora.policy.merging.choice import StepShape
 from manylora.policy.merging.times import StepSeconds
-from manylora.protocol import Command, EndSequence, RunStep
+from manylora.protocol.commands import Command, EndSequence, RunStep
 from manylora.types import BASE, AdapterId, SequenceId
 
 

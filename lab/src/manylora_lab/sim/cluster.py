@@ -14,10 +14,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from manylora.config import ConfigError, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
 from manylora.config.routing import RouterConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Command, Finish, Machine, SetTimer, Timer
+from manylora.protocol.commands import Command, Finish, Machine, SetTimer
+from manylora.protocol.events import Timer
 from manylora.protocol.routing import (
     Asked,
     AskReport,

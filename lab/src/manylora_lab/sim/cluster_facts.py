@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.protocol.routing import ReplicaFacts, StepPlane
 from manylora_lab.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora_lab.sim.device import Kernel

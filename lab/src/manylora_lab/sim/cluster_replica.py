@@ -9,23 +9,8 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from manylora.protocol import (
-    AdapterAdded,
-    Arrive,
-    ClientCommand,
-    Command,
-    Emit,
-    Event,
-    Finish,
-    Keep,
-    LetGo,
-    Machine,
-    Released,
-    Status,
-    StatusDue,
-    StepDone,
-    Timer,
-)
+from manylora.protocol.commands import ClientCommand, Command, Emit, Finish, Machine, Released, Status
+from manylora.protocol.events import AdapterAdded, Arrive, Event, Keep, LetGo, StatusDue, StepDone, Timer
 from manylora.protocol.routing import ReplicaId, ReplicaReport
 from manylora.types import BASE, AdapterId, Request, RequestId
 from manylora_lab.sim.front_end import FrontEnd, OpenRequest

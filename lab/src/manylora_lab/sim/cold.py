@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ConfigError
-from manylora.protocol import RunStep
+from manylora.config.declaring import ConfigError
+from manylora.protocol.commands import RunStep
 from manylora.types import CopyId
 from manylora_lab.pricing.cold import NO_GATES, CpuRates, GateLines, cpu_rates, gate_lines
 from manylora_lab.pricing.costs import StepCosts

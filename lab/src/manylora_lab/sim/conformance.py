@@ -40,9 +40,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Event
+from manylora.protocol.events import Event
 from manylora_lab.sim.recorded import RecordedLoop, Recording, Told, measured
 
 _SHOWN = 160

@@ -14,19 +14,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from manylora.config import MergeTimes
-from manylora.protocol import (
-    AdapterRead,
-    Command,
-    CopyDone,
-    EndSequence,
-    ReadAdapter,
-    RunStep,
-    SetMerged,
-    StepDone,
-    SwapPages,
-    SwitchDone,
-)
+from manylora.config.merging import MergeTimes
+from manylora.protocol.commands import Command, EndSequence, ReadAdapter, RunStep, SetMerged, SwapPages
+from manylora.protocol.events import AdapterRead, CopyDone, StepDone, SwitchDone
 from manylora.types import BASE, AdapterId, SequenceId
 from manylora_lab.pricing.costs import IDLE_S, StepCosts, prefill_pairs, step_work
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts, Landings, link_s

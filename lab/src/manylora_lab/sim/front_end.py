@@ -10,8 +10,10 @@ import collections
 import math
 from collections.abc import Sequence
 
-from manylora.config import ConfigError, PolicyConfig, QueueConfig
-from manylora.protocol import Admitted, ClientCommand, Emit, Finish, Ready, Reject
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
+from manylora.protocol.commands import Admitted, ClientCommand, Emit, Finish, Ready, Reject
 from manylora.protocol.hashing import prefix_hashes, reply_hashes
 from manylora.protocol.routing import Asked, Assign, Ended, ReplicaId
 from manylora.types import BASE, Request, RequestId

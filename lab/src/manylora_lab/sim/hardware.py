@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 GIB = 2**30
 

@@ -13,8 +13,16 @@ import hashlib
 import heapq
 from collections.abc import Iterable, Sequence
 
-from manylora.config import CacheConfig, PolicyConfig
-from manylora.protocol import Command, Emit, EndSequence, ReadAdapter, RunStep, SequenceStart, SwapPages
+from manylora.config.policy import CacheConfig, PolicyConfig
+from manylora.protocol.commands import (
+    Command,
+    Emit,
+    EndSequence,
+    ReadAdapter,
+    RunStep,
+    SequenceStart,
+    SwapPages,
+)
 from manylora.types import BASE, AdapterId, SequenceId
 from manylora_lab.pricing.costs import StepCosts
 from manylora_lab.sim.cold import NOTHING_COLD, ColdCosts

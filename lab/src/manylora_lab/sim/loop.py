@@ -12,20 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from manylora.protocol import (
+from manylora.protocol.commands import (
     CLIENT_COMMANDS,
     DEVICE_COMMANDS,
     ClientCommand,
     Command,
     Emit,
-    Event,
     Machine,
     Report,
-    ReportDue,
     SetTimer,
-    StepDone,
-    Timer,
 )
+from manylora.protocol.events import Event, ReportDue, StepDone, Timer
 from manylora.reports import Which
 
 _RANKS: dict[type[Event], int] = {Timer: 1, StepDone: 2}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from manylora.config import ConfigError, MergeConfig, MergeTimes, StepTimes
+from manylora.config.declaring import ConfigError
+from manylora.config.merging import MergeConfig, MergeTimes, StepTimes
 from manylora_lab.pricing.costs import StepCosts, StepWork, prefill_pairs
 from manylora_lab.pricing.profile import Profile
 from manylora_lab.sim.device import MergeCosts

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import ConfigError, LoraSharding
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import LoraSharding
 from manylora_lab.pricing.costs import StepWork
 from manylora_lab.pricing.fit import fit_exchanges
 from manylora_lab.pricing.profile import Profile

@@ -10,7 +10,7 @@ import collections
 import functools
 from collections.abc import Hashable, Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.types import AdapterId, Request, RequestId, SamplingParams
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest
 

@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Ask, Command, Event, RunStep, SetTimer, StepDone, Timer, ask_of
+from manylora.protocol.commands import Ask, Command, RunStep, SetTimer, ask_of
+from manylora.protocol.events import Event, StepDone, Timer
 from manylora_lab.sim.loop import VirtualLoop
 
 _TIMER: Ask = ("timer", 0)

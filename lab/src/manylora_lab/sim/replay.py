@@ -10,22 +10,13 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from manylora.config import ConfigError, PolicyConfig, QueueConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.queueing import QueueConfig
 from manylora.policy.cache_policies import CachePolicy, adapter_pages_limit
 from manylora.policy.replica import Replica
-from manylora.protocol import (
-    AdapterAdded,
-    Admitted,
-    Arrive,
-    ClientCommand,
-    Command,
-    Emit,
-    Event,
-    Finish,
-    Ready,
-    Reject,
-    Timer,
-)
+from manylora.protocol.commands import Admitted, ClientCommand, Command, Emit, Finish, Ready, Reject
+from manylora.protocol.events import AdapterAdded, Arrive, Event, Timer
 from manylora.reports import Counters
 from manylora.types import BASE, AdapterId, Request, RequestId
 from manylora_lab.pricing.costs import StepCosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.pricing.profile import Profile, load_profile, profile_of
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.pricing.costs import StepWork
 from manylora_lab.pricing.shapes import ModelShape
 from manylora_lab.sim.analytical import AnalyticalCosts

@@ -16,10 +16,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Arrive, Command, EndSequence, Event, Finish, LetGo, Released, RunStep
+from manylora.protocol.commands import Command, EndSequence, Finish, Released, RunStep
+from manylora.protocol.events import Abort, Arrive, Event, LetGo
 from manylora.router.fleet import Fleet
 from manylora.router.policies.policy import RoutingPolicy
 from manylora.router.replicas import ReplicaState

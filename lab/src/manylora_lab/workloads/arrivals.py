@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.terms import Form, Number, parse_term
 
 Process = Callable[[float, float, Random], list[float]]

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.interleaving import Arrival, next_turns
 from manylora_lab.workloads.stream import Encode, Piece, Stream, StreamRequest, in_order
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.rows import Number, RowType
 from manylora_lab.workloads.text_file import BadLine, TextFile
 from manylora_lab.workloads.traces import WHOLE, ReadOptions

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.popularity import MOST_ADAPTERS, MOST_RANK
 from manylora_lab.workloads.rows import Count, Number, Positive, RowType
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest, in_order

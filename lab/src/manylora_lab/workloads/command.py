@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 _EXAMPLES = """\
 examples:

@@ -14,7 +14,7 @@ from random import Random
 
 import msgspec
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads import extracts
 from manylora_lab.workloads.assembly import BYTES_PER_TOKEN, lone_request
 from manylora_lab.workloads.rows import Count, Number, Positive, RowType

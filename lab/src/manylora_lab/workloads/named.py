@@ -6,7 +6,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.chat import TRACES
 from manylora_lab.workloads.formats import FORMATS, WorkloadOptions, read_file
 from manylora_lab.workloads.scenarios import RANKS, SCENARIOS, scenario

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.assembly import NO_TIMES, TextPieces
 from manylora_lab.workloads.stream import Stream, StreamRequest, in_order
 from manylora_lab.workloads.text_file import BadLine, TextFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.describe import popularity_counts
 from manylora_lab.workloads.stream import Stream, prompt_tokens
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.terms import Form, Number, parse_term
 
 _FORMS = {

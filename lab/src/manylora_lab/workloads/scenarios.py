@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from random import Random
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads import extracts
 from manylora_lab.workloads.arrivals import check_load, from_gaps, parse_process
 from manylora_lab.workloads.assembly import BYTES_PER_TOKEN

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.arrivals import check_load
 from manylora_lab.workloads.assembly import Adapters, lone_request
 from manylora_lab.workloads.stream import Stream, StreamRequest, in_order

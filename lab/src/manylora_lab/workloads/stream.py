@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from random import Random
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.arrivals import parse_process
 from manylora_lab.workloads.popularity import Popularity, parse_ranks
 from manylora_lab.workloads.stream import Piece, Stream, StreamRequest

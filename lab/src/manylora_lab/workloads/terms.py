@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

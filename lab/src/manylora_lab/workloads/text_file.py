@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 Value = TypeVar("Value")
 

@@ -35,27 +35,8 @@ from manylora.executor.reading import Inspections
 from manylora.executor.worker import unheard
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.processes import is_stopped
-from manylora.protocol import (
-    AdapterRead,
-    Ask,
-    CopyDone,
-    DeviceCommand,
-    DeviceEvent,
-    EvictAdapter,
-    ExecutorLost,
-    ExecutorState,
-    ForgetAdapter,
-    InspectAdapter,
-    ReadAdapter,
-    ReportState,
-    RunStep,
-    StepDone,
-    StepResult,
-    SwapPages,
-    SwitchDone,
-    VerifyAdapter,
-    ask_of,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import DeviceEvent, ExecutorLost, ExecutorState, StepResult
 from manylora.types import AdapterId, CopyId
 
 _log = logging.getLogger(__name__)
@@ -145,10 +126,10 @@ class RankedExecutor:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
-        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
+        self._answers: dict[commands.Ask, dict[int, events.AdapterRead | events.CopyDone | events.SwitchDone]] = {}
         # Adapters that some ranks have brought and others have not: evicted before the next command.
         self._evictions: collections.deque[AdapterId] = collections.deque()
-        self._brings: dict[Ask, AdapterId] = {}  # what commands on their way bring to the device
+        self._brings: dict[commands.Ask, AdapterId] = {}  # what commands on their way bring to the device
         self._awaitable: set[CopyId] = set()  # on their way: steps may await them
         # Of those since the last step's end, and since the one before: which went well.
         self._answered: list[tuple[CopyId, bool]] = []
@@ -171,30 +152,30 @@ class RankedExecutor:
             if thread.ident is None:
                 thread.start()
 
-    def obey(self, command: DeviceCommand) -> None:
+    def obey(self, command: commands.DeviceCommand) -> None:
         """See Executor."""
         match command:
-            case ReportState():
+            case commands.ReportState():
                 self._report_state()
                 return
-            case InspectAdapter():
+            case commands.InspectAdapter():
                 found = self._inspections.inspect(command)
                 if found.ok:
                     spec = self._inspections.spec(command.adapter)
                     self._write(Learn(command.adapter, spec.to_json()))
                 self._tell(found)
                 return
-            case VerifyAdapter():
+            case commands.VerifyAdapter():
                 self._tell(self._inspections.verify(command))
                 return
-            case ForgetAdapter():
+            case commands.ForgetAdapter():
                 self._inspections.forget(command.adapter)
-            case SwapPages() if command.groups:
+            case commands.SwapPages() if command.groups:
                 self._awaitable.add(command.copy)
-            case ReadAdapter(tier="device") | SwapPages(to_device=True):
+            case commands.ReadAdapter(tier="device") | commands.SwapPages(to_device=True):
                 if command.adapter is not None:
-                    self._brings[ask_of(command)] = command.adapter
-            case RunStep():
+                    self._brings[commands.ask_of(command)] = command.adapter
+            case commands.RunStep():
                 with self._changed:
                     self._steps.append(_Step(command.step, time.perf_counter()))
         self._write(command)
@@ -261,7 +242,7 @@ class RankedExecutor:
         nothing itself, so it never keeps a rank from being heard."""
         with self._writing:
             while self._evictions:
-                self._send(EvictAdapter(self._evictions.popleft()))
+                self._send(commands.EvictAdapter(self._evictions.popleft()))
             self._send(command)
 
     def _send(self, command: object) -> None:
@@ -313,7 +294,7 @@ class RankedExecutor:
             case StepAnswer():
                 self._status[rank] = message.status
                 self._hear_step(rank, message)
-            case AdapterRead() | CopyDone() | SwitchDone():
+            case events.AdapterRead() | events.CopyDone() | events.SwitchDone():
                 self._hear_landed(rank, message)
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
@@ -352,7 +333,7 @@ class RankedExecutor:
         seconds, self._ended_s = now - max(step.began, self._ended_s), now
         answers = step.answers.values()
         spoilt = sorted({sequence for answer in answers for sequence in answer.spoilt})
-        done: StepDone = dataclasses.replace(
+        done: events.StepDone = dataclasses.replace(
             result.done,
             device_s=seconds,
             spoilt=tuple(spoilt),
@@ -360,10 +341,10 @@ class RankedExecutor:
         )
         return StepResult(done, result.logprobs, result.prompt_logprobs)
 
-    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone | SwitchDone) -> None:
+    def _hear_landed(self, rank: int, answer: events.AdapterRead | events.CopyDone | events.SwitchDone) -> None:
         """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
         it; a copy that steps may await when none does any more."""
-        ask = ask_of(answer)
+        ask = commands.ask_of(answer)
         answers = self._answers.setdefault(ask, {})
         answers[rank] = answer
         if len(answers) < len(self._ranks):
@@ -374,20 +355,20 @@ class RankedExecutor:
         worst = next((one for one in every if not one.ok), every[0])
         if not worst.ok and brought is not None and any(one.ok for one in every):
             self._evictions.append(brought)
-        if isinstance(worst, AdapterRead):
-            reads = [one for one in every if isinstance(one, AdapterRead)]
+        if isinstance(worst, events.AdapterRead):
+            reads = [one for one in every if isinstance(one, events.AdapterRead)]
             self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
-        elif isinstance(worst, SwitchDone):
-            self._tell_switched([one for one in every if isinstance(one, SwitchDone)])
+        elif isinstance(worst, events.SwitchDone):
+            self._tell_switched([one for one in every if isinstance(one, events.SwitchDone)])
         else:
-            slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
+            slowest = max(one.copy_s for one in every if isinstance(one, events.CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
             if worst.copy in self._awaitable:
                 self._awaitable.remove(worst.copy)
                 with self._changed:
                     self._answered.append((worst.copy, worst.ok))
 
-    def _tell_switched(self, every: list[SwitchDone]) -> None:
+    def _tell_switched(self, every: list[events.SwitchDone]) -> None:
         """Ranks restore their weights together; one whose weights are lost says so where others may not."""
         if len({one.ok for one in every}) > 1:
             wrong = next(one for one in every if not one.ok)

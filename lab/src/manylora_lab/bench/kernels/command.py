@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.kernels.settings import KERNELS, TABLES, KernelSettings
 
 _EXAMPLES = """\

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.kernels.settings import POPULARITIES
 from manylora_lab.bench.picture import check_plot
 

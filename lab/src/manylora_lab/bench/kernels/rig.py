@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import open_device
 from manylora.kernels.flashinfer_attention import AttentionShape
 from manylora.kernels.ops import AttentionRows, Ops, Weight

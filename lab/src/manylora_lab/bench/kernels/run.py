@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.bench.kernels import cases, lora, picture, sampling
 from manylora_lab.bench.kernels.measuring import Bench, first_line, show
 from manylora_lab.bench.kernels.rig import KernelCase, KernelRig

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora_lab.workloads.popularity import Popularity
 from manylora_lab.workloads.terms import suggestion
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.kernels.triton import decode_table, lora_plan, products
 from manylora_lab.bench.kernels import picture, tune_attention, tune_linear, tune_lora
 from manylora_lab.bench.kernels.measuring import Bench, show
