@@ -1,5 +1,4 @@
-"""Computes products with the base model's weights, by the library or, for some shapes of few tokens, our
-kernel.
+"""Computes products with the base model's weights, by the library or, for some shapes, by our kernel.
 
 Owns the format of the table of choices (``kernels/tuned/linear.json``), the choice for each (tokens, in,
 out), our kernel and its launch. The kernel's time goes into reading weights, of which every program reads an
