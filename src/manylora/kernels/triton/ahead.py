@@ -66,7 +66,7 @@ def notes_folder() -> Path:
 
 
 class CompileAhead:
-    """The compiler processes of one start, used by the thread that starts. ``close`` ends them."""
+    """The compiler processes of one start. Used by one thread, which ends the processes with ``close``."""
 
     def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
         self._most = min(most_processes, len(os.sched_getaffinity(0)) - 1)

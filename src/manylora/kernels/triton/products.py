@@ -152,7 +152,7 @@ _log = logging.getLogger(__name__)
 
 TABLE = Path(__file__).parents[1] / "tuned" / "linear.json"
 BUCKETS = (16, 32, 64, 128)
-"""The largest number of tokens in each bucket of one choice. Above the last, the library serves."""
+"""The largest number of tokens in each bucket, which has one choice. Above the last, the library serves."""
 
 OTHER_LIBRARY = "cublaslt"
 """torch's name of the library that serves only where a row of the table says so."""
