@@ -1,8 +1,8 @@
-"""Attention of long prompts by FlashInfer (Ye et al. 2025), where it is installed and was measured to be faster.
+"""Computes attention of long prompts by FlashInfer (Ye et al. 2025), where it is installed and faster.
 
-Owns: when it serves (see ``serving_prompts``), the planning of a step, and FlashInfer's compilation, which goes on
-beside the requests, on a thread of its own. Rows of one query, short prompts, windows, float32 and captured
-steps are our kernels'. Nothing else in manylora knows FlashInfer.
+Owns the decision when FlashInfer serves (``serving_prompts``), the planning of a step, and FlashInfer's
+compilation, which runs on a thread of its own while requests are served. Our kernel serves rows of one query,
+short prompts, windows, float32 and captured steps. Nothing else in manylora knows FlashInfer.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from manylora.kernels.triton.launch import upload
 from manylora.types import first_line
 
 LEAST_MEAN_QUERIES = 128
-"""The least mean length of a step's prompts. On an H200, FlashInfer's fa3 is faster than our kernel for prompts of
-256 tokens and more, and not for those of 64; nothing between was measured (not on record; ``manylora bench kernels
---tune attention`` compares the two)."""
+"""The least mean length, in tokens, of a step's prompts for FlashInfer to serve them. On an H200,
+FlashInfer's fa3 is faster than our kernel for prompts of 256 tokens and more, but not of 64; nothing between
+was measured (not on record; ``manylora bench kernels --tune attention`` compares the two)."""
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 RING = 3
 _FA2_WORKSPACE, _FA3_WORKSPACE = 128 * 2**20, 2**20
-"""Bytes for split contexts' partial sums, of which fa3 has none; the former is what FlashInfer recommends."""
+"""Bytes of workspace for partial sums of split contexts. FlashInfer advises fa2's; fa3 has no such sums."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """The heads of a model, all of whose layers are alike but for windows. ``full_layers``: some have none.
+    """The attention heads of a model whose layers differ in their windows only.
 
-    ``own_scale``: of scores, where it is not that of the heads' size; ``soft_cap``: of scores."""
+    ``full_layers``: whether some layers have no window. ``own_scale``: the scale of scores; None:
+    head_dim**-0.5. ``soft_cap``: the soft cap of scores; None: no cap."""
 
     heads: int
     kv_heads: int
@@ -61,11 +62,11 @@ class AttentionShape:
 
 
 def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> ComingPrompts | None:
-    """FlashInfer for prompts of this shape; None where our kernel serves them, for good.
+    """Return FlashInfer for prompts of this shape; None where our kernel serves them permanently.
 
-    Says which in one line of the log, perhaps later: compiling and trying out FlashInfer takes seconds where its
-    cache is warm, less than a start, and else a minute or more. Our kernel serves until then. ``wait_s``: to be
-    spent on that now, at most.
+    One line of the log says which, perhaps later. Compiling and trying out FlashInfer takes seconds with a
+    warm cache, less than a start, and otherwise a minute or more; our kernel serves until then. ``wait_s``:
+    the most seconds to wait for it here.
     """
     why_not = _why_not(shape)
     if why_not is not None:
@@ -77,7 +78,7 @@ def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float =
 
 
 class ComingPrompts:
-    """FlashInfer from when it is ready on, which a thread of its own brings about; our kernel until then."""
+    """FlashInfer as a thread makes it ready. Until then there are no plans, and our kernel serves."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self.has_failed = self._is_closed = False
@@ -88,16 +89,16 @@ class ComingPrompts:
         self._thread.start()
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
-        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
+        """Return the plan for the step's rows of several queries; None where our kernel must serve them."""
         prompts = self._prompts
         return None if prompts is None else prompts.plan(rows, page)
 
     def wait(self, wait_s: float | None = None) -> None:
-        """Return when it is ready or has failed, or after so many seconds."""
+        """Wait at most ``wait_s`` seconds, or without limit, until FlashInfer is ready or has failed."""
         self._thread.join(wait_s)
 
     def close(self) -> None:
-        """End the compiler, if it is still at work: it would go on after this process."""
+        """End FlashInfer's compiler if it is still running: it would outlive this process."""
         self._is_closed = True
         if self._thread.is_alive():
             for child in _children():
@@ -110,7 +111,7 @@ class ComingPrompts:
             backend, began = _backend(device), time.perf_counter()
             prompts = PromptAttention(shape, device, backend)
             prompts.try_out()
-        except Exception as error:  # its own errors, the compiler's, a broken installation's
+        except Exception as error:  # from FlashInfer, the compiler or a broken installation
             self.has_failed = True
             if self._is_closed:
                 return
@@ -138,7 +139,7 @@ def _why_not(shape: AttentionShape) -> str | None:
 
 
 def _backend(device: torch.device) -> str:
-    """FlashInfer's kernels for this device; raises RuntimeError where it has none."""
+    """Return the name of FlashInfer's kernels for this device. Raises RuntimeError where it has none."""
     major, minor = torch.get_device_module(device).get_device_capability(device)
     if major < 8:
         raise RuntimeError(f"there is no kernel for compute capability {major}.{minor}")
@@ -147,7 +148,7 @@ def _backend(device: torch.device) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedPrompts:
-    """The prompts of one step: tokens ``[first, last)`` of the batch and what lies between them."""
+    """The plan for one step's prompts, which are inside tokens ``[first, last)`` of the batch."""
 
     shape: AttentionShape
     wrapper: Any
@@ -157,7 +158,7 @@ class PlannedPrompts:
     def serves(
         self, q: torch.Tensor, scale: float, window: int | None, soft_cap: float | None = None
     ) -> bool:
-        """Whether a layer with this q ``[T, heads, head_dim]`` is what was planned for."""
+        """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these settings."""
         shape = self.shape
         return (
             window is None
@@ -175,17 +176,17 @@ class PlannedPrompts:
 
 
 class PromptAttention:
-    """FlashInfer on one device, for models of one shape. Plans are made and run in order on one stream."""
+    """FlashInfer on one device for one AttentionShape. Plans are made and run in order on one stream."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, backend: str) -> None:
-        """Raises whatever FlashInfer raises where it cannot serve."""
+        """Allocate the workspace and FlashInfer's wrappers. Raises whatever FlashInfer raises."""
         module: Any = importlib.import_module("flashinfer")
         self._shape = shape
         self._device = device
         size = _FA3_WORKSPACE if backend == "fa3" else _FA2_WORKSPACE
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        # A wrapper plans into pinned memory of its own, from which a copy goes out: the plan of a step may not
-        # overwrite that of one in flight.
+        # A wrapper writes its plan into its own pinned memory, from which it is copied to the device. RING
+        # wrappers take turns, so that a step's plan does not overwrite one that is still in flight.
         self._wrappers = [
             module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend) for _ in range(RING)
         ]
@@ -194,7 +195,7 @@ class PromptAttention:
         self._has_failed = False
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
-        """The plan for the step's rows of several queries; None where our kernel is to serve them."""
+        """Return the plan for the step's rows of several queries; None where our kernel must serve them."""
         length = np.diff(rows.query_start)
         prompts = np.flatnonzero(length > 1)
         if len(prompts) == 0 or length[prompts].mean() < LEAST_MEAN_QUERIES:
@@ -204,7 +205,7 @@ class PromptAttention:
         try:
             return self._plan(rows, prompts, page.page_tokens)
         except Exception as error:
-            # A step that needs more workspace than there is, say.
+            # For example, the step needs more workspace than there is.
             if not self._has_failed:
                 _log.warning("a step's prompts are left to our kernel: FlashInfer says %s", first_line(error))
             self._has_failed = True
@@ -212,7 +213,7 @@ class PromptAttention:
 
     def _plan(self, rows: AttentionRows, prompts: np.ndarray, page_tokens: int) -> PlannedPrompts:
         starts, ends = rows.query_start[prompts], rows.query_start[prompts + 1]
-        # FlashInfer's rows follow one another: tokens between two prompts are a row without keys.
+        # FlashInfer's rows are contiguous, so the tokens between two prompts become a row without keys.
         edges = np.unique(np.concatenate((starts, ends)))
         is_prompt = np.isin(edges[:-1], starts)
         context = np.zeros(len(is_prompt), dtype=np.int64)
@@ -243,7 +244,7 @@ class PromptAttention:
         return PlannedPrompts(shape, wrapper, int(edges[0]), int(edges[-1]))
 
     def try_out(self) -> None:
-        """Run once, which compiles. Raises whatever FlashInfer raises, RuntimeError where the result is wrong."""
+        """Run once, which compiles. Raises RuntimeError on a wrong result, or whatever FlashInfer raises."""
         shape, tokens = self._shape, LEAST_MEAN_QUERIES
         page = PageShape(1, 16, shape.kv_heads, shape.head_dim, shape.dtype.itemsize)
         sizes = (tokens // 16, 1, 2, 16, shape.kv_heads, shape.head_dim)
@@ -259,7 +260,7 @@ class PromptAttention:
 
 
 def _children() -> list[int]:
-    """Processes that any thread of this one has started."""
+    """Return the ids of the processes that any thread of this process has started."""
     found: list[int] = []
     for listed in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,14 +1,15 @@
-"""Compiled loops: how Numba compiles them for all rooms, and those of the operations on a CPU.
+"""Compiles loops with Numba for all packages, and holds the loops of the operations on a CPU.
 
-Numba compiles a loop on first use and keeps it on disk where that can be. A loop runs on its caller's thread,
-without the GIL. The operations' loops read keys, values and adapter rows where they lie in the pool, so a step
-moves each byte once and no copy of an adapter exists anywhere.
+Numba compiles a loop at its first use and caches it on disk where it can write. A loop runs on its caller's
+thread, without the GIL. The operations' loops read keys, values and adapter rows directly from the pool, so a
+step moves each byte once and no copy of an adapter exists anywhere.
 
-Their arrays are numpy views of tensors and contiguous, or the inner loops would not vectorise (nor would they
-with offsets that might be negative, hence the slices). Where rows are strided (q, k, v are parts of one
-product) the array is flat and has its row stride beside it. ``pool`` is flat, of float32 or of bfloat16 as
-int16; all else is float32. Knows nothing of plans or torch; ``cpu`` calls these loops. The last ones are those of
-CPU LoRA's threads (``executor.cpu_lora``), whose pool may be float16, too, as uint16.
+These loops' arrays are contiguous numpy views of tensors, because the inner loops would not vectorise
+otherwise. They use slices, because offsets that might be negative would also prevent vectorising. Where rows
+are strided (q, k and v are parts of one product), the array is flat and its row stride is a separate
+argument. ``pool`` is flat, of float32 or of bfloat16 as int16; floating-point arrays are otherwise float32.
+The module knows nothing of plans or torch; ``cpu`` calls these loops. The loops at the end are for CPU LoRA's
+threads (``executor.cpu_lora``), whose pool may also be float16, as uint16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 class _Reporter(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Tells the process's meter when Numba compiles: also later, for arguments of new types."""
+    """A listener that reports Numba's compilation to the process's meter.
+
+    Compilation also happens later, for arguments of new types.
+    """
 
     def on_start(self, _: event.Event) -> None:
         PREPARATION.begin()
@@ -42,29 +46,31 @@ event.register("numba:compile", _Reporter())
 
 
 def loop(function: Loop) -> Loop:
-    """Compiled, without the GIL, and without looking at the bounds of arrays."""
+    """Compile the function to run without the GIL and without bounds checks."""
     return _compiled(function)
 
 
 def fast_loop(function: Loop) -> Loop:
-    """The same, where sums of floats may be taken in any order."""
+    """Compile the function as ``loop`` does, with sums of floats in any order."""
     return _compiled(function, fastmath=True)
 
 
 def _compiled(function: Loop, **more: Any) -> Loop:
     try:
         return cast(Loop, numba.njit(**_OPTIONS, **more, cache=True)(function))
-    except RuntimeError:  # there is no folder that may be written to
+    except RuntimeError:  # no cache folder is writable
         return cast(Loop, numba.njit(**_OPTIONS, **more)(function))
 
 
 def _wide(stored: Any) -> Any:
-    """A number of the pool as float32. An int16 is a bfloat16: a float32's upper half. An uint16 is a finite
-    float16."""
+    """Return a number of the pool as float32. An int16 holds a bfloat16, the upper half of a float32.
+
+    A uint16 holds a finite float16.
+    """
 
 
 def _wide_half(stored: Any) -> Any:
-    # Exponent and fraction move to a float32's places; exponents are 112 less there.
+    # Move exponent and fraction to their places in a float32, whose exponent has a bias larger by 112.
     bits = np.uint32(stored)
     wide = np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
     return -wide if bits & np.uint32(0x8000) else wide
@@ -85,9 +91,10 @@ _LN_2 = np.float32(0.6931471805599453)
 
 @fast_loop
 def _exp(value: Any) -> Any:
-    """exp(value) for a float32 value <= 0, relative error below 2e-7.
+    """Return exp(value) for a float32 value <= 0, with a relative error below 2e-7.
 
-    A polynomial on [-ln2/2, ln2/2] and the exponent written as bits: libm's exp does not vectorise.
+    The result is a polynomial on [-ln2/2, ln2/2] with the exponent written as bits: libm's exp does not
+    vectorise.
     """
     z = max(value * _LOG2_E, np.float32(-126.0))
     n = np.float32(math.floor(z + np.float32(0.5)))
@@ -109,7 +116,7 @@ def _attend_head(
     pool: np.ndarray, keys: int, page_stride: int, page_tokens: int, token_stride: int, pages: np.ndarray,
     begin: int, end: int, scale: float, soft_cap: float, scores: np.ndarray,
 ) -> None:  # fmt: skip
-    """One key head of one query token: the query heads that share it, over positions [begin, end)."""
+    """Attend from one query token to positions [begin, end), for the query heads that share one key head."""
     value_shift = page_tokens * token_stride
     for position in range(begin, end):
         at = keys + pages[position // page_tokens] * page_stride + (position % page_tokens) * token_stride
@@ -155,11 +162,12 @@ def attend(
     lengths: np.ndarray, page_table: np.ndarray, window: int, scale: float, soft_cap: float,
     scores: np.ndarray,
 ) -> None:  # fmt: skip
-    """Attention of single query tokens. q: rows of heads * D; out [T, heads * D], written for ``tokens`` only.
+    """Compute the attention of single query tokens into ``out`` [T, heads * D], for ``tokens`` only.
 
-    ``tokens``, ``lengths`` int64 [R]: a query's place in the batch and its context, itself included;
-    ``page_table`` int32 [R, W]; ``layer_keys``: where the layer's keys begin in a page; ``window``,
-    ``soft_cap``: 0 for none; ``scores`` float32 [heads / kv_heads, longest] is scratch.
+    ``q``: rows of heads * D, ``q_stride`` elements apart. ``tokens``, ``lengths`` int64 [R]: a query's place
+    in the batch, and its context length including itself. ``page_table`` int32 [R, W]. ``layer_keys``: offset
+    of the layer's keys in a page. ``window``, ``soft_cap``: 0 for none. ``scores`` float32 [heads / kv_heads,
+    longest context] is scratch.
     """
     shared = heads // kv_heads
     for row in range(tokens.shape[0]):
@@ -176,7 +184,7 @@ def attend(
 
 @fast_loop
 def _run_end(cells: np.ndarray, first: int, stop: int, cell: int) -> int:
-    """The end of the run of cells from ``first`` that lie side by side in the pool."""
+    """Return the end of the run of cells from ``first`` on that are contiguous in the pool."""
     end = first + 1
     while end < stop and cells[end] == cells[end - 1] + cell:
         end += 1
@@ -188,13 +196,13 @@ def _shrink(
     x: np.ndarray, start: int, stop: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
     rank: int, cell: int, shrunk: np.ndarray, scale: np.float32,
 ) -> None:  # fmt: skip
-    """shrunk[t - start, j] = scale * x[t] . A[j], four tokens at a time, each row of A read once for them."""
+    """Compute shrunk[t - start, j] = scale * x[t] . A[j], four tokens for each read of a row of A."""
     width = x.shape[1]
     a_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * a_cells
         for t in range(start, stop, 4):
-            # Past the end the last token is computed again: cheaper than a branch inside the loop.
+            # Past the end, the last token is computed again, which is cheaper than a branch inside the loop.
             t1, t2, t3 = min(t + 1, stop - 1), min(t + 2, stop - 1), min(t + 3, stop - 1)
             s0, s1, s2, s3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
             c = row
@@ -222,7 +230,7 @@ def _expand(
     y: np.ndarray, start: int, stop: int, column: int, width: int, pool: np.ndarray, offset: int,
     cells: np.ndarray, first: int, rank: int, cell: int, shrunk: np.ndarray,
 ) -> None:  # fmt: skip
-    """y[t, column:column + width] += shrunk[t - start] @ B, a row of B at a time."""
+    """Add shrunk[t - start] @ B to y[t, column:column + width], one row of B at a time."""
     b_cells = (width + cell - 1) // cell
     for j in range(rank):
         row = first + j * b_cells
@@ -245,11 +253,11 @@ def shrink_lora(
     x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
     stops: np.ndarray, records: np.ndarray, scales: np.ndarray, shrunk: np.ndarray,
 ) -> None:  # fmt: skip
-    """scale * (x[t] A_p) of every token t of every item and every projection p, one after another in ``shrunk``.
+    """Compute scale * (x[t] A_p) for every item's tokens t and every projection p.
 
-    ``starts``, ``stops`` int64 [N]: each item's tokens; ``records`` int64 [N, P, 3] and ``scales`` float32
-    [N, P] as in LoraSegments, of one group's projections and one layer; ``offset``: the layer's, in elements;
-    ``shrunk`` float32 [sum of tokens * ranks].
+    ``starts``, ``stops`` int64 [N]: each item's tokens. ``records`` int64 [N, P, 3] and ``scales`` float32
+    [N, P] are as in LoraSegments, for one group's projections and one layer. ``offset``: the layer's offset
+    in elements. ``shrunk`` float32 [sum of tokens * ranks]: a block for each item and projection, in order.
     """
     begin = 0
     for item in range(starts.shape[0]):
@@ -269,9 +277,9 @@ def expand_lora(
     y: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int, starts: np.ndarray,
     stops: np.ndarray, records: np.ndarray, first_column: int, columns: np.ndarray, shrunk: np.ndarray,
 ) -> None:  # fmt: skip
-    """y[t, columns of p] += shrunk B_p, of what ``shrink_lora`` of the same items has written.
+    """Add shrunk B_p to y[t, columns of p], where ``shrink_lora`` has written ``shrunk`` for the same items.
 
-    ``columns`` int64 [P + 1]: where each projection's begin; the first of them is ``first_column`` of y.
+    ``columns`` int64 [P + 1]: the first column of each projection and the end, from ``first_column`` of y on.
     """
     begin = 0
     for item in range(starts.shape[0]):
@@ -292,7 +300,7 @@ def store_kv(
     pool: np.ndarray, layer_keys: int, page_stride: int, page_tokens: int, k: np.ndarray, k_stride: int,
     v: np.ndarray, v_stride: int, width: int, slots: np.ndarray,
 ) -> None:  # fmt: skip
-    """k, v (rows of ``width`` = kv_heads * D) to their slots of a layer."""
+    """Store k and v, rows of ``width`` = kv_heads * D, in their slots of a layer."""
     for t in range(slots.shape[0]):
         page, place = slots[t] // page_tokens, slots[t] % page_tokens
         at = page * page_stride + layer_keys + place * width
@@ -305,7 +313,7 @@ def store_kv(
 def rotate_in_place(
     x: np.ndarray, x_stride: int, heads: int, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray
 ) -> None:
-    """Rotary embedding of rows of heads * D by cos, sin [positions, D / 2]; two halves, not interleaved."""
+    """Rotate rows of heads * D by cos, sin [positions, D / 2]; two halves, not interleaved."""
     half = cos.shape[1]
     for t in range(positions.shape[0]):
         at = positions[t]
@@ -320,7 +328,7 @@ def rotate_in_place(
 
 @fast_loop
 def add_norm(x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """residual += x; out = residual / rms(residual) * weight. All [T, hidden]."""
+    """Compute residual += x; out = residual / rms(residual) * weight. All but ``weight`` are [T, hidden]."""
     width = x.shape[1]
     for t in range(x.shape[0]):
         total = np.float32(0.0)
@@ -335,13 +343,13 @@ def add_norm(x: np.ndarray, residual: np.ndarray, weight: np.ndarray, eps: float
 
 @fast_loop
 def gate(gate_up: np.ndarray, out: np.ndarray) -> None:
-    """out = silu(gate) * up for gate_up [T, 2 I]."""
+    """Compute out = silu(gate) * up for gate_up [T, 2 I]."""
     width = out.shape[1]
     for t in range(out.shape[0]):
         first, second, row = gate_up[t, :width], gate_up[t, width:], out[t]
         for i in range(width):
             g = first[i]
-            # sigmoid from exp(-|g|), which cannot overflow.
+            # The sigmoid is computed from exp(-|g|), which cannot overflow.
             e = _exp(-abs(g))
             top = np.float32(1.0) if g >= 0 else e
             row[i] = g * top / (np.float32(1.0) + e) * second[i]
@@ -350,15 +358,15 @@ def gate(gate_up: np.ndarray, out: np.ndarray) -> None:
 # ---------------------------------------------------------------- threads that compute cold rows
 
 POSTED, ABANDONED = 0, 1
-"""Words of the first row: jobs that were posted, of all steps, and the last step whose jobs are worth nothing."""
+"""Words of the first row: the number of jobs posted in all steps, and the last step that was abandoned."""
 DONE, BUSY_NS, ENDED = 0, 1, 2
-"""Words of each thread's row: jobs that it has computed, for how long, and the last step that it has left."""
+"""Words of each thread's row: its last computed job, nanoseconds spent on all jobs, the last step it left."""
 
 _SPIN_NS = 200_000
 _PAUSE_US = 30
 _MONOTONIC = 1
 _ROWS, _COLUMNS = 8, 1024
-"""Rows of A or B that are widened at a time, and about so many numbers of each: they stay in the first cache."""
+"""Rows of A or B that are widened at a time, and about how many numbers of each: they fit the L1 cache."""
 
 _clock_gettime = numba.types.ExternalFunction(
     "clock_gettime", numba.types.int32(numba.types.int32, numba.types.intp)
@@ -368,7 +376,7 @@ _usleep = numba.types.ExternalFunction("usleep", numba.types.int32(numba.types.u
 
 
 def _word_at(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
-    """A pointer to ``words[row, place]``."""
+    """Return a pointer to ``words[row, place]``."""
     words = cgutils.create_struct_proxy(kinds[0])(context, builder, value=values[0])
     strides = cgutils.unpack_tuple(builder, words.strides)
     shape = cgutils.unpack_tuple(builder, words.shape)
@@ -380,7 +388,7 @@ def _word_at(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
 
 @numba.extending.intrinsic  # type: ignore[untyped-decorator]
 def _load(_: Any, words: Any, row: Any, place: Any) -> Any:
-    """``words[row, place]`` as it is now, whoever writes it; what is read after it is no older."""
+    """Load ``words[row, place]`` atomically, with acquire order: later reads see no older values."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(_word_at(context, builder, signature.args, values), "acquire", 8)
@@ -390,7 +398,7 @@ def _load(_: Any, words: Any, row: Any, place: Any) -> Any:
 
 @numba.extending.intrinsic  # type: ignore[untyped-decorator]
 def _store(_: Any, words: Any, row: Any, place: Any, number: Any) -> Any:
-    """``words[row, place] = number``, once all that was written before is there."""
+    """Store ``number`` in ``words[row, place]`` atomically, with release order: after all earlier writes."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         number = context.cast(builder, values[3], signature.args[3], numba.types.int64)
@@ -402,14 +410,14 @@ def _store(_: Any, words: Any, row: Any, place: Any, number: Any) -> Any:
 
 @loop
 def _now(clock: np.ndarray) -> int:
-    """Nanoseconds of a clock that never goes back. ``clock`` int64 [2] is scratch."""
+    """Return the nanoseconds of a monotonic clock. ``clock`` int64 [2] is scratch."""
     _clock_gettime(_MONOTONIC, clock.ctypes.data)
     return int(clock[0] * 1_000_000_000 + clock[1])
 
 
 @loop
 def _rest(waited_ns: int) -> None:
-    """Let others run: at first for a moment, then for longer ones."""
+    """Let other threads run: yield the core in the first ``_SPIN_NS`` of a wait, then sleep ``_PAUSE_US``."""
     if waited_ns < _SPIN_NS:
         _sched_yield()
     else:
@@ -418,7 +426,7 @@ def _rest(waited_ns: int) -> None:
 
 @loop
 def set_word(words: np.ndarray, row: int, place: int, number: int) -> None:
-    """See ``_store``."""
+    """Store ``number`` in ``words[row, place]`` after all earlier writes."""
     _store(words, row, place, number)
 
 
@@ -426,8 +434,10 @@ def set_word(words: np.ndarray, row: int, place: int, number: int) -> None:
 def await_words(
     words: np.ndarray, count: int, place: int, number: int, most_ns: int, clock: np.ndarray
 ) -> int:
-    """Wait until this word of each of the first ``count`` threads is at least ``number``: for how many
-    nanoseconds. -1: it would have been more than ``most_ns``."""
+    """Wait until word ``place`` of each of the first ``count`` threads is at least ``number``.
+
+    Returns the nanoseconds waited, or -1 after more than ``most_ns``.
+    """
     began, row = _now(clock), 1
     while True:
         while row <= count and _load(words, row, place) >= number:
@@ -442,7 +452,7 @@ def await_words(
 
 @fast_loop
 def _widen(pool: np.ndarray, offset: int, cells: np.ndarray, first: int, cell: int, into: np.ndarray) -> None:
-    """A part of a row, whose cells begin at ``first``, as float32."""
+    """Convert a part of a row to float32 in ``into``; the part's cells begin at entry ``first``."""
     for low in range(0, into.shape[0], cell):
         target = into[low : low + cell]
         at = cells[first] + offset
@@ -457,7 +467,7 @@ def _shrink_cold(
     x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, first: int, rank: int, cell: int,
     part: np.ndarray, shrunk: np.ndarray,
 ) -> None:  # fmt: skip
-    """shrunk[t, j] += x[t] . A[j], four tokens and two rows of A at a time."""
+    """Add x[t] . A[j] to shrunk[t, j], four tokens and two rows of A at a time."""
     last, width = x.shape[0] - 1, x.shape[1]
     a_cells, step = (width + cell - 1) // cell, max(1, _COLUMNS // cell)
     for c in range(0, a_cells, step):
@@ -467,7 +477,7 @@ def _shrink_cold(
             for k in range(count):
                 _widen(pool, offset, cells, first + (j + k) * a_cells + c, cell, part[k, : high - low])
             for t in range(0, last + 1, 4):
-                # Past the end the last token is computed again: cheaper than a branch inside the loop.
+                # Past the end, the last token is computed again: cheaper than a branch inside the loop.
                 t1, t2, t3 = min(t + 1, last), min(t + 2, last), min(t + 3, last)
                 x0, x1, x2, x3 = x[t, low:high], x[t1, low:high], x[t2, low:high], x[t3, low:high]
                 for k in range(0, count, 2):
@@ -495,7 +505,9 @@ def _expand_cold(
     y: np.ndarray, column: int, width: int, pool: np.ndarray, offset: int, cells: np.ndarray, first: int,
     rank: int, cell: int, part: np.ndarray, shrunk: np.ndarray,
 ) -> None:  # fmt: skip
-    """y[t, column:column + width] += shrunk[t] @ B, eight rows of B at a time; shrunk is 0 past the rank."""
+    """Add shrunk[t] @ B to y[t, column:column + width], eight rows of B at a time.
+
+    ``shrunk`` is 0 past the rank."""
     b_cells, step = (width + cell - 1) // cell, max(1, _COLUMNS // cell)
     for c in range(0, b_cells, step):
         low, high = c * cell, min((c + step) * cell, width)
@@ -524,7 +536,7 @@ def compute_cold(
     records: np.ndarray, scales: np.ndarray, cells: np.ndarray, cell: int, slab: int, pool: np.ndarray,
     rows: np.ndarray, results: np.ndarray,
 ) -> None:  # fmt: skip
-    """One job of ``serve_cold``."""
+    """Compute one job of ``serve_cold``: projections [first_p, end_p) of a layer, for all ``slices``."""
     width = columns[end_p - 1, 0] + columns[end_p - 1, 1]
     part = np.empty((_ROWS, max(_COLUMNS, cell)), np.float32)
     for own in range(slices.shape[0]):
@@ -553,13 +565,14 @@ def serve_cold(
     slices: np.ndarray, columns: np.ndarray, records: np.ndarray, scales: np.ndarray, cells: np.ndarray,
     cell: int, slab: int, pool: np.ndarray, rows: np.ndarray, results: np.ndarray,
 ) -> None:  # fmt: skip
-    """A thread's part of a step: compute its slices of each job once that is posted, until all are done or the
-    step is abandoned. ``own``: the thread's row of ``words``.
+    """Compute a thread's slices of a step's jobs, each job once it is posted.
 
-    ``jobs`` int64 [J, 2]: layer and group. ``groups`` int64 [G, 3]: input's width, the first projection and the
-    end of them. ``slices`` int64 [S, 3]: adapter, first row and end. ``columns`` int64 [P, 2]: where a
-    projection's results begin in the group's, and how many. ``records`` int64 [N, P, 3] and ``scales`` float32
-    [N, P, L]: as LoraSegments has them. ``rows`` have the pool's type; both are flat, and so are ``results``.
+    Ends when all jobs are done or the step is abandoned. ``own``: the thread's row of ``words``.
+    ``first_job``: the number of jobs posted before this step. ``jobs`` int64 [J, 2]: layer and group.
+    ``groups`` int64 [G, 3]: width of the input, first projection, end of the projections. ``slices`` int64
+    [S, 3]: adapter, first row, end. ``columns`` int64 [P, 2]: first column and number of columns of a
+    projection's results in its group's. ``records`` int64 [N, P, 3] and ``scales`` float32 [N, P, L] are as
+    in LoraSegments. ``pool``, ``rows`` and ``results`` are flat; ``rows`` has the pool's type.
     """
     clock = np.empty(2, np.int64)
     for place in range(jobs.shape[0]):

@@ -1,4 +1,4 @@
-"""Which implementation of the operations serves a device."""
+"""Chooses the implementation of the operations for a device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from manylora.kernels.ops import Ops
 def compiling_ahead(
     device: torch.device,
 ) -> Iterator[Callable[[Sequence[Callable[[], object]], int], bool] | None]:
-    """Where kernels are compiled when they are first launched: what compiles those of a start's steps ahead, side
-    by side (``CompileAhead.rehearse``). Its processes end with the context."""
+    """Yield ``CompileAhead.rehearse``, which compiles the kernels of a start's steps in several processes.
+
+    The processes end with the context. Yields None for device types other than CUDA.
+    """
     if device.type != "cuda":
         yield None
         return
@@ -34,10 +36,11 @@ def ops_for(
     *,
     attention: AttentionShape | None = None,
 ) -> Ops:
-    """The operations to serve with on the device; Triton is imported only where it is wanted.
+    """Return the operations for the device. Triton is imported only for CUDA.
 
-    ``attention``: the heads of the one model that will be served, for which the faster kernels are chosen on CUDA
-    and compiled now; None: choices that hold for any.
+    ``attention``: the heads of the one model to serve. On CUDA, the fastest kernels are chosen for them, and
+    FlashInfer's compilation starts now where it is among these. None: choices that work for any model. Raises
+    ValueError for device types other than cpu and cuda.
     """
     if device.type == "cpu":
         from manylora.kernels.cpu import CpuOps

@@ -1,8 +1,9 @@
-"""Compiles kernels ahead of their first launch, side by side in processes of its own.
+"""Compiles kernels before their first launch, in several processes at once.
 
-Which kernels a start needs is found by rehearsing its steps: a launch whose kernel is not loaded yet is left out
-and noted. What was compiled is found in Triton's cache when the steps really run; a note beside it says so to
-later starts, which then rehearse a few steps only. Does not know what the steps compute.
+A start finds the kernels that it needs by rehearsing its steps: the launch of a kernel that is not loaded yet
+is skipped, and the kernel is ordered from a process. When the steps really run, they find the compiled
+kernels in Triton's cache. A note in the cache marks each compiled kernel, so a later start rehearses only a
+few steps. The module does not know what the steps compute.
 """
 
 from __future__ import annotations
@@ -28,26 +29,31 @@ from manylora.devices.preparation import PREPARATION
 from manylora.types import first_line
 
 LEAST_PROCESSES, MOST_PROCESSES = 2, 12
-"""Each takes seconds to begin: with fewer, compiling one after the other is as fast; more wait for each other."""
+"""Bounds on the number of compiler processes. A process takes seconds to start, so one alone saves no time
+over compiling in line; more than twelve wait for each other."""
 
 _KEPT = "manylora-compiled"
-"""The folder in Triton's cache that holds the notes."""
+"""Name of the folder in Triton's cache that holds the notes of compiled kernels."""
 
 _WAIT_S = 180.0
-"""For all processes together; what is not compiled by then is compiled when it is launched."""
+"""Seconds to wait for all processes together. Kernels not compiled by then are compiled at their launch."""
 
 _log = logging.getLogger(__name__)
 
 
 class Missing(NamedTuple):
-    """A kernel called in a new way, as ``compiler_process`` takes it, and the name of its note."""
+    """A kernel variant to compile: its ``order`` for ``compiler_process``, and its note's file name."""
 
     order: str
     note: str
 
 
 def missing(function: Any, module: str, name: str, data: str) -> Missing:
-    """Of a call that Triton tells its hooks of. Where ``data`` is what ``JITFunction.preload`` reads."""
+    """Return the order and the note for a kernel call that Triton has reported to its hooks.
+
+    ``module`` and ``name`` are the function's; ``data`` describes the call in the form that
+    ``JITFunction.preload`` reads.
+    """
     target = triton.runtime.driver.active.get_current_target()
     kind = (target.backend, target.arch, target.warp_size)
     key = json.dumps([triton.__version__, function.cache_key, *kind, data])
@@ -60,7 +66,7 @@ def notes_folder() -> Path:
 
 
 class CompileAhead:
-    """For one start; used by its thread. ``close`` ends the processes."""
+    """The compiler processes of one start. Used by one thread, which ends the processes with ``close``."""
 
     def __init__(self, most_processes: int = MOST_PROCESSES) -> None:
         self._most = min(most_processes, len(os.sched_getaffinity(0)) - 1)
@@ -73,10 +79,12 @@ class CompileAhead:
         self._error = ""
 
     def rehearse(self, steps: Sequence[Callable[[], object]], num_telling: int) -> bool:
-        """Compile what these steps lack, and return when that is done. Where the first ``num_telling`` lack
-        nothing, the others are not looked at. Whether anything was compiled.
+        """Compile the kernels that these steps lack, wait for them, and return whether any was compiled.
 
-        Steps are run without the launches of kernels that are not loaded, so their results are worth nothing.
+        Steps run without the launches of kernels that are not loaded, so their results are meaningless. If no
+        call has ordered a kernel by the time the first ``num_telling`` steps have run, the other steps are
+        skipped. Returns False at once where processes or Triton's cache are missing, and False after any
+        error: kernels are then compiled when they are launched. The wait ends after ``_WAIT_S`` seconds.
         """
         if self._most < LEAST_PROCESSES or not knobs.cache.dir:
             return False
@@ -90,9 +98,7 @@ class CompileAhead:
                     step()
             with PREPARATION.running():
                 self._wait()
-        except (
-            Exception
-        ) as error:  # another Triton than we know, say: everything is compiled when it is launched
+        except Exception as error:  # for example, an unknown version of Triton
             _log.warning("kernels are compiled one by one: %s", first_line(error))
             return False
         if (count := self._num_compiled - before) or self._error:
@@ -106,7 +112,7 @@ class CompileAhead:
         return count > 0
 
     def close(self) -> None:
-        """Idempotent."""
+        """Kill the processes and join the threads. May be called again."""
         processes, self._processes = self._processes, []
         for process in processes:
             process.kill()
@@ -156,7 +162,7 @@ class CompileAhead:
             thread.start()
 
     def _serve(self, process: subprocess.Popen[str]) -> None:
-        """Give one process what is left, until nothing more will come."""
+        """Send orders to one process, one at a time, until ``close`` ends the queue."""
         assert process.stdin is not None
         assert process.stdout is not None
         while (wanted := self._orders.get()) is not None:

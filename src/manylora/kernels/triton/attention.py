@@ -1,17 +1,17 @@
-"""The Triton kernel for attention over paged keys and values: rows of one query and prompts in one launch.
+"""Computes attention over paged keys and values in one Triton launch, for rows of one query and for prompts.
 
-The host cuts the rows into tiles of neighbouring queries, and long contexts of tiles into pieces
-(``attention_plan``). A program takes one piece and one key head; the HEADS query heads that share it stand side
-by side with the queries as rows of the tensor-core product. A tile of one query takes as few rows as tensor cores
-allow, so that it reads as fast as memory can; a tile of several fills them. Pieces of a tile are joined, in order,
-by the program that arrives last (flash-decoding), so results do not depend on timing and no second launch is
-needed. A record of 8 int32 per piece:
+The host cuts each row into tiles of neighbouring queries, and a tile with a long context into pieces of that
+context (``attention_plan``). A program takes one piece and one key head. The rows of its tensor-core product
+are the tile's queries times the HEADS query heads that share the key head. A tile of one query takes as few
+rows as tensor cores allow, so memory bandwidth is its only limit; a tile of several queries fills the rows.
+The program that finishes last joins the pieces of its tile, in order (flash-decoding). So results do not
+depend on timing, and no second launch is needed. Each piece has a record of 8 int32:
 
     0 first entry in the page table   1 first token   2 tokens, 0: no piece   3 position of the first query
     4 number of the piece   5 pieces of the tile   6 first place of its partial results   7 its counter
 
-Everything that changes from step to step is in device memory: a launch may be captured and replayed with other
-rows. Slots past the context, and pages outside the window, are never loaded: stale bytes cannot reach a result.
+All that changes from step to step is in device memory, so a captured launch can be replayed with other rows.
+Slots past the context and pages outside the window are never loaded, so stale bytes cannot reach a result.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -58,13 +58,16 @@ def attend_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (pieces * TILE / BLOCK_Q, kv_heads), or the other way round where TILE > 1: then the first records'
-    work begins first, in all heads. ``out`` [T, heads, DIM]; a tile without context gets zeros.
+    """Compute every tile's attention into ``out`` [T, heads, DIM]; a tile without context gets zeros.
 
-    float32 ``partial`` [places, heads, DIM] and ``statistics`` [places, heads, 2] (largest exponent, sum);
-    ``arrivals`` int32 [counters, TILE / BLOCK_Q, kv_heads] is zero before and after. BLOCK_N and STAGES are for
-    tiles of one query, TILE_BLOCK_N and TILE_STAGES for others; ``scale_log2`` is positive. CAPPED: it is the soft
-    cap's, and scores times ``before_cap`` are what the cap's tanh is taken of."""
+    The grid is (pieces * TILE / BLOCK_Q, kv_heads). Where TILE > 1 its axes are swapped, so that programs of
+    the first records start first, for all heads.
+
+    ``partial`` float32 [places, heads, DIM] and ``statistics`` float32 [places, heads, 2] (largest exponent,
+    sum) hold partial results. ``arrivals`` int32 [counters, TILE / BLOCK_Q, kv_heads] is zero before and
+    after. BLOCK_N and STAGES are for tiles of one query, TILE_BLOCK_N and TILE_STAGES for others.
+    ``scale_log2``, the scores' scale times log2(e), is positive. CAPPED: ``scale_log2`` is the soft cap times
+    log2(e), and a score times ``before_cap`` is the argument of the cap's tanh."""
     PARTS: tl.constexpr = TILE // BLOCK_Q
     if TILE == 1:
         program, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -183,7 +186,7 @@ def _attend(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program's work: queries ``part * BLOCK_Q`` to at most BLOCK_Q more of the record's tile."""
+    """Compute one program's share: at most BLOCK_Q of the tile's queries, from ``part * BLOCK_Q`` on."""
     BLOCK_M: tl.constexpr = max(16, BLOCK_Q * HEADS_PADDED)
     table = page_table + tl.load(record)
     skipped = part * BLOCK_Q
@@ -196,7 +199,7 @@ def _attend(
     low = 0
     if WINDOWED:
         low = tl.maximum(position - window + 1, 0)
-    # Whole blocks; in a short window the last pieces of a long context may be left with nothing.
+    # A piece has whole blocks. In a short window, the last pieces of a long context may be empty.
     length = tl.cdiv(tl.cdiv(end - low, pieces), BLOCK_N) * BLOCK_N
     begin = low + piece * length
     stop = tl.minimum(begin + length, end)
@@ -223,14 +226,14 @@ def _attend(
         scores = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION)
         if CAPPED:
             scores = 1.0 - 2.0 / (tl.exp(2.0 * before_cap * scores) + 1.0)  # tanh
-        # Only blocks at the end of a context hold what a query does not see. What rows that pad a tile see, if
-        # anything, is not stored.
+        # Only a context's last blocks contain tokens after a query. Rows that pad a tile may see such tokens,
+        # but their results are not stored.
         visible = n_ok[None, :] if BLOCK_Q == 1 else n[None, :] <= (position + query)[:, None]
         if WINDOWED and BLOCK_Q > 1:
             visible &= n[None, :] > (position + query - window)[:, None]
         scores = tl.where(visible, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-        # A query that has seen nothing yet has no largest score; inf - inf must not arise.
+        # A query that has seen no token yet has a largest score of -inf, and inf - inf would be NaN.
         base = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(scores * scale_log2 - base[:, None])
         shrink = tl.exp2(largest - base)
@@ -241,14 +244,14 @@ def _attend(
 
     out_rows = out + (token + query) * (kv_heads * HEADS * DIM) + head * DIM
     if pieces > 1:
-        # A place has rows of all heads.
+        # A place holds one query's partial results for all heads.
         first = (tl.load(record + 6) + skipped + query).to(tl.int64) * (kv_heads * HEADS) + head
         between = tokens * (kv_heads * HEADS)
         mine = first + piece * between
         tl.store(partial + mine[:, None] * DIM + d[None, :], result, mask=stored_ok)
         tl.store(statistics + mine * 2, largest, mask=row_ok)
         tl.store(statistics + mine * 2 + 1, total, mask=row_ok)
-        # All threads' results must lie in memory before one thread says so.
+        # The results of all threads must be in memory before one thread counts this piece as finished.
         tl.debug_barrier()
         counter = arrivals + (tl.load(record + 7) * PARTS + part) * kv_heads + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pieces - 1:

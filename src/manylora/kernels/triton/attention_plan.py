@@ -1,9 +1,10 @@
-"""Attention over the paged pool by our Triton kernel: plans of a step's rows, and the kernel's launch.
+"""Plans a step's attention over the paged pool and launches our Triton kernel.
 
-A plan is built on the host and sent in one copy. Owns: how rows are cut into tiles and pieces so that a large
-GPU is busy, and block sizes. All launch sizes are decided here from host numbers, or from the largest ones where
-a step is to be captured; nothing reads the device back. Compiled loops write the tables, which are made anew for
-every step: their arrays are contiguous; ``query_start``, ``kv_len`` and ``pages`` are an AttentionRows' own.
+A plan is built on the host and sent to the device in one copy. The module owns the block sizes and the rule
+that cuts rows into tiles and pieces, so that a large GPU is busy. It chooses all launch sizes from the host's
+numbers of the step, or from the largest possible ones for a captured step; it reads nothing back from the
+device. Compiled loops write the tables anew for every step. The loops' arrays are contiguous, and their
+arguments ``query_start``, ``kv_len`` and ``pages`` are those of an AttentionRows.
 """
 
 from __future__ import annotations
@@ -27,20 +28,26 @@ from manylora.kernels.triton.launch import LaunchCounters, Table, power_of_two, 
 RECORD = 8
 BLOCK_TOKENS = 64
 LEAST_BLOCKS = 2
-"""The least blocks in a piece of a row with one query, which costs the bytes of its context wherever it is cut."""
+"""Blocks up to which the context of a row with one query stays whole. Such a row reads the bytes of its
+context once, wherever it is cut, so even short contexts may be cut."""
 
 LEAST_TILE_BLOCKS = 12
-"""The least blocks in a piece of a tile: joining costs as much as some, so only tiles of long contexts are cut."""
+"""Blocks up to which the context of a tile stays whole. Joining pieces costs as much as several blocks, so
+only tiles with long contexts are cut."""
 
 
 class TritonAttentionPlan:
-    """``page_table`` int32: the rows' pages, one row after the other. ``records`` int32 [pieces, RECORD], of which
-    the first ``of_prompts`` belong to rows with several queries. ``num_tokens``: all that the records are of.
+    """The device tables and launch sizes of one step's attention.
 
-    ``tile``: the most queries of a record; ``places``, ``counters``: what partial results take, 0: there are none.
-    ``prompts``: serves rows with several queries too, in some layers.
+    ``page_table`` int32: the rows' pages, one row after the other. ``records`` int32 [pieces, RECORD]: the
+    first ``of_prompts`` belong to rows with several queries. ``num_tokens``: how many tokens the records
+    cover.
 
-    With a ``room`` memory and launch sizes never change. Without, each ``fill`` takes memory of its own.
+    ``tile``: the largest number of queries in a record. ``places``, ``counters``: the room that partial
+    results take; 0 where no context is cut. ``prompts``: FlashInfer's plan, which serves the rows with
+    several queries in layers that it can serve; None where our kernel serves all.
+
+    With a ``room``, memory and launch sizes never change. Without one, each ``fill`` allocates new memory.
     """
 
     page_table: torch.Tensor
@@ -62,7 +69,7 @@ class TritonAttentionPlan:
         prompts: ComingPrompts | PromptAttention | None = None,
         room: AttentionRoom | None = None,
     ) -> None:
-        """``prompts``: for steps without a room."""
+        """Reserve memory for the largest step of ``room``. ``prompts`` is used only without a room."""
         self._page = page
         self._device = device
         self._programs = programs
@@ -75,7 +82,7 @@ class TritonAttentionPlan:
             self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))
 
     def fill(self, rows: AttentionRows) -> None:
-        """As ``AttentionPlan.fill``; what is sent is ordered after earlier work."""
+        """Implement ``AttentionPlan.fill``. The copy is ordered after earlier work on the stream."""
         if self._room is None:
             self._make(rows)
         else:
@@ -103,7 +110,7 @@ class TritonAttentionPlan:
         self.config = self._decoding.choice(num_rows)
         self._wanted = wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
         self.tile = 1 if is_decoding else self._decoding.tile
-        # Each row's last tile, and the padding's, may be any part of one.
+        # Besides the whole tiles, each row may have a partial tile, and so may the padding.
         whole = 0 if is_decoding else num_tokens // self.tile + 1
         longest = -(-max_context // BLOCK_TOKENS)
         more = min(wanted.rows, num_rows * (-(-longest // LEAST_BLOCKS) - 1))
@@ -116,7 +123,7 @@ class TritonAttentionPlan:
         self._memory = torch.zeros(size + most_pages, dtype=torch.int32, device=self._device)
         self.page_table, self.records = self._memory[size:], self._memory[:size].view(-1, RECORD)
         self.of_prompts, self.num_tokens = 0, num_tokens
-        # A tile in pieces has at least one more than a whole one.
+        # A tile in p > 1 pieces adds p - 1 records and needs p <= 2 * (p - 1) places for each query.
         self.places = 2 * (more + more_tiles * min(num_tokens, self.tile))
         self.counters = more + more_tiles
 
@@ -131,7 +138,7 @@ class TritonAttentionPlan:
         stage.send(self._memory[: len(stage.numbers)])
 
     def _check(self, rows: AttentionRows, found: Pieces, room: AttentionRoom) -> None:
-        """Nothing is written where there is no room."""
+        """Raise ValueError where the step exceeds the room, before anything is written."""
         padding = -(-(room.num_tokens - int(rows.query_start[-1])) // self.tile)
         fits = (
             len(rows.kv_len) <= room.num_rows
@@ -146,7 +153,7 @@ class TritonAttentionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Pieces that keep the device busy, of rows with one query and of tiles of others."""
+    """The numbers of pieces per key head that keep the device busy, for rows of one query and for tiles."""
 
     rows: int
     tiles: int
@@ -169,9 +176,13 @@ def _write(
 
 
 class Pieces(NamedTuple):
-    """Of a step: its records, and how many of them are of rows with several queries; places and counters of
-    partial results; pages; the longest context, and how many rows have one query. Tiles of the others, and of how
-    many blocks the pieces of a tile and of a row with one query are."""
+    """The sizes of a step's tables, and how its contexts are cut.
+
+    ``records``: all pieces; ``of_prompts``: those of rows with several queries. ``places``, ``counters``: the
+    room for partial results. ``pages``: entries of the page table. ``longest``: tokens of the longest
+    context. ``single``: rows with one query; ``tiles``: tiles of rows with several. ``tile_blocks``,
+    ``row_blocks``: the largest number of blocks in a piece of a tile, and in a piece of a row with one query.
+    """
 
     records: int
     of_prompts: int
@@ -192,7 +203,7 @@ def _blocks(tokens: int) -> int:
 
 @loop
 def _num_pieces(tokens: int, blocks: int) -> int:
-    """Of a context of so many tokens, by so many blocks."""
+    """Return how many pieces of at most ``blocks`` blocks cover ``tokens`` tokens; at least one."""
     return max(1, -(-_blocks(tokens) // blocks))
 
 
@@ -200,8 +211,12 @@ def _num_pieces(tokens: int, blocks: int) -> int:
 def count_pieces(
     query_start: np.ndarray, kv_len: np.ndarray, page_tokens: int, tile: int, most_tiles: int, most_rows: int
 ) -> Pieces:
-    """All contexts are cut into equal shares, of at least so many blocks; into at most ``most_tiles`` more pieces
-    than there are tiles, ``most_rows`` more than rows with one query."""
+    """Count a step's pieces and choose the largest number of blocks in one, alike for all tiles and all rows.
+
+    Tiles are cut into at most ``most_tiles`` more pieces than there are tiles; rows with one query into at
+    most ``most_rows`` more than there are such rows. Pieces of one context are of equal length, up to whole
+    blocks.
+    """
     pages, longest, single, tiles, of_tiles, of_rows = 0, 0, 0, 0, 0, 0
     for row in range(len(kv_len)):
         length = query_start[row + 1] - query_start[row]
@@ -240,9 +255,11 @@ def write_pieces(
     query_start: np.ndarray, kv_len: np.ndarray, pages: np.ndarray, page_tokens: int, tile: int,
     found: Pieces, records: np.ndarray, table: np.ndarray,
 ) -> None:  # fmt: skip
-    """``records`` int32 [found.records, RECORD]: those of tiles of rows with several queries, of the longest
-    contexts first, then those of rows with one, in their order. ``table`` int32
-    [found.pages]: the rows' pages, one row after the other."""
+    """Write a step's ``records`` int32 [found.records, RECORD] and page ``table`` int32 [found.pages].
+
+    Records of tiles come first, the longest contexts before shorter ones; records of rows with one query
+    follow, in row order. The table holds the rows' pages, one row after the other.
+    """
     first_page = np.empty(len(kv_len), dtype=np.int64)
     place = 0
     for row in range(len(kv_len)):
@@ -258,7 +275,7 @@ def write_pieces(
         length = query_start[row + 1] - query_start[row]
         for inside in range(0, length if length > 1 else 0, tile):
             at, context = number, kv_len[row] - length + inside
-            while at > 0 and contexts[at - 1] < context:  # they are few
+            while at > 0 and contexts[at - 1] < context:  # few tiles: an insertion sort will do
                 rows[at], insides[at], contexts[at] = rows[at - 1], insides[at - 1], contexts[at - 1]
                 at -= 1
             rows[at], insides[at], contexts[at] = row, inside, context
@@ -287,7 +304,7 @@ def write_pieces(
 
 @loop
 def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> None:
-    """Into records that no row needs: tiles without context for the tokens from ``begin`` on, and zeros."""
+    """Fill the unused records: tiles without context for the tokens from ``begin`` on, then zeros."""
     records[:] = 0
     for number, first in enumerate(range(begin, num_tokens, tile)):
         record = records[number]
@@ -295,17 +312,17 @@ def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> N
 
 
 def flat_heads(x: torch.Tensor) -> torch.Tensor:
-    """x ``[T, heads, D]`` with each token's heads side by side: itself, or a copy where it must be."""
+    """Return x ``[T, heads, D]`` with each token's heads contiguous, copied only where they are not."""
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x
     return x.contiguous()
 
 
 class PagedAttention:
-    """Attention on one device. Calls must be ordered on the device: they share counters.
+    """Attention on one device. Calls must be ordered on the device, because they share counters.
 
-    ``programs``: how many programs keep the device busy. ``prompts``: serves long ones in steps that are not
-    captured, if given.
+    ``programs``: the number of programs that keep the device busy. ``prompts``: FlashInfer, which serves long
+    prompts in steps that are not captured; None: our kernel serves all.
     """
 
     def __init__(
@@ -320,7 +337,7 @@ class PagedAttention:
         self._counters = LaunchCounters()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End FlashInfer's compilation, if it is still running. May be called again."""
         if isinstance(self._prompts, ComingPrompts):
             self._prompts.close()
 
@@ -337,15 +354,15 @@ class PagedAttention:
         window: int | None,
         soft_cap: float | None,
     ) -> torch.Tensor:
-        """Computes ``Ops.attention``. The first call takes memory for counters: not under capture."""
+        """Compute ``Ops.attention``. The first call allocates counters, so it must not be under capture."""
         num_tokens, heads, dim = q.shape
         q = flat_heads(q)
-        # Tokens of no row must not carry NaN onwards.
+        # Tokens that belong to no row must be zero: uninitialised memory may hold NaN, which would spread.
         fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
         out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
         records, tile = plan.records, plan.tile
         if plan.prompts is not None and plan.prompts.serves(q, scale, window, soft_cap):
-            # First: some write what lies between them too.
+            # Prompts go first, because FlashInfer also writes the tokens between two prompts.
             plan.prompts.run(q, pool, layer, out)
             records, tile = records[plan.of_prompts :], 1
         if len(records):
@@ -370,7 +387,7 @@ class PagedAttention:
         heads = num_heads // kv_heads
         sizes = _launch_sizes(q.dtype, dim, heads, tile, plan.config, self._decoding.tiles)
         parts = tile // sizes["BLOCK_Q"]
-        # Also where nothing is joined: a pointer of another type would be another kernel to compile.
+        # Allocated even where no piece is joined: a pointer of another type would compile another variant.
         shape = (max(1, plan.places), num_heads)
         partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
         statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
@@ -408,9 +425,13 @@ class PagedAttention:
 def _launch_sizes(
     dtype: torch.dtype, dim: int, heads: int, tile: int, config: DecodeConfig, tiles: AttentionTileConfig
 ) -> dict[str, int]:
-    """``attend_kernel``'s, for ``heads`` to a key head; ``config`` and ``tiles`` where they are for such heads."""
+    """Return ``attend_kernel``'s block sizes and launch options for ``heads`` query heads to a key head.
+
+    ``config`` and ``tiles`` apply to 16-bit types and heads of at most 128 dimensions; others get fixed
+    sizes. Raises ValueError where BLOCK_TOKENS is not a multiple of their blocks.
+    """
     if dim > 128 or dtype == torch.float32:
-        # Blocks that fit the registers: float32 products run without tensor cores.
+        # Small blocks, which fit the registers: float32 products run without tensor cores.
         block, rows = (16, 16) if dtype == torch.float32 else (32, 64)
         config, tiles = DecodeConfig(block, 4, 2), AttentionTileConfig(rows, block, 4, 2, None)
     if BLOCK_TOKENS % config.block_n or BLOCK_TOKENS % tiles.block_n:

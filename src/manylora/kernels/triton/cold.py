@@ -1,9 +1,10 @@
-"""Triton kernels for cold starts: waits on the device, and copies that say on the device what has landed.
+"""Waits and copies on the device for cold starts, by Triton kernels.
 
-The waits are for what another stream copies, or for CPU threads; owns their bound in time, which later work of
-their stream reads. The copies bring pages from pinned host memory, group of layers by group of layers, all by one
-launch. A copy engine wants a call of the driver for each group, and one for each word; so the thread that makes
-them, and the step loop's beside it, wait for each other. Does not know what is awaited or copied.
+A wait is for another stream's copies or for CPU threads. The module owns the time limit of the waits, and
+records for later work of their stream whether it was exceeded. A copy brings pages from pinned host memory,
+one group of layers after the other, in a single launch, and marks on the device which groups have landed. A
+copy engine would need one driver call for each group and one for each mark. The thread that makes these calls
+and the step loop's thread would then wait for each other. The module does not know what is awaited or copied.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -20,12 +21,12 @@ from manylora.kernels.ops import BRING_PROGRAMS, HEAD, MOST_WORDS, PER_GROUP
 from manylora.kernels.triton.launch import power_of_two
 
 _LOOK_NS = 100_000
-"""About what a look takes in Triton's interpreter, which has no clock."""
+"""Nanoseconds that one look at memory takes, roughly, in Triton's interpreter, which has no clock."""
 
 
 @triton.jit
 def _now(looks, HAS_CLOCK: tl.constexpr, LOOK_NS: tl.constexpr):
-    """Nanoseconds from any moment; without a clock each look counts for ``LOOK_NS``."""
+    """Return nanoseconds since some fixed moment. Without a clock, each look counts as ``LOOK_NS``."""
     if HAS_CLOCK:
         return globaltimer()
     return looks * LOOK_NS
@@ -40,9 +41,11 @@ def pass_gate_kernel(
     HAS_CLOCK: tl.constexpr,
     LOOK_NS: tl.constexpr,
 ):
-    """Ends once ``landed`` [1] is at least ``wanted[1]``, or the step's gates have been shut for ``wanted[0]``
-    nanoseconds in all. ``told``: for how many they were, and whether that was too long; the FIRST gate of a step
-    begins it anew. All int64. One program."""
+    """Wait until ``landed`` [1] is at least ``wanted[1]``, or the step's gates have used up their time.
+
+    ``wanted[0]`` is the number of nanoseconds that all gates of a step may wait together.
+    ``told`` [2] accumulates over a step's gates: the nanoseconds waited, and 1 where a gate timed out. The
+    FIRST gate of a step resets it. All tensors are int64. One program."""
     left = tl.load(wanted)
     number = tl.load(wanted + 1)
     spent = left * 0
@@ -65,7 +68,7 @@ def pass_gate_kernel(
 
 
 def pass_gate(landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool) -> None:
-    """Launch it."""
+    """Launch ``pass_gate_kernel``, as ``Ops.pass_gate``."""
     pass_gate_kernel[(1,)](
         landed,
         wanted,
@@ -89,8 +92,10 @@ def await_words_kernel(
     HAS_CLOCK: tl.constexpr,
     LOOK_NS: tl.constexpr,
 ):
-    """Ends once COUNT of ``words``, STRIDE apart, are at least ``wanted[1:]``, or the step has waited for
-    ``wanted[0]`` nanoseconds in all. ``told``: as above. All int64. SIZE: COUNT, rounded up. One program."""
+    """Wait until each of COUNT ``words``, STRIDE apart, is at least its number in ``wanted[1:]``.
+
+    The wait ends early once the step has waited ``wanted[0]`` nanoseconds in all. ``told``: as in
+    ``pass_gate_kernel``. All tensors are int64. SIZE: COUNT, rounded up to a power of two. One program."""
     offsets = tl.arange(0, SIZE)
     is_word = offsets < COUNT
     left = tl.load(wanted)
@@ -116,7 +121,7 @@ def await_words_kernel(
 
 
 def await_words(words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool) -> None:
-    """Launch it. ``words`` int64 ``[COUNT, STRIDE]``, pinned."""
+    """Launch ``await_words_kernel``, as ``Ops.await_words``. ``words`` int64 ``[COUNT, STRIDE]``, pinned."""
     count = len(words)
     await_words_kernel[(1,)](
         words,
@@ -149,8 +154,12 @@ def bring_groups_kernel(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See ``bring_groups``. All int64 but ``done``, int32: how many programs have ended a group; zeros before and
-    after. ``scratch`` [programs, MOST_WORDS]: the table as each program keeps it, near."""
+    """Copy pages from ``source`` to ``target``, group by group, as ``Ops.bring_groups`` specifies.
+
+    ``done`` int32 counts the programs that have finished each group; it is zero before and after. ``scratch``
+    [programs, MOST_WORDS] holds each program's own copy of ``table`` in device memory. All but ``done`` are
+    int64.
+    """
     program = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(0)
     near = scratch + program * MOST_WORDS
@@ -177,8 +186,8 @@ def bring_groups_kernel(
             moved = tl.load(source + of + inside, mask=inside < size, other=0)
             tl.store(target + to + inside, moved, mask=inside < size)
             block += num_programs
-        # What all threads of the program wrote is there before it is counted, and all that is counted before the
-        # group's word says so.
+        # The barrier completes the writes of all the program's threads before the program is counted. The
+        # last program to be counted writes the group's word, after all programs' writes.
         tl.debug_barrier()
         if tl.atomic_add(done + group, 1, sem="acq_rel") == num_programs - 1:
             tl.store(done + group, 0)
@@ -194,7 +203,7 @@ def bring_groups(
     words: torch.Tensor,
     done: torch.Tensor,
 ) -> None:
-    """Launch it: computes ``Ops.bring_groups``."""
+    """Launch ``bring_groups_kernel``, as ``Ops.bring_groups``."""
     bring_groups_kernel[(BRING_PROGRAMS,)](
         target, source, table, scratch, words, done,
         HEAD=HEAD, PER_GROUP=PER_GROUP, MOST_WORDS=MOST_WORDS, STRIDE=words.stride(0), BLOCK=_BLOCK,

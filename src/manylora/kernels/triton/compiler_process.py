@@ -1,6 +1,6 @@
-"""A process that compiles kernels into Triton's cache, for another: a line in for each, a line back.
+"""Compiles kernels into Triton's cache for another process, which sends a line for each and gets a line back.
 
-Needs no device and takes none. Ends with its input.
+Runs as a process of its own, which needs no device and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.runtime import driver
 
 
 class _NoDevice:
-    """Of Triton's drivers what compiling asks for: one device, of this kind."""
+    """A stand-in for Triton's driver, with what compiling reads of it: one device of the given target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -28,15 +28,18 @@ class _NoDevice:
 
 
 def compile_one(order: dict[str, Any]) -> None:
-    """``order``: the kernel's ``module`` and ``name``, how it was called (``data``, as Triton writes that down for
-    ``preload``), and the ``target`` (backend, architecture, warp size). Raises whatever the compiler raises."""
+    """Compile the kernel that ``order`` describes into Triton's cache. Raises whatever the compiler raises.
+
+    ``order`` has the kernel's ``module`` and ``name``; ``data``, the call in the form that
+    ``JITFunction.preload`` reads; and ``target``: backend, architecture and warp size.
+    """
     driver.set_active(_NoDevice(GPUTarget(*order["target"])))
     kernel: Any = getattr(importlib.import_module(order["module"]), order["name"])
     kernel.preload(order["data"])
 
 
 def main() -> None:
-    """Answers each line: an empty text, or why it could not be."""
+    """Compile the order in each input line, and print an empty JSON string or the reason for the failure."""
     for line in sys.stdin:
         error = ""
         try:

@@ -1,4 +1,4 @@
-"""Launch sizes of attention: what was measured on a device, by heads and rows, and what holds elsewhere.
+"""Chooses attention's launch sizes by heads and rows: those measured on the device, or defaults.
 
 Owns the format of ``kernels/tuned/attention.json``. Nothing is tried out at run time;
 ``manylora bench kernels --tune attention`` measures and writes the table.
@@ -17,9 +17,10 @@ TABLE = Path(__file__).parents[1] / "tuned" / "attention.json"
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Launch sizes for rows of one query, of 16-bit types and heads of at most 128 dimensions.
+    """Launch sizes for rows of one query, for 16-bit types and heads of at most 128 dimensions.
 
-    ``programs``: into how many the rows' contexts are cut, about; None: as many as keep the device busy.
+    ``programs``: the approximate number of programs into which a step's contexts are cut; None: as many as
+    keep the device busy.
     """
 
     block_n: int = 64
@@ -30,10 +31,11 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTileConfig:
-    """Launch sizes where rows have several queries, for the same types and heads.
+    """Launch sizes for rows of several queries, for the same types and heads.
 
-    ``rows``: of a program's product, which are queries times the heads that share a key head. ``registers``: of a
-    thread, at most: what lets more programs, also those of one query, share a multiprocessor.
+    ``rows``: rows of a program's matrix product, which are queries times the query heads that share a key
+    head. ``registers``: the limit for a thread; None: no limit. With fewer registers, more programs share a
+    multiprocessor, including programs of one query.
     """
 
     rows: int = 64
@@ -45,9 +47,10 @@ class AttentionTileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTable:
-    """A choice for each number of rows. ``choices``: (rows up to which it holds, choice), ascending.
+    """The launch sizes of attention for one model on one device.
 
-    ``group``: how many heads share a key head.
+    ``choices``: (largest number of rows, config) for rows of one query, ascending. ``group``: how many query
+    heads share a key head. ``tiles``: the sizes for rows of several queries.
     """
 
     choices: tuple[tuple[int, DecodeConfig], ...] = ()
@@ -56,20 +59,21 @@ class DecodeTable:
 
     @property
     def tile(self) -> int:
-        """How many queries of a row are one program's work."""
+        """The largest number of queries that one tile takes from a row."""
         return max(2, self.tiles.rows // power_of_two(self.group))
 
     def choice(self, num_rows: int) -> DecodeConfig:
-        """The config for so many rows of one query; past the last entry that one holds too."""
+        """Return the config for ``num_rows`` rows of one query; the last entry also serves larger numbers."""
         held = (config for most, config in self.choices if num_rows <= most)
         return next(held, self.choices[-1][1] if self.choices else DecodeConfig())
 
 
 def stored_table(device_name: str, group: int, head_dim: int, path: Path = TABLE) -> DecodeTable:
-    """What was measured on devices of this name for heads of this size, ``group`` to a key head.
+    """Return the sizes measured on devices of this name, for heads of ``head_dim``, ``group`` to a key head.
 
-    The file: ``{device name: [{"group", "head_dim", "rows", and DecodeConfig's fields}, ...]}``, and one with
-    ``"tiles"``, AttentionTileConfig's fields, in place of the rows.
+    Defaults stand in for what was not measured. The file is ``{device name: [entry, ...]}``. An entry has
+    ``"group"``, ``"head_dim"``, and either ``"rows"`` with DecodeConfig's fields, or ``"tiles"`` with
+    AttentionTileConfig's fields in it.
     """
     stored = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
     rows = [row for row in stored if (row["group"], row["head_dim"]) == (group, head_dim)]

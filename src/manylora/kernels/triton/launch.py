@@ -1,6 +1,7 @@
-"""What launches of the Triton kernels share: tables sent in one copy, counters, the meter of compilation.
+"""Provides what the Triton kernels' launches share: uploads, counters, and the report of compilation.
 
-Imports Triton only where it is called: FlashInfer's planning, which uses the copies, is imported without it.
+Triton is imported only inside the function that needs it, because FlashInfer's planning imports this module
+without Triton.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ Table = npt.NDArray[np.int32]
 
 
 def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
-    """All arrays in one asynchronous copy; each begins at a multiple of 16 bytes, as kernels expect."""
+    """Copy all arrays to the device in one asynchronous copy, and return them as flat tensors.
+
+    Each tensor begins at a multiple of 16 bytes, as kernels expect.
+    """
     places = []
     size = 0
     for array in arrays:
         places.append((size, array.size))
         size += -(-array.size // 4) * 4
-    # Pinned memory is returned to torch's cache only after the copy, which it tracks itself.
+    # torch tracks the copy, and reuses the pinned memory only after it.
     host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
     view = host.numpy()
     for array, (begin, length) in zip(arrays, places):
@@ -35,7 +39,7 @@ def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -43,17 +47,17 @@ _LEAST = 1 << 16
 
 
 class LaunchCounters:
-    """int32 zeros of one device, shared by launches that are ordered on it.
+    """Counters on one device, int32 zeros, shared by launches that are ordered on it.
 
-    Taken for the first time outside of capture. Those that became too few live on, since captured graphs know
-    their address.
+    The first ``take`` must not be under capture. Tensors that have become too small are kept, because
+    captured graphs hold their addresses.
     """
 
     def __init__(self) -> None:
         self._all: list[torch.Tensor] = []
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """At least ``count`` counters."""
+        """Return at least ``count`` counters, and allocate more where there are too few."""
         if not self._all or len(self._all[-1]) < count:
             self._all.append(torch.zeros(max(count, _LEAST), dtype=torch.int32, device=device))
         return self._all[-1]
@@ -61,7 +65,7 @@ class LaunchCounters:
 
 @functools.cache
 def report_compilation() -> None:
-    """Count compilation from now on, beside whatever hooks are set already."""
+    """Report Triton's compilation to ``PREPARATION`` from now on, and still call the hooks set before."""
     from triton import knobs
 
     runtime = knobs.runtime
@@ -83,5 +87,5 @@ def ceil_div(n: int, d: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact (no TF32): tests ask for token-for-token equality."""
+    """Return Triton's input precision. float32 uses no TF32: tests require token-for-token equality."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,13 +1,16 @@
-"""Linears with adapters on a CUDA device: in which order the base model's product and the LoRA kernels run.
+"""Launches the LoRA kernels on a CUDA device.
 
-Owns that order, grids, and which stored configuration a device gets. Only in large steps do short runs of one
-adapter (decoding) and long ones (prompts) take launches of their own, two parts of a plan. Nothing here waits for
-the device; everything but the plans' own copies can be captured in a CUDA graph. Measured on an H200,
-a step's LoRA is launches and chains of loads rather than bytes unless every token has an adapter of its own. So
-small captured steps run it beside the product, and what reads the two adds them. Others run product, shrink,
-expand on one stream with dependent launch: each kernel reads its tables and weights while the one before it ends.
-Large steps' results are large too: there expand writes and the product adds to it. docs/performance.md says what
-else was tried.
+Owns the kernels' grids, the side streams, and the choice of a device's stored configuration. Only in large
+steps do short runs of one adapter (decoding) and long runs (prompts) have separate launches, one for each
+part of the plan. Nothing here waits for the device; all but the plans' copies can be captured in a CUDA
+graph.
+
+The order of the base model's product and the LoRA kernels (``TritonOps.lora_summands``) follows measurements
+on an H200. There the time of a step's LoRA goes into launches and chains of loads rather than bytes, unless
+every token has its own adapter. So small captured steps run LoRA beside the product, and the operation that
+reads both adds them. Other steps run product, shrink and expand on one stream with dependent launch: each
+kernel reads its tables and weights while its predecessor ends. The results of large steps are large, so there
+expand writes the result and the product adds to it. docs/performance.md lists what else was tried.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ _log = logging.getLogger(__name__)
 
 
 MOST_SPLITS = 16
-"""Every program of expand adds the splits up again."""
+"""Largest number of splits of a shrink, limited because every program of expand adds all splits up again."""
 
 
 def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Computes ``Ops.gate_mul``."""
+    """Compute ``Ops.gate_mul``."""
     size = gate_up.shape[-1] // 2
     out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_two(size))
@@ -60,20 +63,23 @@ def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def planned(step: LoraStep) -> TritonLoraPlan:
-    """The plan of a step in which some token has an adapter."""
+    """Return the plan of a step in which some token has an adapter."""
     assert isinstance(step.plan, TritonLoraPlan)
     return step.plan
 
 
 class LoraKernels:
-    """LoRA on one CUDA device. ``multiprocessors``: how many it has."""
+    """The LoRA kernels on one CUDA device, which has ``multiprocessors`` multiprocessors."""
 
     def __init__(self, config: LoraConfig, multiprocessors: int) -> None:
         self.config = config
         self._sms = multiprocessors
 
     def shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> list[torch.Tensor]:
-        """x A of every token's adapter: what ``expand`` takes. x ``[T, in]``."""
+        """Compute v = x A with every token's adapter, x ``[T, in]``; one tensor for each of the plan's parts.
+
+        A tensor is float32 ``[splits, units * ROWS]``: the splits' partial results, which ``expand`` adds up.
+        """
         plan = planned(step)
         return [self._shrink(x, step.pool, site, plan, part) for part in plan.parts]
 
@@ -85,14 +91,17 @@ class LoraKernels:
         step: LoraStep,
         add: bool = True,
     ) -> None:
-        """y ``[T, sum(out)]`` += v B. Not ``add``: y becomes v B, zero where a token has no adapter."""
+        """Add scale * v B to y ``[T, sum(out)]`` in place, where ``partial`` is what ``shrink`` returned.
+
+        Without ``add``, overwrite y instead, with zeros for tokens that have a tile but no adapter.
+        """
         plan = planned(step)
         for part, planes in zip(plan.parts, partial):
             self._expand(y, planes, step.pool, site, plan, part, add)
 
     @staticmethod
     def gated_sum(y: torch.Tensor, delta: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """activation(gate) * up of y + delta, both ``[T, 2 * I]``: ``[T, I]``."""
+        """Return activation(gate) * up ``[T, I]``; gate and up are the halves of y + delta ``[T, 2 * I]``."""
         tokens, size = y.shape[0], y.shape[1] // 2
         out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
         block = min(1024, power_of_two(size))
@@ -190,8 +199,8 @@ class LoraKernels:
     def _splits(self, group: ProjectionGroup, config: LoraTileConfig, entries: int) -> int:
         if config.chunk:
             return min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
-        # Expand reads every split of its tokens anew for every block of columns: no more than the device needs
-        # to be busy, and one of three, so that there are few variants of the kernels to compile.
+        # Expand reads all splits of its tokens again for every block of columns, so there are only as many as
+        # keep the device busy. The number is 1, 2 or 4, so that few variants of the kernels are compiled.
         return next((splits for splits in (1, 2) if entries * splits >= 1.5 * self._sms), 4)
 
     def _programs(self, items: int, programs: int) -> int:
@@ -208,21 +217,24 @@ def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
 
 
 def block_of(cell: int, most: int, elements: int) -> int:
-    """Columns to load at once: within one cell where cells are long enough: then a row needs one pointer."""
+    """Return how many columns to load at once, inside one cell where cells are long enough.
+
+    A row then needs one pointer for each load.
+    """
     most = max(16, min(most, power_of_two(elements)))
     divisor = cell & -cell
     return min(most, divisor) if divisor >= 32 else min(64, most)
 
 
 def can_depend(device: torch.device) -> bool:
-    """Whether the device has dependent launches: NVIDIA's do from compute capability 9.0 on."""
+    """Return whether the device has dependent launch: NVIDIA GPUs have it from compute capability 9.0 on."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return bool(torch.get_device_module(device).get_device_capability(device) >= (9, 0))
 
 
 def lora_kernels_on(device: torch.device) -> LoraKernels:
-    """The LoRA kernels of a CUDA device; on a CPU, for the interpreter."""
+    """Return the LoRA kernels of a CUDA device, or of the CPU for Triton's interpreter."""
     if device.type == "cpu":
         return LoraKernels(DEFAULT, INTERPRETED_MULTIPROCESSORS)
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -240,7 +252,7 @@ def lora_kernels_on(device: torch.device) -> LoraKernels:
 
 
 class SideStream:
-    """A second stream of a device; ``is_preferred`` to the first one's work. On a CPU: none."""
+    """A second stream of a device, of high priority if ``is_preferred``. On a CPU the methods do nothing."""
 
     def __init__(self, device: torch.device, is_preferred: bool) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
@@ -249,7 +261,7 @@ class SideStream:
             self._stream = self._module.Stream(device, priority=-1 if is_preferred else 0)
 
     def fork(self) -> None:
-        """What is launched in ``use`` from now on waits for what the current stream has, and for nothing later."""
+        """Make later launches in ``use`` wait for the current stream's work so far, and for no later work."""
         if self._module is not None and self._stream is not None:
             self._stream.wait_stream(self._module.current_stream())
 

@@ -1,14 +1,14 @@
-"""What the LoRA kernels are to do in a step, as tables that they read on the device, and the sizes chosen for it.
+"""Plans a step's LoRA work: writes the tables that the kernels read, and chooses the kernels' sizes.
 
-Owns: the sizes (``LoraConfig``, stored in ``kernels/tuned/lora.json``), how segments are cut into tiles and
-shrink's work into entries, and where partial results lie. The tables have a capacity, and kernels read from them
-how much of it is in use, so a launch captured in a CUDA graph serves every batch that fits.
+Owns the sizes (``LoraConfig``, stored in ``kernels/tuned/lora.json``), the cutting of segments into tiles and
+of shrink's work into entries, and the layout of partial results. A table has a capacity, and the kernels read
+from it how much is in use. So a launch captured in a CUDA graph serves every batch that fits.
 
-A *tile* is a run of at most so many tokens with one adapter, or with none (expand may have to write zeros
-there). Those with an adapter come first, of them those of several tokens. An *entry* of shrink is a tile, or as
-many of its tokens as shrink takes at once, and up to BLOCKS blocks of ROWS rank rows each, of any projection of
-a group.
-Programs find all that they need in one record of WORDS int32:
+A *tile* is a run of tokens of limited length with one adapter, or with none, where expand may have to write
+zeros. Tiles with an adapter come before those without, and tiles of several tokens before those of one. An
+*entry* of shrink is a tile, or as many of its tokens as shrink takes at once, together with up to BLOCKS
+blocks of ROWS rank rows each, from any projection of a group. A tile's or an entry's record of WORDS int32
+holds all that a program needs:
 
     tile   0 first token  1 tokens  2 row of ``scales``  3 unused, then for each projection of the group
            4 rank  5 position of its first B cell  6 first unit
@@ -18,10 +18,11 @@ Programs find all that they need in one record of WORDS int32:
 A *unit* is ROWS float32 partial results of one token: the block's unit u and its token t own
 ``[(u + t) * ROWS, (u + t + 1) * ROWS)`` of each split's plane.
 
-Compiled loops write all this. The tables are some hundred numbers, made anew whenever a step's rows or adapters
-change, when the device may have nothing else to do: in numpy, array by array, that took five times as long. The
-loops' arrays are contiguous. ``runs`` int64 [3, n]: as ``runs_of`` gives them. ``columns`` int64 [G, 3]: the
-places of each group's projections among all, -1 where it has fewer. ``records``: LoraSegments'.
+Compiled loops write the tables. These have a few hundred numbers, and are written anew whenever a step's rows
+or adapters change, while the device may be idle. Writing them with numpy, array by array, took five times as
+long. The loops' arrays are contiguous. ``runs`` int64 [3, n] is as ``runs_of`` returns it. ``columns`` int64
+[G, 3] holds the places of each group's projections among all projections, -1 where a group has fewer than
+three. ``records`` is LoraSegments'.
 """
 
 from __future__ import annotations
@@ -56,15 +57,20 @@ TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoraTileConfig:
-    """Sizes for tiles of one kind.
+    """The launch sizes of shrink and expand for one kind of tile.
 
-    ``tile_tokens``: of the matrices in both kernels. ``expand_tokens``: that one item of expand takes, in turns
-    with the same B; 0: ``tile_tokens``.
-    ``chunk``: columns of one split of a shrink; 0: splits only where there are few tiles.
-    ``shrink_columns``, ``expand_columns``: loaded at once by a one-token program; ``*_step`` by one with tensor
-    cores. ``tile_columns``: that an item of expand of several tokens takes; 0: ``expand_columns``.
-    ``*_programs``: a multiprocessor, which take items in turn; 0: a program an item. ``blocks``: of 16 rank
-    rows side by side in a shrink. ``*_registers``: a thread's at most; 0: any.
+    ``tile_tokens``: tokens of one matrix product in both kernels. ``expand_tokens``: tokens of one item of
+    expand, which takes ``tile_tokens`` tokens at a time with the same B; 0: ``tile_tokens``.
+
+    ``chunk``: columns of one split of a shrink; 0: several splits only where there are few entries.
+    ``shrink_columns``, ``expand_columns``: columns loaded at once for a tile of one token. ``shrink_step``,
+    ``expand_step``: columns loaded at once for a product on tensor cores. ``tile_columns``: columns of an
+    expand item of several tokens; 0: ``expand_columns``.
+
+    ``*_programs``: programs for each multiprocessor, which share the items; 0: one program for each item.
+    ``blocks``: blocks of 16 rank rows in one entry of shrink. ``stages``: pipeline stages of shrink's loads.
+    ``vector``: whether tiles of one token run without tensor cores. ``*_registers``: the limit for a thread;
+    0: none.
     """
 
     tile_tokens: int
@@ -87,16 +93,16 @@ class LoraTileConfig:
 
     @property
     def item_tokens(self) -> int:
-        """The tokens of one item of expand."""
+        """The largest number of tokens in one item of expand."""
         return self.expand_tokens or self.tile_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """LoRA on a second stream beside the product, where the operation that reads the two adds them.
+    """The settings of LoRA on a second stream beside the product; the operation that reads both adds them.
 
-    ``product_first``: groups whose product the device is to prefer to LoRA; of the others it prefers LoRA.
-    ``pdl``: dependent launch of the LoRA kernels.
+    ``product_first``: names of the groups whose product the device prefers to LoRA; for others it prefers
+    LoRA. ``pdl``: whether the LoRA kernels use dependent launch.
     """
 
     sizes: LoraTileConfig
@@ -106,14 +112,15 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """How LoRA runs on a device, by what a step holds.
+    """The settings of LoRA on a device, by the size and the runs of a step.
 
-    ``short``: for steps without a run of more than ``long_run`` tokens, such as decoding. ``mixed``: (most
-    tokens, sizes) of steps with longer runs, ascending. In steps larger than those, longer runs take ``long``
-    and the others ``short``, each in launches of its own. ``pdl``: dependent launch. ``beside``: (most tokens,
-    how) of captured steps in which LoRA runs beside the products, ascending. ``writes_from``: in steps with
-    long runs and at least so many tokens expand writes and the product adds, instead of the other way round; 0:
-    in none.
+    ``short``: sizes for steps without a run of more than ``long_run`` tokens, such as decoding steps.
+    ``mixed``: (largest number of tokens, sizes) for steps with longer runs, ascending. In steps larger than
+    all of these, longer runs use ``long`` and the others ``short``, in separate launches. ``pdl``: whether
+    kernels use dependent launch. ``beside``: (largest number of tokens, settings) for captured steps in which
+    LoRA runs beside the products, ascending. ``writes_from``: in steps with long runs and at least this many
+    tokens, expand writes the result and the product adds to it, instead of the other way round; 0: in no
+    step.
     """
 
     short: LoraTileConfig
@@ -125,11 +132,11 @@ class LoraConfig:
     writes_from: int = 0
 
     def of_mixed(self, tokens: int) -> LoraTileConfig | None:
-        """The sizes for steps of so many tokens with long runs among them; None: they are too large."""
+        """Return the sizes for steps of ``tokens`` tokens with long runs; None if these are too large."""
         return next((sizes for most, sizes in self.mixed if tokens <= most), None)
 
     def of_beside(self, tokens: int) -> Beside | None:
-        """How LoRA runs beside the products of captured steps of so many tokens; None: it does not."""
+        """Return how LoRA runs beside the products of captured steps of this size; None: it does not."""
         return next((how for most, how in self.beside if tokens <= most), None)
 
 
@@ -153,12 +160,11 @@ DEFAULT = LoraConfig(SHORT, LONG, ((2048, MIXED),))
 
 
 def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
-    """What was measured to be best on devices of this name. None for others.
+    """Return the settings measured to be best on devices of this name; None for other devices.
 
-    The file: ``{device name: LoraConfig's fields}``, of which those that are missing have their defaults;
-    ``mixed``: ``[[most tokens, fields], ...]``, ascending;
-    ``beside``: ``[[most tokens, fields], ...]``,
-    its ``sizes`` where they differ from ``short``.
+    The file is ``{device name: LoraConfig's fields}``; missing fields have their defaults. ``mixed`` and
+    ``beside`` are ``[[largest number of tokens, fields], ...]``, ascending. The ``sizes`` of an entry of
+    ``beside`` hold only what differs from ``short``.
     """
     found = json.loads(path.read_text()).get(device_name) if path.is_file() else None
     if found is None:
@@ -190,8 +196,11 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupWork:
-    """One group's tables. ``counts`` int32 [4]: tiles with an adapter, all tiles, entries, and how many of the
-    tiles with an adapter have several tokens."""
+    """One group's tables on the device, with room for ``size``.
+
+    ``counts`` int32 [4]: tiles with an adapter, all tiles, entries, and tiles of several tokens with an
+    adapter.
+    """
 
     counts: torch.Tensor
     tiles: torch.Tensor
@@ -201,9 +210,12 @@ class GroupWork:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class BatchWork:
-    """What is to be done in a batch, and how much room its tables take: ``counts`` as GroupWork has them and
-    ``units``, by group. ``entry_tokens``: of which ``tile_tokens`` is a multiple. ``blocks``: how many blocks of
-    rank rows share an entry (at most BLOCKS)."""
+    """A batch's LoRA work, counted but not yet written.
+
+    ``counts`` int32 [G, 4]: each group's, as in GroupWork. ``units`` int64 [G]: each group's number of units.
+    ``tile_tokens``, ``entry_tokens``: the most tokens of a tile and of an entry; the first is a multiple of
+    the second. ``blocks``: blocks of rank rows in one entry, at most BLOCKS.
+    """
 
     segments: LoraSegments
     runs: Ints
@@ -214,7 +226,7 @@ class BatchWork:
     units: Ints
 
     def write(self, geometry: AdapterGeometry, words: Table, tile_places: Ints, entry_places: Ints) -> None:
-        """The tables, into ``words``: of each group its tiles and its entries from these places on."""
+        """Write the tables into ``words``: each group's tiles and entries, from its given places on."""
         columns, a_cells = _columns(geometry.groups, geometry.cell_elements)
         write_tables(
             self.runs, self.segments.records, columns, a_cells, self.tile_tokens, self.entry_tokens, self.blocks,
@@ -223,8 +235,10 @@ class BatchWork:
 
 
 def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
-    """int64 [3, n]: first token, tokens and segment of every run of tokens in the batch; segment -1: the base
-    model's. Those of segments come first."""
+    """Return int64 [3, n]: the first token, the number of tokens and the segment of every run in the batch.
+
+    The segments' runs come first. Segment -1 marks a run of the base model.
+    """
     runs = np.empty((3, 2 * len(segments.start) + 1), dtype=np.int64)
     count = write_runs(segments.start, segments.length, num_tokens, runs)
     return np.ascontiguousarray(runs[:, :count])
@@ -238,7 +252,7 @@ def work_of(
     entry_tokens: int,
     blocks: int,
 ) -> BatchWork:
-    """What these runs of the batch take."""
+    """Count the work of these runs of the batch."""
     columns, _ = _columns(geometry.groups, geometry.cell_elements)
     counts, units = np.empty((len(columns), 4), dtype=np.int32), np.empty(len(columns), dtype=np.int64)
     count_work(runs, segments.records, columns, tile_tokens, entry_tokens, blocks, counts, units)
@@ -247,8 +261,10 @@ def work_of(
 
 @functools.lru_cache(maxsize=8)
 def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[Ints, Ints]:
-    """Of each group: the places of its projections among all, filled up with -1; and the cells that a row of A
-    takes. Not to be changed."""
+    """Return, by group, the places of its projections among all, padded with -1, and the cells of a row of A.
+
+    Arrays int64 [G, MOST_PROJECTIONS] and int64 [G], which are cached and must not be changed.
+    """
     columns = np.full((len(groups), MOST_PROJECTIONS), -1)
     first = 0
     for places, group in zip(columns, groups):
@@ -259,7 +275,7 @@ def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[I
 
 @dataclasses.dataclass(frozen=True)
 class GroupSize:
-    """Records and units that one group's tables have room for."""
+    """The numbers of records and units that one group's tables have room for."""
 
     tiles: int
     entries: int
@@ -268,14 +284,14 @@ class GroupSize:
 
 @dataclasses.dataclass(frozen=True)
 class TableSizes:
-    """Room of the tables: by group, and segments' rows of scales."""
+    """The room of all tables: each group's, and the number of segments whose scales fit."""
 
     groups: dict[str, GroupSize]
     segments: int
 
 
 def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
-    """Exactly what this work takes."""
+    """Return the sizes that exactly fit this work."""
     room = zip(geometry.groups, work.counts.tolist(), work.units.tolist(), strict=True)
     groups = {
         group.name: GroupSize(max(1, tiles), max(1, entries), max(1, units))
@@ -292,9 +308,9 @@ def largest_sizes(
     tile_tokens: int,
     entry_tokens: int,
 ) -> TableSizes:
-    """Room for every batch of so many tokens and segments with adapters up to the rank.
+    """Return sizes that fit every batch of at most this many tokens, segments and rank.
 
-    A run may begin a tile that is not full; runs are the segments and the gaps around them.
+    Each run may add one tile that is not full. Runs are the segments and the gaps around them.
     """
     tiles = min(tokens, 2 * segments + 1 + tokens // tile_tokens)
     pieces = min(tokens, segments + tokens // entry_tokens)
@@ -307,7 +323,10 @@ def largest_sizes(
 
 
 class WorkBuffer:
-    """Tables on a device, at addresses that do not change. ``fill`` overwrites them."""
+    """The tables on a device, at addresses that do not change; ``fill`` overwrites them.
+
+    Raises ValueError where a group has more than MOST_PROJECTIONS projections.
+    """
 
     def __init__(self, geometry: AdapterGeometry, sizes: TableSizes, device: torch.device) -> None:
         self.geometry = geometry
@@ -341,7 +360,7 @@ class WorkBuffer:
         }
 
     def fill(self, work: BatchWork) -> None:
-        """Make this the tables' contents, by one asynchronous copy. Raises ValueError where it does not fit."""
+        """Write this work into the tables by one asynchronous copy. Raises ValueError if it does not fit."""
         segments = work.segments
         for (_, tiles, entries, _), units, room in zip(work.counts.tolist(), work.units.tolist(), self._room):
             if tiles > room.tiles or entries > room.entries or units > room.units:
@@ -356,7 +375,7 @@ class WorkBuffer:
         view[: work.counts.size] = work.counts.reshape(-1)
         work.write(self.geometry, view, self._tile_places, self._entry_places)
         if not scales.size:
-            # Tiles without an adapter multiply their zeros by the first segment's: it must be a number.
+            # Tiles without an adapter multiply zeros by the first segment's scale, which must be finite.
             view[begin:end] = 0
         view[begin : begin + scales.size].reshape(scales.shape)[...] = scales.view(np.int32)
         stage.send(self._packed)
@@ -367,18 +386,21 @@ class WorkBuffer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Tables of the tiles of one kind."""
+    """The tables and launch sizes of one kind of tile."""
 
     buffer: WorkBuffer
     config: LoraTileConfig
 
 
 class TritonLoraPlan:
-    """Tables of a step's ``parts``. ``covered``: so many of the batch's first tokens have tiles, with an adapter
-    or without; 0: only those with an adapter are known to. ``beside``, ``is_first``: what ``LoraConfig`` says of
-    it. ``pdl``: dependent launch.
+    """A step's LoRA tables, and how its kernels are launched.
 
-    With a ``room`` memory and launch sizes never change. Without, each ``fill`` takes memory of its own.
+    ``parts``: the tables, one entry for each kind of tile. ``covered``: the first ``covered`` tokens of the
+    batch all have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
+    ``beside``: the settings of LoRA beside the product; None: both run on one stream. ``is_first``: expand
+    writes the result and the product adds to it. ``pdl``: whether kernels use dependent launch.
+
+    With a ``room``, memory and launch sizes never change. Without one, each ``fill`` allocates new memory.
     """
 
     cells: torch.Tensor
@@ -406,7 +428,7 @@ class TritonLoraPlan:
             self._reserve(room)
 
     def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
-        """As ``LoraPlan.fill``. ``num_tokens``: of results that are written and not added to."""
+        """Implement ``LoraPlan.fill``. All ``num_tokens`` tokens get tiles where expand writes the result."""
         if self._is_fixed:
             self._refill(segments, num_tokens)
         else:
@@ -420,7 +442,7 @@ class TritonLoraPlan:
         has_long = int(segments.length.max()) > config.long_run
         self.is_first = self._writes_first(num_tokens, has_long)
         runs = runs_of(segments, num_tokens)
-        # Tokens in no segment get tiles too where results are not added.
+        # Where expand writes the result, tokens in no segment need tiles too.
         wanted = (runs[2] >= 0) | self.is_first
         chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
         if has_long:
@@ -441,7 +463,10 @@ class TritonLoraPlan:
         self.covered = num_tokens if self.is_first else 0
 
     def _reserve(self, room: LoraRoom) -> None:
-        """With fewer rows than tokens: for steps with prompts."""
+        """Allocate the tables for the largest step of ``room``, and choose the sizes.
+
+        A room with fewer rows than tokens is for steps with prompts.
+        """
         config, tokens, has_long = self._config, room.num_tokens, room.num_rows < room.num_tokens
         sizes = config.short
         if has_long:
@@ -459,11 +484,11 @@ class TritonLoraPlan:
 
     def _refill(self, segments: LoraSegments | None, num_tokens: int) -> None:
         if self._filled is not None and self._filled[0] is segments and self._filled[1] == num_tokens:
-            return  # the tables say so already: batches seldom change between decoding steps
+            return  # the tables hold this already, as they mostly do between decoding steps
         self._filled = None
         given = no_segments(self.geometry, self.cells) if segments is None else segments
         (part,) = self.parts
-        # Padding too is given tiles: what is written for it must not be left to chance.
+        # Padding gets tiles too, so that its results are defined.
         runs = runs_of(given, max(num_tokens, self.covered))
         part.buffer.fill(self._work(given, runs, part.config))
         self._filled = segments, num_tokens
@@ -472,7 +497,8 @@ class TritonLoraPlan:
         return has_long and 0 < self._config.writes_from <= num_tokens
 
     def _for_dtype(self, config: LoraTileConfig) -> LoraTileConfig:
-        """float32 products run without tensor cores: small tiles, or they do not fit the registers."""
+        """Return ``config``, with small tiles for float32: without tensor cores, products need more
+        registers."""
         return dataclasses.replace(config, tile_tokens=16) if self.geometry.itemsize > 2 else config
 
     def _work(self, segments: LoraSegments, runs: Ints, sizes: LoraTileConfig) -> BatchWork:
@@ -484,8 +510,10 @@ class TritonLoraPlan:
 
 @loop
 def write_runs(start: np.ndarray, length: np.ndarray, num_tokens: int, runs: np.ndarray) -> int:
-    """The segments, int32 [S], and then the gaps between them and behind them, into ``runs`` [3, 2 * S + 1]; how
-    many there are."""
+    """Write the segments and then the gaps around them into ``runs`` [3, 2 * S + 1], and return their number.
+
+    ``start``, ``length`` int32 [S] are LoraSegments'.
+    """
     count = len(start)
     found, end = count, 0
     for segment in range(count + 1):
@@ -504,7 +532,7 @@ def count_work(
     runs: np.ndarray, records: np.ndarray, columns: np.ndarray, tile_tokens: int, entry_tokens: int, blocks: int,
     counts: np.ndarray, units: np.ndarray,
 ) -> None:  # fmt: skip
-    """``counts`` int32 [G, 4], as GroupWork has them, and ``units`` int64 [G]."""
+    """Count each group's work into ``counts`` int32 [G, 4], as in GroupWork, and ``units`` int64 [G]."""
     all_tiles, adapted, several = 0, 0, 0
     for run in range(runs.shape[1]):
         length = runs[1, run]
@@ -525,7 +553,7 @@ def count_work(
                 if column >= 0:
                     rows += -(-records[segment, column, 2] // ROWS)
             taken += rows * length
-            pieces = -(-length // entry_tokens)  # of all tiles, which are whole ones but for the last
+            pieces = -(-length // entry_tokens)  # of all tiles; only the last may be partial
             entries += pieces * -(-rows // blocks)
         counts[group, 0], counts[group, 1] = adapted, all_tiles
         counts[group, 2], counts[group, 3] = entries, several
@@ -537,11 +565,14 @@ def write_tables(
     runs: np.ndarray, records: np.ndarray, columns: np.ndarray, a_cells: np.ndarray, tile_tokens: int,
     entry_tokens: int, blocks: int, words: np.ndarray, tile_places: np.ndarray, entry_places: np.ndarray,
 ) -> None:  # fmt: skip
-    """Into ``words`` int32: each group's tiles from its ``tile_places`` on, its entries from its ``entry_places``.
-    ``a_cells``: by group, the cells that a row of A takes."""
+    """Write each group's tiles and entries into ``words`` int32.
+
+    They begin at the group's number in ``tile_places`` and in ``entry_places``. ``a_cells``: by group, the
+    cells that a row of A takes.
+    """
     for group in range(len(columns)):
         tile, entry, unit = tile_places[group], entry_places[group] - WORDS, 0
-        for kind in range(4):  # several tokens with an adapter, one, several without, one
+        for kind in range(4):  # with an adapter: several tokens, one; without: several, one
             for run in range(runs.shape[1]):
                 segment = runs[2, run]
                 if (segment < 0) != (kind >= 2):
@@ -576,8 +607,10 @@ def _write_piece(
     records: np.ndarray, columns: np.ndarray, a_cells: int, begin: int, tokens: int, unit: int, length: int,
     blocks: int, words: np.ndarray, entry: int,
 ) -> int:  # fmt: skip
-    """The entries of a piece of a tile, which has ``length`` tokens, into ``words`` behind ``entry``; the place of
-    the last one. ``unit``: of the piece's first token's first block."""
+    """Write the entries of one piece of a tile into ``words`` after ``entry``; return the last one's place.
+
+    ``length``: the tile's tokens. ``unit``: the unit of the first block of the piece's first token.
+    """
     block = 0
     for column in columns:
         rank = records[column, 2] if column >= 0 else 0

@@ -1,15 +1,17 @@
-"""Triton kernels for LoRA over paged cells, driven by the tables of ``lora_plan``: shrink and expand.
+"""Computes LoRA over paged cells by two Triton kernels, shrink and expand, which read the tables of
+``lora_plan``.
 
-Shrink computes v = x A into planes of float32 partial results, one plane a split of the long dimension. Expand
-adds the planes up in order and writes or adds scale * v B: no atomics, so results do not depend on timing.
+Shrink computes v = x A into planes of float32 partial results, one plane for each split of the long
+dimension. Expand adds up the planes in order, and writes or adds scale * v B. It uses no atomics, so results
+do not depend on timing.
 
-Programs take items until the tables' counts end: a launch of any size does all the work. With PDL a kernel
-may start before its predecessor in the stream has ended: it loads weights, which no kernel writes, and waits
-before it touches anything else. Every program waits, also one without work, so that a kernel's end implies
-its predecessor's.
+Programs take items until the number in the tables is reached, so a launch of any size does all the work. With
+programmatic dependent launch (PDL), a kernel may start before its predecessor in the stream has ended. It
+loads tables and adapter weights, which the predecessor does not write, and waits before any other access.
+Every program waits, even one without work, so that a kernel's end implies its predecessor's end.
 
-One-token tiles multiply and add without tensor cores, which would pad them to 16 tokens. What lies furthest
-away is asked for first: a program's time is that of its chain of loads (record, cell, weight), not of its sums.
+Tiles of one token are computed without tensor cores, which would pad them to 16 tokens. The longest chain
+of loads (record, cell, weight) starts first: a program's time depends on this chain, not on the sums.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -40,7 +42,7 @@ def release_successor(PDL: tl.constexpr):
 
 @triton.jit
 def load_word(record, place):
-    """A table's word. Tables are read again by every layer, weights only once a step: the cache is told so."""
+    """Load a word of a table. Every layer reads tables again, so the cache keeps them longer than weights."""
     return tl.load(record + place, eviction_policy="evict_last")
 
 
@@ -49,10 +51,11 @@ def load_rows(
     pool, table, row_ok, k0, limit,
     CELL: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """``[rows, COLUMNS]`` elements from k0 on of the rows whose entries in the cell table begin at ``table``.
+    """Load ``[rows, COLUMNS]`` elements, from k0 on, of rows whose cell table entries begin at ``table``.
 
-    ``pool`` already points at the layer. Places past ``limit``, and rows that are not ok, are zero. ``ONCE``: no
-    other program reads them. (Triton 3.6 takes no text as a default.)
+    ``pool`` already points at the layer. Elements past ``limit`` and of rows without ``row_ok`` are zero.
+    ``ONCE``: no other program reads them. (A flag rather than a policy's name, as Triton 3.6 takes no string
+    as a default.)
     """
     k = k0 + tl.arange(0, COLUMNS)
     ok = row_ok[:, None] & (k < limit)[None, :]
@@ -61,15 +64,15 @@ def load_rows(
         begin = tl.load(table + k0 // CELL, mask=cell_ok, other=0, eviction_policy="evict_last")[:, None]
     else:
         begin = tl.load(table[:, None] + (k // CELL)[None, :], mask=ok, other=0, eviction_policy="evict_last")
-    # Cells begin at multiples of ALIGN and so do runs inside them. The compiler cannot know it, and would load
-    # single elements.
+    # Cells begin at multiples of ALIGN, and so do runs inside them. Without this hint, the compiler would
+    # load single elements.
     offsets = tl.max_contiguous(tl.multiple_of(begin + (k % CELL)[None, :], (1, ALIGN)), (1, ALIGN))
     return tl.load(pool + offsets, mask=ok, other=0.0, eviction_policy="evict_first" if ONCE else "")
 
 
 @triton.jit
 def load_tokens(x_row, token, count, stride, k0, limit, COLUMNS: tl.constexpr):
-    """``[tokens, COLUMNS]`` of rows that begin at ``x_row``; zero past ``count`` and ``limit``."""
+    """Load ``[tokens, COLUMNS]`` of the rows that begin at ``x_row``; zero past ``count`` and ``limit``."""
     k = k0 + tl.arange(0, COLUMNS)
     ok = (token < count)[:, None] & (k < limit)[None, :]
     return tl.load(x_row + token[:, None] * stride + k[None, :], mask=ok, other=0.0)
@@ -108,11 +111,11 @@ def shrink_kernel(
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """partial[split, unit, row] = the split's share of x[token] . A[row]; a split is CHUNK columns.
+    """Compute partial[split, unit, row], the split's share of x[token] . A[row]; a split is CHUNK columns.
 
-    Items are entries times SPLITS. ``VECTOR``: one-token tiles are among them (then BLOCKS must be 1). Rows
-    past an adapter's rank become zero.
-    ``STAGES``: of the loads of tiles with several tokens; 1: one block ahead, in registers.
+    Items are entries times SPLITS. Rows past an adapter's rank become zero. ``VECTOR``: entries of one token
+    are computed without tensor cores; BLOCKS must then be 1. ``STAGES``: pipeline stages of the loads for
+    other entries; 1: one block is loaded ahead, in registers.
     """
     release_successor(PDL)
     num_items = load_word(counts, 2) * SPLITS
@@ -191,7 +194,7 @@ def one_token(
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_N]`` of v B for a one-token tile; ``b``: the first ROWS rows, loaded already."""
+    """Return ``[BLOCK_N]`` of v B for a tile of one token. ``b``: B's first ROWS rows, already loaded."""
     row = tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS_PADDED)
     places = partial + split[:, None] * plane + row[None, :]
@@ -211,11 +214,11 @@ def summed(
     partial, unit, count, rank, plane,
     BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where there is no rank."""
+    """Return ``[BLOCK_T, ROWS]`` of v: one block of rank rows, its splits added up; zero where rank <= 0."""
     place = tl.arange(0, BLOCK_T * ROWS)
     split = tl.arange(0, SPLITS_PADDED)
     place_ok = (place // ROWS < count) & (rank > 0)
-    # All splits at once: in a loop they would take a register each, or wait for each other.
+    # Load all splits at once: in a loop, each would need its own register or wait for the one before.
     parts = tl.load(
         partial + unit * ROWS + split[:, None] * plane + place[None, :],
         mask=(split < SPLITS)[:, None] & place_ok[None, :],
@@ -230,9 +233,10 @@ def several_tokens(
     CELL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_T, COLUMNS]`` of v B of the ``count`` tokens from ``unit`` on, in a tile of ``size`` tokens.
+    """Return ``[BLOCK_T, COLUMNS]`` of v B for ``count`` tokens from ``unit`` on, in a tile of ``size``
+    tokens.
 
-    ``v``, ``b``: of the first ROWS rank rows, loaded already.
+    ``v``, ``b``: the parts of the first ROWS rank rows, already loaded.
     """
     total = tl.dot(v.to(b.dtype), b, input_precision=PRECISION)
     row = tl.arange(0, ROWS)
@@ -253,15 +257,17 @@ def place_of(
     item, tile_items, large_tiles, tile_blocks, blocks, out_0, out_1, out_2,
     TILE_N: tl.constexpr, BLOCK_N: tl.constexpr, PROJECTIONS: tl.constexpr,
 ):  # fmt: skip
-    """(tile, projection, first column of it, how many at most) of an item of expand: those of large tiles come
-    first, TILE_N columns each."""
+    """Return (tile, projection, first column in it, largest number of columns) of an item of expand.
+
+    Items of large tiles (several tokens with an adapter) come first, with TILE_N columns each.
+    """
     is_large = item < tile_items
     within = tl.where(is_large, item, item - tile_items)
     per_tile = tl.where(is_large, tile_blocks, blocks)
     width = tl.where(is_large, TILE_N, BLOCK_N)
     tile = within // per_tile + tl.where(is_large, 0, large_tiles)
     block = within % per_tile
-    # Selected, not branched over: the compiler keeps track of alignment through selects only.
+    # Selects instead of branches, because the compiler tracks alignment through selects only.
     blocks_0 = tl.where(is_large, tl.cdiv(out_0, TILE_N), tl.cdiv(out_0, BLOCK_N))
     blocks_1 = blocks_0
     if PROJECTIONS > 1:
@@ -313,11 +319,11 @@ def expand_kernel(
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[token, columns] = scale * sum over rows of v[token, row] B[row]; ADD: += instead.
+    """Write y[token, columns] = scale * sum over rows of v[token, row] B[row]; ADD: add it to y instead.
 
-    Items are tiles times blocks of columns of one projection: TILE_N columns for tiles of several tokens with an
-    adapter, BLOCK_N for others. Tiles have up to TOKENS tokens, which take turns BLOCK_T at a time with the same
-    SUB_N columns of B. ADD passes over tokens without adapter, else they get zeros.
+    Items are tiles times blocks of one projection's columns: TILE_N columns for tiles of several tokens with
+    an adapter, BLOCK_N for others. A tile has up to TOKENS tokens, which are computed BLOCK_T at a time with
+    the same SUB_N columns of B. Tokens without an adapter get zeros; ADD leaves them alone.
     """
     release_successor(PDL)
     tile_blocks = tl.cdiv(out_0, TILE_N)
@@ -390,7 +396,7 @@ def expand_kernel(
                             plane, vs, these_b,
                             CELL, ALIGN, BLOCK_T, SUB_N, SPLITS, SPLITS_PADDED, PRECISION,
                         )  # fmt: skip
-                        # What the next turn needs takes the registers that this one has done with.
+                        # The next turn's operands are loaded into registers that this turn no longer needs.
                         next_t = 0
                         next_at = at + SUB_N
                         if TOKENS > BLOCK_T:
@@ -420,8 +426,9 @@ def expand_kernel(
 def gated_sum_kernel(
     y, delta, out, y_stride, delta_stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):
-    """out = activation(gate) * up of y + delta, each rounded to y's type first; grid (T, blocks of out's
-    columns)."""
+    """Compute out = activation(gate) * up, where gate and up are the halves of y + delta rounded to y's type.
+
+    The grid is (T, blocks of out's columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size

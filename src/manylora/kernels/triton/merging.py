@@ -1,6 +1,6 @@
-"""Merging an adapter into linears' weights: one pass over them, from the adapter's rows where they lie in pages.
+"""Merges an adapter into linears' weights in one pass, reading the adapter's rows from its pages.
 
-Owns the kernel and its block sizes. Does not know which adapter is merged, nor where the pristine weights are
+Owns the kernel and its block sizes. Does not know which adapter is merged, or where the pristine weights are
 kept.
 """
 
@@ -26,8 +26,8 @@ from manylora.kernels.triton.lora_plan import MOST_PROJECTIONS
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 128, 4
-"""Of the weight, which a program writes at once: enough that the adapter's rows, read again by every program, cost
-little beside the weights. The best of twenty sizes on an H200."""
+"""The block of the weight that a program writes, and its warps. The block is so large that the adapter's
+rows, which every program reads again, cost little beside the weights. The best of twenty sizes on an H200."""
 
 _UNWANTED = MergePart(0, Projection("", 0, 0), 0, 0, 0, 0.0)
 
@@ -73,12 +73,14 @@ def merge_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """merged[n, k] = pristine[n, k] + scale * sum over rank rows of B[row, n] A[row, k], of PARTS projections in
-    several layers; grid (blocks of their rows, blocks of columns, layers). Projection i has the ``out_i`` rows
-    from ``row_i`` on. ``places`` int64 [3, layers]: by how many elements a layer's merged and pristine matrices
-    lie behind these, and its slab behind the pool's first. ``scales`` [PARTS, layers].
+    """Compute merged[n, k] = pristine[n, k] + scale * sum over rank rows of B[row, n] A[row, k].
 
-    Rank 0 stores what was loaded, which a sum with zero would not: there is a negative zero.
+    The grid is (blocks of the rows of PARTS projections, blocks of columns, layers). Projection i has the
+    ``out_i`` rows from ``row_i`` on. ``places`` int64 [3, layers]: the offsets, in elements, of each layer's
+    matrices from ``merged`` and ``pristine``, and of its slab from the pool's first. ``scales`` float32
+    [PARTS, layers].
+
+    Rank 0 stores the loaded values unchanged; adding zero would turn a negative zero into a positive one.
     """
     layer = tl.program_id(2)
     layers = tl.num_programs(2)
@@ -127,7 +129,7 @@ def merge_kernel(
 def merge_linears(
     layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
 ) -> None:
-    """Computes ``Ops.merge_linears``, in one launch: one for each linear takes the host longer than the device."""
+    """Compute ``Ops.merge_linears`` in one launch: one per linear takes the host longer than the device."""
     parts = {part.place: part for part in plan.parts(group, layers[0].layer)}
     if not parts:
         return
@@ -136,7 +138,7 @@ def merge_linears(
     cell, numbers = geometry.cell_elements, range(len(projections))
     block_n = block_of(cell, BLOCK_ROWS, max(p.out_features for p in projections))
     block_k = block_of(cell, BLOCK_COLUMNS, group.in_features)
-    # A projection that is not wanted has no rows: so every adapter takes the same variant of the kernel.
+    # An unwanted projection gets no rows, so that every adapter uses the same variant of the kernel.
     outputs = [projections[number].out_features if number in parts else 0 for number in numbers]
     described = [parts.get(number, _UNWANTED) for number in numbers]
     places, scales, align = _of_layers(layers, group, plan, merged.device)
@@ -170,7 +172,7 @@ def merge_linears(
 def _of_layers(
     layers: Sequence[MergedLayer], group: ProjectionGroup, plan: MergePlan, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The kernel's ``places`` and ``scales``, and what all distances between the weights are multiples of."""
+    """Return the kernel's ``places`` and ``scales``, and a divisor of all distances between the weights."""
     first = layers[0]
     size = first.merged.element_size()
     places = np.array(

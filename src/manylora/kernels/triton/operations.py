@@ -1,7 +1,8 @@
-"""The operations on CUDA devices: launches of the Triton kernels beside this file.
+"""Implements the operations on CUDA devices by launching the Triton kernels of this package.
 
-Owns: block sizes and grids. No call here waits for the device or copies to it, save the two ``plan_*``, which
-send their tables in one asynchronous copy each; so everything between them can be captured in a CUDA graph.
+Owns the small kernels' block sizes and grids, and the order of products and LoRA. Only the plans' ``fill``
+and ``merge_linears`` send tables to the device, in asynchronous copies. All other calls just launch work and
+never wait for the device, so a CUDA graph can capture everything between the calls of ``fill``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.products import Products
 from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kernel, write_kv_kernel
 
-# Programs that keep a large GPU busy: 4 on each of 132 multiprocessors.
+# The number of programs that keeps a large GPU busy: 4 on each of 132 multiprocessors.
 BUSY_PROGRAMS = 528
 
 
@@ -67,8 +68,11 @@ class TritonOps(Ops):
         prompts: ComingPrompts | PromptAttention | None = None,
         lora: LoraKernels | None = None,
     ) -> None:
-        """``decoding``, ``prompts``: of the one model that is served; defaults for any where not given.
-        ``lora``: others than those of what is stored for the device.
+        """Set up the operations, by default for any model on any device.
+
+        ``products``: by default, all products are the library's. ``decoding``, ``prompts``: launch sizes and
+        FlashInfer for the one model that is served; by default, sizes for any model and no FlashInfer.
+        ``lora``: by default, the LoRA kernels with the sizes stored for the device.
         """
         report_compilation()
         self._attention = PagedAttention(programs, decoding, prompts)
@@ -76,10 +80,10 @@ class TritonOps(Ops):
         self._lora = lora
         self._before: Side = IN_LINE
         self._behind: Side = IN_LINE
-        """Two streams: for what the device prefers to the product, and for the rest."""
+        """Side streams: the first has high priority, the second the normal priority of the main stream."""
 
     def close(self) -> None:
-        """End what compiles beside the steps. Idempotent; with no step in flight."""
+        """End the compilation that runs beside the steps. May be called again; no step may be in flight."""
         self._attention.close()
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -129,7 +133,7 @@ class TritonOps(Ops):
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     def _kernels(self, device: torch.device) -> LoraKernels:
-        """Made with two side streams for the first device that a plan is asked for; there is only one."""
+        """Return the LoRA kernels of the only device. The first call makes them and the side streams."""
         if self._lora is None:
             self._lora = lora_kernels_on(device)
         if self._before is IN_LINE:
@@ -142,7 +146,7 @@ class TritonOps(Ops):
         return TritonLoraPlan(self._kernels(device).config, geometry, device, room)
 
     def lora_side(self, plan: TritonLoraPlan) -> Side:
-        """The device prefers what ranks wait for to the product."""
+        """Return a side stream of normal priority for the product, because ranks wait for the shrink."""
         return IN_LINE if plan.beside is None else self._behind
 
     def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
@@ -150,7 +154,7 @@ class TritonOps(Ops):
         kernels.expand(y, kernels.shrink(x, site, step), site, step)
 
     def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
-        """What expand would add up as it reads is added up before."""
+        """Compute ``Ops.lora_shrink``, with the splits already added up."""
         planes = self._kernels(x.device).shrink(x, site, step)
         sums = [part[0] if len(part) == 1 else part.sum(0) for part in planes]
         values = sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -170,7 +174,7 @@ class TritonOps(Ops):
         product_first = linear.group.name in plan.beside.product_first
         side = self._behind if product_first else self._before
         side.fork()
-        # A captured graph starts first what was launched first.
+        # A captured graph starts work in the order of its launches.
         y = self.linear(x, linear.weight, linear.bias) if product_first else None
         with side.use():
             partial = kernels.shrink(x, linear, step)
@@ -181,7 +185,7 @@ class TritonOps(Ops):
         return Summands(y, adapted)
 
     def _in_turn(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> torch.Tensor:
-        """Product and LoRA on one stream, added up."""
+        """Return the sum of the product and LoRA, computed one after the other on one stream."""
         plan = planned(step)
         if linear.bias is None and plan.is_first:
             y, kernels = self._empty(x, linear), self._kernels(x.device)

@@ -1,14 +1,16 @@
-"""Matrix products with the base model's weights: the library's, or for few tokens ours, by a stored table.
+"""Computes products with the base model's weights, by the library or, for some shapes, by our kernel.
 
-Owns: the table's format (``kernels/tuned/linear.json``), the choice per (tokens, in, out), the launch, and our
-kernel, which is the reading of weights: every program reads an equal share. Nothing is tried out at run time;
-``manylora bench kernels --tune linear`` measures and writes the table.
+Owns the format of the table of choices (``kernels/tuned/linear.json``), the choice for each (tokens, in,
+out), our kernel and its launch. The kernel's time goes into reading weights, of which every program reads an
+equal share. Nothing is tried out at run time; ``manylora bench kernels --tune linear`` measures and writes
+the table.
 
-In our kernel the product is cut into tiles of BLOCK_N output columns (all tokens stand in one tile, so weights are
-read once) and each tile into steps of BLOCK_K; a program takes an equal run of all tiles' steps, wherever tiles
-begin and end (Stream-K, Osama et al. 2023), so that no multiprocessor idles in a last wave. A tile that several
-programs share is added up by the one that arrives last, in the order of the steps: results do not depend on
-timing. The shares' float32 sums go through ``partial``; ``arrivals`` counts, and is left at zero.
+Our kernel cuts the product into tiles of BLOCK_N output columns, and each tile into steps of BLOCK_K. All
+tokens are in one tile, so weights are read once. A program takes an equal run of the steps of all tiles,
+across tiles' ends (Stream-K, Osama et al. 2023), so that no multiprocessor idles in a last wave. The program
+that finishes last adds up a tile that several share, in the order of the steps, so results do not depend on
+timing. The shares' float32 sums are in ``partial``. ``arrivals`` counts the programs that have finished, and
+is zero afterwards.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -57,12 +59,12 @@ def linear_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``out`` [T, N] = ``x`` [T, K] times ``weight`` [N, K] transposed (+ ``bias`` [N]); grid (programs,).
+    """Compute ``out`` [T, N] = ``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] if BIASED.
 
-    ``share``: steps of one program. WEIGHTS_FIRST: weights are the left operand, so that few tokens do not
-    waste the tensor cores' rows; DESCRIBED: ``weight`` is a tensor descriptor of blocks [BLOCK_N, BLOCK_K], and
-    ROWS_DESCRIBED: ``x`` one of blocks [BLOCK_M, BLOCK_K].
-    ``partial`` float32 [2 * programs, BLOCK_N * BLOCK_M], where a tile has several programs.
+    The grid is (programs,). ``share``: steps of one program. WEIGHTS_FIRST: weights are the left operand, so
+    that few tokens do not waste the tensor cores' rows. DESCRIBED: ``weight`` is a tensor descriptor of
+    blocks [BLOCK_N, BLOCK_K]. ROWS_DESCRIBED: ``x`` is a tensor descriptor of blocks [BLOCK_M, BLOCK_K].
+    ``partial`` float32 [2 * programs, BLOCK_N * BLOCK_M] is used only where a tile has several programs.
     """
     program = tl.program_id(0)
     tile_steps = tl.cdiv(in_features, BLOCK_K)
@@ -108,10 +110,10 @@ def linear_kernel(
         last = (tile * tile_steps + tile_steps - 1) // share
         finished = first == last
         if not finished:
-            # A program ends one tile and begins another: of its two places the second is for the latter.
+            # A program may end one shared tile and begin another. Its second place is for the tile it begins.
             mine = 2 * program + (program == first).to(tl.int32)
             tl.store(partial + mine.to(tl.int64) * (BLOCK_N * BLOCK_M) + place, total)
-            # All threads' sums must lie in memory before one thread says so.
+            # The sums of all threads must be in memory before one thread counts this program as finished.
             tl.debug_barrier()
             finished = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == last - first
             if finished:
@@ -150,10 +152,10 @@ _log = logging.getLogger(__name__)
 
 TABLE = Path(__file__).parents[1] / "tuned" / "linear.json"
 BUCKETS = (16, 32, 64, 128)
-"""Largest numbers of tokens that one choice is for; past the last the library serves."""
+"""The largest number of tokens in each bucket, which has one choice. Above the last, the library serves."""
 
 OTHER_LIBRARY = "cublaslt"
-"""torch's name of the library that serves where a row of the table says so, and not otherwise."""
+"""torch's name of the library that serves only where a row of the table says so."""
 
 Shape = tuple[int, int, int]
 """(bucket of tokens, in_features, out_features)."""
@@ -161,7 +163,7 @@ Shape = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig:
-    """Launch sizes of ``linear_kernel``; ``programs`` are those of one multiprocessor."""
+    """The launch sizes of ``linear_kernel``; ``programs`` is the number for each multiprocessor."""
 
     block_n: int
     block_k: int
@@ -174,19 +176,19 @@ class LinearConfig:
 
 
 def bucket_of(num_tokens: int) -> int | None:
-    """The bucket that so many tokens fall into."""
+    """Return the bucket for ``num_tokens`` tokens; None above the last bucket."""
     return next((bucket for bucket in BUCKETS if num_tokens <= bucket), None)
 
 
 Choice = LinearConfig | None
-"""Ours, or None: the other library."""
+"""Our kernel's sizes, or None for the other library."""
 
 
 def stored_choices(device_name: str, path: Path = TABLE) -> dict[Shape, Choice]:
-    """What was measured to beat the library on devices of this name, in 16-bit types; empty for others.
+    """Return the choices that beat the library on devices of this name, in 16-bit types; empty for others.
 
-    The file: ``{device name: [{"tokens", "in", "out", and LinearConfig's fields}, ...]}``; rows without
-    ``block_n`` are the other library's.
+    The file is ``{device name: [{"tokens", "in", "out", and LinearConfig's fields}, ...]}``. Rows without
+    ``block_n`` choose the other library.
     """
     rows = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
     return {(row["tokens"], row["in"], row["out"]): _stored_choice(row) for row in rows}
@@ -199,7 +201,7 @@ def _stored_choice(row: Mapping[str, Any]) -> Choice:
 
 @contextlib.contextmanager
 def other_library() -> Iterator[None]:
-    """Products by torch are ``OTHER_LIBRARY``'s meanwhile."""
+    """Make torch use ``OTHER_LIBRARY`` for its products inside the context."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(OTHER_LIBRARY)
     try:
@@ -209,7 +211,7 @@ def other_library() -> Iterator[None]:
 
 
 def products_on(device: torch.device) -> Products:
-    """The products of a CUDA device, by what was measured on devices of its name."""
+    """Return the products of a CUDA device, with the choices measured on devices of its name."""
     properties = torch.get_device_module(device).get_device_properties(device)
     choices = stored_choices(properties.name)
     if choices:
@@ -227,7 +229,7 @@ def products_on(device: torch.device) -> Products:
 
 
 class Products:
-    """Linear layers on one device. Calls must be ordered on the device: they share counters."""
+    """Linear layers on one device. Calls must be ordered on the device, because they share counters."""
 
     def __init__(self, choices: Mapping[Shape, Choice], multiprocessors: int) -> None:
         self._choices = dict(choices)
@@ -235,9 +237,9 @@ class Products:
         self._counters = LaunchCounters()
 
     def __call__(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``: ``[T, out]``.
+        """Return x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, as ``[T, out]``.
 
-        The first call on a device takes memory for the counters, so it must not be under capture.
+        The first call of our kernel allocates counters, so it must not be under capture.
         """
         shape = self._shape(x, weight.data)
         if shape not in self._choices:
@@ -249,7 +251,7 @@ class Products:
             return functional.linear(x, weight.data, bias)
 
     def _shape(self, x: torch.Tensor, matrix: torch.Tensor) -> Shape | None:
-        """The shape to look up in the table; None where it does not apply."""
+        """Return the shape to look up in the table; None where the table does not apply."""
         if not self._choices or x.dtype.itemsize != 2 or x.dim() != 2 or x.stride(1) != 1:
             return None
         bucket = bucket_of(x.shape[0])
@@ -260,7 +262,7 @@ class Products:
     def run(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, config: LinearConfig
     ) -> torch.Tensor:
-        """The same by our kernel, in any dtype; at least one token and at most the last bucket's."""
+        """Compute the product by our kernel, in any dtype, for 1 to ``BUCKETS[-1]`` tokens."""
         matrix = weight.data
         (num_tokens, inputs), outputs = x.shape, matrix.shape[0]
         block_m = max(16, power_of_two(num_tokens))
@@ -270,8 +272,8 @@ class Products:
         programs = ceil_div(tiles * tile_steps, share)
         out = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
         arrivals = self._counters.take(tiles, x.device)
-        partial = arrivals.view(torch.float32)  # of the right type, where nothing is summed up
-        if share % tile_steps:  # else no tile has several programs
+        partial = arrivals.view(torch.float32)  # unused, but of the right type
+        if share % tile_steps:  # otherwise no tile has several programs
             planes = (2 * programs, config.block_n * block_m)
             partial = torch.empty(planes, dtype=torch.float32, device=x.device)
         linear_kernel[(programs,)](

@@ -1,4 +1,4 @@
-"""Triton kernels for what memory alone limits: norms, activation, head norms with rope, storing K and V."""
+"""Computes the operations that only memory limits: norms, gates, rope with head norms, storing K and V."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def added(one, other):
-    """The sum of both, rounded once."""
+    """Return the sum of both, rounded once to the type of ``one``."""
     return (one.to(tl.float32) + other.to(tl.float32)).to(one.dtype)
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """An ``Activation`` of float32 values."""
+    """Apply an ``Activation`` to float32 values."""
     if ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
@@ -32,8 +32,9 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def rounded_for(normal, x, weight):
-    """float32 ``normal`` as a norm's weight is applied to it: rounded to x's type first, as transformers does,
-    unless the weight is kept in float32 (Gemma)."""
+    """Round float32 ``normal`` to x's type before a norm's weight is applied to it, as transformers does.
+
+    Where the weight is kept in float32 (Gemma), ``normal`` stays as it is."""
     if weight.dtype.element_ty != tl.float32:
         normal = normal.to(x.dtype).to(tl.float32)
     return normal
@@ -55,9 +56,11 @@ def rms_norm_kernel(
     ADAPTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: row r lies at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride of x, and
-    is contiguous in ``residual`` (which becomes x + residual, if ADD), in ``out``, and in ``adapted``, which is
-    added to x first, if ADAPTED."""
+    """Compute the RMSNorm of one row per program.
+
+    Row r of x is at (r // inner) * x_outer_stride + (r % inner) * x_inner_stride. Rows of ``residual``,
+    ``adapted`` and ``out`` are contiguous. ADAPTED: ``adapted`` is added to x first. ADD: then ``residual``
+    becomes x + residual, and the norm is of that sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < size
@@ -78,7 +81,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr = "silu"):
-    """Grid (T, blocks of columns)."""
+    """Compute activation(gate) * up of one token's block of columns; the grid is (T, blocks of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < size
@@ -103,8 +106,9 @@ def write_kv_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores one token's K and V (``WIDTH`` = kv_heads * head_dim, contiguous), unless its slot is negative;
-    grid (T,)."""
+    """Store one token's K and V, each of ``WIDTH`` = kv_heads * head_dim contiguous elements.
+
+    The grid is (T,). A token with a negative slot stores nothing."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -118,7 +122,7 @@ def write_kv_kernel(
 
 @triton.jit
 def _normed(left, right, weight, half, half_ok, eps, HALF: tl.constexpr):
-    """RMSNorm of heads held as two halves, rounded where transformers rounds."""
+    """Compute the RMSNorm of heads given as two halves, rounded where transformers rounds."""
     wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
     squares = tl.sum(wide_left * wide_left, 1) + tl.sum(wide_right * wide_right, 1)
     factor = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
@@ -159,9 +163,11 @@ def rotate_and_store_kernel(
     NORMED: tl.constexpr,
     ADAPTED: tl.constexpr,
 ):
-    """One token's heads; grid (T, blocks of q's heads + of k's + of v's). q is turned in place; k, turned, and
-    v go into the pool alone. A token whose slot is negative stores nothing. If ADAPTED, a row of ``adapted`` is
-    added to q, k, v side by side first."""
+    """Rotate q in place, and write rotated k and unrotated v to the pool, for a block of one token's heads.
+
+    The grid is (T, blocks of q's heads + of k's + of v's). A token with a negative slot stores nothing in the
+    pool. ADAPTED: the token's row of ``adapted``, which has q, k and v side by side, is added first. NORMED:
+    the heads of q and k are normed before the rotation."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
