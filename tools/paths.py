@@ -20,11 +20,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from manylora.protocol.commands import EvictAdapter, SwapPages
-from manylora.protocol.events import Arrive
-from manylora.types import Request, SamplingParams
 from tests.cluster.process import ADAPTERS, Cluster
-from tests.e2e.process import BASE, MODEL, REPOSITORY, Server, children_of, wait_until
+from tests.e2e.process import BASE, MODEL, REPOSITORY, Server
 from tests.executor.drive import Rig
 from tests.policy import rig as rigs
 
@@ -97,13 +94,20 @@ def first_chunk(server: Any, **body: Any) -> None:
 
 
 @contextlib.contextmanager
-def entered(name: str, found: dict[str, list[str]]) -> Iterator[None]:
-    """Note the files that this process's threads enter meanwhile, but for threads that run already."""
-    root, files = f"{REPOSITORY / 'src/manylora'}/", set()
+def entered(name: str, found: dict[str, list[str]], inside: str = "") -> Iterator[None]:
+    """Note the files that this process's threads enter meanwhile, but for threads that run already.
+
+    ``inside``: only while a function of this name runs.
+    """
+    root, files, open_frames = f"{REPOSITORY / 'src/manylora'}/", set(), 0
 
     def traced(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            files.add(frame.f_code.co_filename.removeprefix(root))
+        nonlocal open_frames
+        code = frame.f_code
+        if code.co_name == inside:
+            open_frames += {"call": 1, "return": -1}.get(event, 0)
+        if event == "call" and code.co_filename.startswith(root) and (open_frames or not inside):
+            files.add(code.co_filename.removeprefix(root))
 
     threading.setprofile(traced)
     sys.setprofile(traced)
@@ -125,36 +129,44 @@ def of_request(tracer: Tracer, found: dict[str, list[str]]) -> None:
 
 
 def of_death(tracer: Tracer, folder: Path, found: dict[str, list[str]]) -> None:
-    """A cluster: the death of a replica that serves a request, in the other processes, until it is made up for."""
+    """A cluster: the death of a replica with a request, in the other processes, until another replica has the
+    request. The replica stands still before, so that no token is on its way."""
     args = ("--replicas", "2", "--frontends", "1", "--router", "round-robin")
     with Cluster(*args, folder=folder, env=tracer.environment).wait_ready() as cluster:
         assert isinstance(cluster, Cluster)
         pids = {each["pid"] for each in cluster.wait_replicas(2)}
-        body = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body = {"model": BASE, "prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True}
         with cluster.http.stream("POST", "/v1/completions", json=body) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data:"))
-            next(lines)
+            for _ in range(100):  # long enough for a report that tells which replica has it
+                next(lines)
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
             busy = next(each["pid"] for each in cluster.replicas() if each["running"])
-            others = {*children_of(cluster.process.pid)} - pids
-            num_children = len(others) + 1
+            (other,) = pids - {busy}
+            os.kill(other, signal.SIGCONT)
+            time.sleep(0.2)  # what was on its way has come
             with tracer.path("a death", found, pids):
                 os.kill(busy, signal.SIGKILL)
-                wait_until(lambda: len(children_of(cluster.process.pid)) == num_children, "another replica")
-                next(line for line in lines if line.endswith("[DONE]"))
-                pids |= {*children_of(cluster.process.pid)} - others
+                time.sleep(0.15)  # the next start of the place follows after 0.2 s
 
 
 def of_decision(found: dict[str, list[str]]) -> None:
-    """A policy: an arrival for which cached KV and an adapter have to leave the device."""
-    rig = rigs.Rig()
-    for adapter in (1, 2):
-        rig.add(adapter)
+    """A policy: the end of a step after which a sequence needs a page, so that idle KV has to leave the device."""
+    rig = rigs.Rig("fastlibra")
+    rig.add(1)
     rig.serve("before", 1, rigs.prompt(0, 10))
-    request = Request("next", 2, tuple(rigs.prompt(1, 14)), SamplingParams(max_tokens=1, seed=0), ())
-    rig.requests["next"] = request
-    with entered("a cache decision", found):
-        decided = rig.replica.handle(Arrive(request), rig.now)
-    assert any(isinstance(command, SwapPages | EvictAdapter) for command in decided)
+    rig.ask("grows", 1, rigs.prompt(1, 6), max_tokens=8 * rigs.PAGE)
+    rig.settle_copies()
+    is_found = False
+    while not is_found:
+        done = rig.device.finish_step(ok=True)
+        with entered("a cache decision", found, inside="compose"):
+            decided = rig.replica.handle(done, rig.now)
+        is_found = "policy/value.py" in found["a cache decision"]
+        for command in decided:
+            rig.device.obey(command)
+        rig.settle_copies()
 
 
 def of_executor(folder: Path, device: str, found: dict[str, list[str]]) -> None:
