@@ -234,3 +234,13 @@ def test_a_step_that_cannot_be_issued_pulls_no_other_requests_along(broken: tupl
         if reasons[request.id] != "error":
             expected = undisturbed(0, request.prompt, request.params, (), 0)
             assert (reasons[request.id], tokens[request.id]) == ("length", expected)
+
+
+def test_a_bug_in_the_loop_ends_it_with_its_reason() -> None:
+    driver = Driver(CONFIG, FakeExecutor(), INFO)
+    driver._machine = Scripted(lambda now: 1 / 0)
+    deaths: queue.Queue[str] = queue.Queue()
+    driver.start(_ignore, deaths.put)
+    driver.submit(GenerationRequest("r", (1,), SamplingParams()))
+    assert deaths.get(timeout=WAIT_S) == driver.end == "the engine failed: division by zero"
+    driver.close()
