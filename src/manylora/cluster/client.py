@@ -92,7 +92,7 @@ class ReplicaLink:
             del self._calls[call]
 
     def close(self) -> None:
-        """The replica of this epoch is down, whatever it still says."""
+        """Stop using this replica: its epoch has ended, and nothing that it still sends counts."""
         self.is_lost = True
         self._task.cancel()
         if self._link is not None:
