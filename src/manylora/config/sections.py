@@ -1,7 +1,8 @@
-"""What users set, one frozen section a reader: each part of the engine receives only its own.
+"""Declares the settings that users give, in one frozen section for each reader: each part of the engine
+receives only its own.
 
-Each setting is declared here (or in ``CacheConfig``) alone: its type, default, bounds and help text, and
-the name that users give it. Does not know where values come from (``manylora.flags``), nor what a device has free.
+Each setting is declared only here (or in ``CacheConfig``): its type, default, bounds, help text and name for
+users. This module does not know where values come from (``manylora.flags``), nor what a device has free.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, between, more_than
 
 MOST_SEQS = 2**15
-"""No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
+"""The most sequences that an engine runs at once. Each has a row in the executor's tables and a token on the
+device."""
 
 
 LoraSharding = Literal["sharded", "replicated"]
@@ -43,15 +45,17 @@ LORA_SHARDINGS: tuple[LoraSharding, ...] = ("sharded", "replicated")
 
 
 def lora_sharding_of(wanted: str, count: int) -> LoraSharding:
-    """Say what ``--lora-sharding`` means with so many ranks. ``auto``: two replicate, which costs no exchange
-    and a third more bytes; more shard, since replicated adapters would take more than twice the memory."""
+    """Return the sharding that ``--lora-sharding`` means with ``count`` ranks. With ``auto``, two ranks
+    replicate, which costs no exchange and a third more bytes. More ranks shard, since replicated adapters
+    would take more than twice the memory."""
     if wanted == "auto":
         return "sharded" if count > 2 else "replicated"
     return "sharded" if wanted == "sharded" else "replicated"
 
 
 def _are_filled(texts: tuple[str, ...]) -> bool:
-    """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
+    """Return whether no text is empty. An empty API key, such as from an unset variable, would admit every
+    client that sends an empty key."""
     return all(text.strip() for text in texts)
 
 

@@ -191,8 +191,8 @@ class Connection(HttpToolsProtocol):
         self._watch(is_new=(self._part, self._num_begun) != before)
 
     def _head_again(self) -> bytes:
-        """The head of a request that asks for another protocol, which is not spoken here, without its asking: the
-        parser reads no body after that."""
+        """Rebuild the request's head without its ``Upgrade`` header. No other protocol is spoken here, and
+        the parser reads no body after such a header."""
         lines = [
             b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         ]
@@ -202,17 +202,17 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ the parser's side
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begin a request, at its first byte."""
         self._unset_keepalive_if_required()
         self._num_begun += 1
         self._part = _Part.HEAD
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
-        self.scope["state"]["flow"] = self.flow  # a stream goes on while its client does not read
+        self.scope["state"]["flow"] = self.flow  # a stream continues while its client does not read
 
     def on_headers_complete(self) -> None:
-        """The end of a request's headers."""
+        """Check a request's headers, and begin its body."""
         self._num_unseen = 0
         self._unset_keepalive_if_required()
         if self.parser.should_upgrade():
@@ -235,15 +235,15 @@ class Connection(HttpToolsProtocol):
             raise httptools.HttpParserError("nothing more is read")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a request's body."""
+        """Count and pass on a piece of a request's body."""
         self._num_unseen = 0
         self._num_body_bytes += len(body)
         if not self.cycle.response_complete:
             self._uploads.add(self, len(body), self.loop.time())
-        super().on_body(body)  # which stops reading where much has come that the app has not asked for
+        super().on_body(body)  # this pauses reading where the app lags behind
 
     def on_message_complete(self) -> None:
-        """The end of a request."""
+        """End a request: its last byte has arrived."""
         if self.parser.should_upgrade():
             return
         self._num_unseen = 0
@@ -252,11 +252,11 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The last byte of an answer has been handed over."""
+        """End an answer: its last byte has been handed to the transport."""
         self._num_unanswered -= 1
         super().on_response_complete()
         if self.cycle.response_complete:
-            self._uploads.end(self)  # what still comes of the body is dropped
+            self._uploads.end(self)  # the rest of the body is dropped
         if self.transport.is_closing():
             self._watch_reader()
         if self._refusal is not None and not self._num_unanswered:
@@ -267,7 +267,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ deadlines
 
     def _watch(self, is_new: bool) -> None:
-        """Set the deadline for what the client has to send. ``is_new``: it is something else than before."""
+        """Set the deadline for the next bytes from the client. ``is_new``: the awaited part has changed."""
         if self._refusal is not None or self.transport.is_closing():
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
@@ -279,7 +279,7 @@ class Connection(HttpToolsProtocol):
             if is_new:
                 self._set_deadline(self._head_s)
         elif self._num_begun:
-            self._set_deadline(None)  # between requests uvicorn's own one holds
+            self._set_deadline(None)  # between requests uvicorn's own deadline holds
 
     @property
     def _head_s(self) -> float:

@@ -71,7 +71,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Whether and how an answer is streamed."""
+    """The form in which an answer is streamed, if it is."""
 
     is_on: bool
     has_usage_chunk: bool
@@ -79,7 +79,7 @@ class StreamPlan:
 
     @classmethod
     def of(cls, body: SamplingFields) -> StreamPlan:
-        """The plan that the body's ``stream`` and ``stream_options`` ask for."""
+        """Build the plan from the body's ``stream`` and ``stream_options``."""
         options = body.stream_options
         has_usage = bool(options and options.include_usage)
         is_continuous = bool(options and options.continuous_usage_stats)

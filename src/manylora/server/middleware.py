@@ -214,8 +214,8 @@ class BodyLimit:
 
 
 def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tuple[str, ...]:
-    """The patterns of names that clients may use: by default those of the loopback, where ``sock`` listens on that
-    alone, and the name ``bound`` that it was given."""
+    """Return the patterns of host names that clients may use. The default is the loopback's names and
+    ``bound``, the name in the settings, where ``sock`` listens on the loopback only; else every name."""
     if not given:
         is_ip = sock.family in (socket.AF_INET, socket.AF_INET6)
         is_local = is_ip and ipaddress.ip_address(sock.getsockname()[0]).is_loopback
@@ -224,7 +224,7 @@ def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tu
 
 
 class AllowedHosts:
-    """Refuses requests to a host of another name. One without a name comes from no browser."""
+    """Refuses requests to a host of another name. A request without a host name comes from no browser."""
 
     def __init__(self, app: ASGIApp, patterns: tuple[str, ...]) -> None:
         self._app = app
