@@ -184,8 +184,8 @@ class Up(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """A sign of life, with its time by the replica's own clock. ``report``: given where there is news, or
-    with the last counts."""
+    """A sign of life, with its time by the replica's own clock. ``report``: the present state or the last
+    counts; None while a full report is due."""
 
     sent_s: float
     report: ReplicaReport | None = None

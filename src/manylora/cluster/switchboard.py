@@ -57,7 +57,8 @@ SETTLE_S = 2.0
 """The time that a router which replaces another waits for replicas and front ends before it decides."""
 SOLVE_S = 2.0
 HINT_S = 5.0
-"""The delay after which a hint that the router has not repeated counts as stale."""
+"""The time, in seconds, that a hint stays fresh beyond ``scale_down_s``, in which the router repeats a hint
+that still holds."""
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),

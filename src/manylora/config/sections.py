@@ -126,7 +126,7 @@ class ModelSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings(Section):
-    """Adapters served from the start, by name, and what may be loaded later."""
+    """The adapters that are served from the start, by name, and those that may be loaded later."""
 
     adapters: tuple[tuple[str, str], ...] = setting(
         (), "serve this adapter under this name; may be repeated", "NAME=PATH", name="adapter"
@@ -145,7 +145,7 @@ class AdapterSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings(Section):
-    """The amount that runs at once (None: chosen for the device), and the order of admission."""
+    """The number of requests that run at once (None: chosen for the device), and the order of admission."""
 
     max_num_seqs: Annotated[int, at_least(1), at_most(MOST_SEQS)] | None = setting(
         None, "most sequences that run at once (default: 64 on a CPU, else 256)"
