@@ -181,7 +181,7 @@ class SchedulerSettings(Section):
         is_internal=True,
     )
     max_waiting: Positive | None = None
-    """The server's own setting, as the policy gets it. None: any number may wait."""
+    """The server's own setting, passed to the policy. None: any number of requests may wait."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
     cold_start: ColdStartConfig = ColdStartConfig(follows_device=True)
@@ -192,8 +192,8 @@ class SchedulerSettings(Section):
         check_cold_start(self.cold_start, self.merge)
 
     def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
-        """Sequences, tokens a step and steps in flight, at most, on such a device. A default gives way to what was
-        set beside it."""
+        """Return the most sequences, tokens of a step, and steps in flight on a device of this kind. A
+        default yields to the other settings that are given."""
         num_seqs, batch_tokens = self.max_num_seqs, self.max_batch_tokens
         if num_seqs is None:
             num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
@@ -205,7 +205,8 @@ class SchedulerSettings(Section):
 _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
-"""A step on a CPU is run by the loop that decides on it."""
+"""The steps in flight by kind of device. A step on a CPU is run by the loop that decides on it, so there is
+one."""
 
 
 def _cache_settings() -> str:
@@ -214,7 +215,8 @@ def _cache_settings() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSettings(Section):
-    """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
+    """The two pools of pages, in bytes; None: chosen from free memory. With a host pool of 0 there is one
+    tier."""
 
     page_tokens: Count = setting(
         16,
@@ -246,13 +248,13 @@ class CacheSettings(Section):
         "KEY=VALUE",
         name="cache_set",
     )
-    """As texts, what ``policy`` was made with."""
+    """The texts from which ``policy`` was built."""
     trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
-    """Everything that makes one engine."""
+    """The settings of one engine."""
 
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
@@ -304,7 +306,7 @@ class EngineSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpSettings(Section):
-    """The server's own side."""
+    """The settings of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: Annotated[int, between(0, 65535)] = setting(8000, "port to listen on")

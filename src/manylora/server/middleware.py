@@ -1,4 +1,4 @@
-"""What happens to every request, whatever its route: id and log line, host, refusal, API key, body size.
+"""Handles every request, whatever its route: id and log line, host, refusal, API key, body size.
 
 Pure ASGI, so that streams pass through untouched and context variables survive.
 """
@@ -31,15 +31,15 @@ logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
-"""These answer while the server drains, its engine is dead or its connections are all taken."""
+"""The paths that are answered while the server drains, its engine is dead or its connections are all taken."""
 _PORT = re.compile(r":\d*$")
 _CLIENT_CLOSED_REQUEST = 499
 
 
 class RootPath:
-    """Takes the path under which a proxy serves the app off a request's path, where the proxy has not.
+    """Removes the path at which a proxy serves the app from a request's path, where the proxy has not done so.
 
-    Nothing else does: a route has one path for all that look at it, such as what asks for keys.
+    Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -54,7 +54,7 @@ class RootPath:
 
 
 class RequestLog:
-    """Gives each request its id (the client's own if it sent one) and one log line at its end."""
+    """Gives each request its id (the client's own if it sent one) and writes one log line at its end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,8 +95,7 @@ class RequestLog:
 
 
 class Gate:
-    """Counts open requests; refuses new ones, and those that are not whole yet, while the server drains or its
-    engine is dead."""
+    """Counts open requests. Refuses new and incomplete ones while the server drains or its engine is dead."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
@@ -115,7 +114,7 @@ class Gate:
             await self._app(scope, self._body_of(receive), send)
 
     def _body_of(self, receive: Receive) -> Receive:
-        """``receive``, but what waits for more of the body ends where requests are refused meanwhile."""
+        """Wrap ``receive`` so that a wait for more of the body ends when requests are refused."""
         is_whole = False
 
         async def receive_body() -> Message:
@@ -131,16 +130,16 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys where ``settings`` say so.
+    """Asks for one of the keys where ``settings`` require it.
 
-    Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
+    Stores the digest of the key that was sent as ``state["api_key"]``, and its place among the keys as
     ``state["api_key_place"]``.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        # Digests have one length, so that comparing takes the same time whatever was sent.
+        # Digests have equal lengths, so that a comparison takes the same time for any key.
         self._digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +155,7 @@ class ApiKeys:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        # Header values come as latin-1; the bytes are what a key's UTF-8 is compared with.
+        # Header values are decoded as latin-1; a key's UTF-8 is compared with the bytes.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
@@ -171,9 +170,9 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Refuses a body over a size, by its announced length or, where none is announced, as it comes in.
+    """Refuses a body over a size, by its announced length or, where none is announced, while it arrives.
 
-    And one that the connection has refused while it came in: malformed, or never complete.
+    Also refuses a body that the connection has refused while it arrived: a malformed or incomplete one.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
