@@ -46,7 +46,7 @@ class Alias:
 
     @property
     def same(self) -> str:
-        """Our flag and value, for people."""
+        """The flag of ours, with its value, for people."""
         assert self.of is not None
         value = "" if self.switch is None else f" {self.switch[0]}"
         return option_of(self.of) + value

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of the output, such as head, has ended
-        # Python writes the rest at its end.
+        # Python flushes the rest of the output when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

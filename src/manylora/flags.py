@@ -123,7 +123,8 @@ CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
 """The settings of a cluster, which only ``manylora serve`` takes."""
 
 _PAGE_TOKENS = {"static-lru": 32}
-"""The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
+"""Page sizes in tokens by cache policy, where the default differs. The FastLibra paper runs its vLLM baseline
+with blocks of 32 tokens (§2.2)."""
 
 SIZING = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",

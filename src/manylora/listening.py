@@ -44,7 +44,7 @@ def bind(http: HttpSettings) -> socket.socket:
             http.host.strip("[]"), http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, proto)
-        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
+        # On Linux this lets a new server take an old one's port at once, but never share that of a live one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except (OSError, ValueError) as error:  # ValueError: no valid host name or path

@@ -157,7 +157,7 @@ class AsyncLLM:
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
-        """Complete one conversation or a list of them through the model's chat template, like ``generate``."""
+        """Complete one conversation, or several, through the model's chat template, like ``generate``."""
         given = _Given(params, adapter, cache_salt, priority)
         return Generation(self, lambda: self._chat_jobs(messages, given))
 
@@ -419,7 +419,7 @@ class LLM:
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
     ) -> list[RequestOutput]:
-        """Complete one conversation or a list of them through the model's chat template, like ``generate``."""
+        """Complete one conversation, or several, through the model's chat template, like ``generate``."""
         return self._wait(self._llm.chat(messages, params, adapter, cache_salt, priority)._all())
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:

@@ -90,7 +90,7 @@ def build_driver(
     where the caller adds further adapters before anything is served.
     """
     check_named_adapters(settings)  # done first, so that a bad adapter costs no model load
-    from manylora.executor.build import build_worker  # brings torch
+    from manylora.executor.build import build_worker  # imports torch
 
     with contextlib.ExitStack() as undo:
         # Nor may an unknown policy, or a path that cannot be written.

@@ -58,8 +58,8 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model.
 
-    ``prompt_logprobs``, where they are asked for: None for the first token, which follows nothing, then per token
-    token id -> Logprob, its own included.
+    ``prompt_logprobs``, where asked for: None for the first token, which follows nothing. For each further
+    token a mapping of token id -> Logprob, its own included.
     """
 
     request_id: str

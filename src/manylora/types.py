@@ -19,7 +19,7 @@ AdapterId = int
 weights."""
 
 BASE: AdapterId = 0
-"""The base model seen as an adapter of size 0."""
+"""The id of the base model, as an adapter of size 0."""
 
 
 SequenceId = int
@@ -63,9 +63,9 @@ def why_reserved(name: str, bases: Iterable[str]) -> str | None:
 
 
 class InvalidRequest(ValueError):
-    """A request that can never be served as asked; the message is meant for its sender.
+    """A request that can never be served as asked. The message is meant for its sender.
 
-    ``param`` names the offending field where there is one.
+    ``param`` names the field at fault, where there is one.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -274,7 +274,7 @@ class RequestError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """The engine's card of a served adapter. ``state`` is absent, loading or resident."""
+    """The facts of a served adapter. ``state``: absent, loading or resident."""
 
     name: str
     path: str

@@ -197,7 +197,7 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, for moments only."""
+        """Hold the folder's lock during the block, which must be short."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self.path / "lock", flags, 0o600)
         try:

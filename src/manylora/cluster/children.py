@@ -74,7 +74,7 @@ class Starter(Protocol):
     """The process that has started this one, as this one sees it."""
 
     def report(self, message: messages.FromChild) -> None:
-        """Send a message; drop it where the starter is gone."""
+        """Send a message to the starter, or drop it where the starter is gone."""
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Have ``stopped`` called when the process is to stop, and ``orphaned`` when its starter is gone. The
@@ -119,7 +119,7 @@ class PairedStarter:
         orphaned()
 
     def read(self) -> Any | None:
-        """Read the next message; None where the starter is gone."""
+        """Read the next message. Returns None where the starter is gone."""
         return receive_message(self._sock, _to_child)
 
 
@@ -138,7 +138,7 @@ _before_leaving: list[Callable[[int], None]] = []
 
 
 def call_before_leaving(call: Callable[[int], None]) -> None:
-    """Have this called with the exit code when the process ends by ``leave``."""
+    """Register a function that ``leave`` calls with the exit code."""
     _before_leaving.append(call)
 
 
@@ -190,7 +190,7 @@ class Tasks:
 
 
 def run(launch: Launch, starter: Starter) -> int:
-    """Be the process of the launch's role until it ends; return the exit code."""
+    """Run the process of the launch's role until it ends, and return the exit code."""
     try:
         return _run(launch, starter)
     except ConfigError as error:
@@ -213,7 +213,7 @@ def _run(launch: Launch, starter: Starter) -> int:
 
 
 def main(descriptor: int) -> int:
-    """Be the process that the starter at the other end of ``descriptor`` asks for; return the exit code."""
+    """Run the process for which the starter at the other end of ``descriptor`` asks, and return the exit code."""
     ignore_signals_of_terminals()
     configure_logging()
     starter = PairedStarter(descriptor)

@@ -85,7 +85,7 @@ def credentials_of(secret: bytes, files: TlsFiles | None, host: str | None = Non
 
 
 def why_broken(error: ssl.SSLError) -> str:
-    """Say in a few words why TLS failed."""
+    """Describe in a few words why TLS failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
     return (error.reason or str(error)).lower().replace("_", " ")
@@ -126,7 +126,7 @@ def _meet_itself(dialling: ssl.SSLContext, listening: ssl.SSLContext, host: str 
 
 
 class LinkError(Exception):
-    """A link that cannot be made, or has ended; the message says why."""
+    """A link that cannot be made, or has ended; the message gives the reason."""
 
 
 class LinkRefused(LinkError):
@@ -430,7 +430,7 @@ class Listener:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
             except ConnectionError:
-                continue  # it has gone already
+                continue  # the other side has disconnected already
             except OSError as error:
                 log.warning("links cannot be accepted: %s", error.strerror)
                 await asyncio.sleep(FULL_S)

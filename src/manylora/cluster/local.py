@@ -136,7 +136,7 @@ def with_share(
 
 
 class NotStarted(Exception):
-    """A start that has failed, or was ended because it hung; the message says why."""
+    """A start that has failed, or was ended because it hung; the message gives the reason."""
 
 
 class Started(Protocol):

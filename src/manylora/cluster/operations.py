@@ -123,7 +123,7 @@ class Operations:
     # ------------------------------------------------------------ drains
 
     async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
-        """Give the replica no more work; return when it has none. Raises Refusal."""
+        """Give the replica no more work, and return when it has no requests. Raises Refusal."""
         await self._empty(replica, "stay", migrate=migrate)
 
     async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
@@ -177,7 +177,7 @@ class Operations:
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
-        """Move its requests elsewhere, then end it for good. Raises Refusal."""
+        """Move the replica's requests elsewhere, then end it for good. Raises Refusal."""
         if self._slot(replica) is None:
             raise Refusal(f"there is no replica {replica}")
         if not any(other != replica and not self._is_drained(other) for other in self._staying()):

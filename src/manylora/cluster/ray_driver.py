@@ -182,7 +182,7 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
             case _:  # StopChild
                 break
     else:
-        time.sleep(children.ORPHAN_S)  # replicas serve what runs for so long
+        time.sleep(children.ORPHAN_S)  # replicas go on serving for this time
     driver.close()
     return 0
 

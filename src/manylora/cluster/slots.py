@@ -184,7 +184,7 @@ class ReplicaPlace:
             settings,
             journal=journal,
             cache=dataclasses.replace(settings.cache, trace=trace),
-            # The registry says which adapters there are.
+            # Adapters come from the registry, not from the settings.
             adapters=AdapterSettings(max_adapter_rank=settings.adapters.max_adapter_rank),
         )
         return msgspec.structs.replace(

@@ -65,7 +65,7 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             "--uds with several replicas needs --cluster-dir: a cluster's own folder is by port"
         )
     with contextlib.ExitStack() as stack:
-        sock = _bind(stack, http, cluster)  # first: a taken port must not cost a model load
+        sock = _bind(stack, http, cluster)  # done first, so that a taken port costs no model load
         check_model(engine.model.model)
         check_named_adapters(engine)
         Router(cluster.router_config())  # raises ConfigError for an unknown policy or missing settings
@@ -143,7 +143,7 @@ class _Supervisor:
         lease_s = launch.cluster.lease
         self._router = ProcessPlace(
             "the router", launcher, max(1.0, 0.6 * lease_s)
-        )  # replicas live by its word
+        )  # replicas end without its leases
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False

@@ -19,7 +19,7 @@ MOST_CPU_TOKENS = 512
 SLICE_SHARE = 0.25
 """The arithmetic of a thread's tokens, as a share of the time to pass them on and to read the adapter. It
 sets the number of tokens for each thread. With fewer tokens another thread would save little. With more,
-cores stand still that nothing else uses."""
+cores would be idle that nothing else uses."""
 _MOST_AUTO_WORKERS = 16
 """The most threads by default. A step has few tokens for threads, of which each takes dozens; a machine may
 have hundreds of cores."""

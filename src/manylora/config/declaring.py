@@ -159,7 +159,7 @@ def naming_what_is_missing() -> Iterator[None]:
 
 
 def _reason(error: ImportError, package: str) -> str:
-    if not package:  # raised by hand, in a package that lacks another one
+    if not package:  # raised explicitly, by a package that lacks another one
         return " ".join(str(error).split())
     distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
     if isinstance(error, ModuleNotFoundError):

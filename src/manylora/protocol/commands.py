@@ -1,4 +1,4 @@
-"""Declares the commands of a replica, and those that engines send to an executor besides.
+"""Declares the commands of a replica, and the further commands that engines send to an executor.
 
 A new command is declared here and added to the union of its receivers. A method of its name carries it out
 (``handlers``).

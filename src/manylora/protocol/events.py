@@ -56,7 +56,7 @@ class Keep:
     is_kept: bool = True
 
 
-@dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
+@dataclasses.dataclass(slots=True)  # not frozen, which takes three times as long to create: one for each step
 class StepDone:
     """The end of a step. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
 

@@ -97,7 +97,7 @@ class Executor(Protocol):
     """
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """Send every answer to ``tell`` from now on, from any thread."""
+        """Pass every answer to ``tell`` from now on, from any thread."""
 
     def obey(self, command: DeviceCommand) -> None:
         """Begin a command. Raises only if the device is broken: nothing can be trusted after that."""

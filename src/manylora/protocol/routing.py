@@ -30,15 +30,16 @@ class StepPlane(NamedTuple):
     step_s: float
     row_s: float = 0.0
     kv_token_s: float = 0.0
-    """For each position that a row attends to."""
+    """Seconds for each position that a row attends to."""
     adapter_s: float = 0.0
-    """For each distinct adapter."""
+    """Seconds for each distinct adapter."""
     adapter_page_s: float = 0.0
-    """For each page of these."""
+    """Seconds for each page of these adapters."""
     rank_s: float = 0.0
-    """For each unit of rank of each request, of kernels that share nothing between rows (CaraServe's MBGMV)."""
+    """Seconds for each unit of rank of each request, for kernels that share nothing between rows (CaraServe's
+    MBGMV)."""
     padded_rank_s: float = 0.0
-    """For each row and unit of the largest rank, of kernels that pad (BGMV)."""
+    """Seconds for each row and unit of the largest rank, for kernels that pad (BGMV)."""
 
 
 class RankCosts(NamedTuple):
@@ -116,7 +117,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The number of tokens of a sample."""
+    """The number of tokens that a sample has."""
 
     request: RequestId
     sample: int

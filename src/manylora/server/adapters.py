@@ -67,8 +67,8 @@ def permitted_folder(path: str, root: Path | None) -> Path:
                 _check_entries(folder, path, resolved_root)
                 return folder
     except (ValueError, OSError, RuntimeError) as error:
-        # A NUL byte, a name too long for the file system, or links that run in a circle. The error itself may say
-        # where on the server the folder lies.
+        # A NUL byte, a name too long for the file system, or a cycle of links. The error's own text may show
+        # the folder's place on the server.
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise ApiError(400, f"'{clipped(path)}' is not a usable path: {reason}", param="lora_path") from error
     raise ApiError(404, f"there is no adapter folder '{clipped(path)}'", param="lora_path")
@@ -132,7 +132,7 @@ def operations(
         folder = await find(path)
         caller = getattr(request.state, "api_key", None) or (request.client and request.client.host)
         turn = callers.setdefault(caller, asyncio.Semaphore(_LOADS_OF_A_CALLER))
-        # A load whose client has gone is not begun.
+        # A load whose client has disconnected is not begun.
         async with lifecycle.interruptible(request.receive), turn:
             if replaces and isinstance(client, ReplacesAdapters):
                 card = await client.replace_adapter(name, str(folder))

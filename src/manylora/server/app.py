@@ -69,7 +69,7 @@ def create_app(
     max_body_bytes = settings.max_body_bytes or requests.max_bytes(client.info)
     app = Starlette(
         routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
-        # The first one is the outermost.
+        # The first middleware is the outermost.
         middleware=[
             Middleware(RootPath, root=settings.root_path),
             Middleware(RequestLog),

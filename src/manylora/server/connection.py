@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
         self._part = _Part.NOTHING
         self._num_begun = 0
         self._num_unanswered = 0
-        # Bytes since the parser last came to the end of a head, a piece of body, or a request.
+        # Bytes since the parser last reached the end of a head, a piece of body, or a request.
         self._num_unseen = 0
         self._num_body_bytes = 0  # since the deadline was set
         self._refusal: ApiError | None = None

@@ -31,8 +31,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Operation:
     """An operation: one method of one path.
 
-    ``body``: the type of the request's body. ``answers``: the media types of an answer. ``errors``: statuses
-    beside those of every route. ``also``: a second method, which the document leaves out.
+    ``body``: the type of the request's body; ``answers``: the media types of an answer; ``errors``: statuses
+    beside those of every route; ``also``: a second method, which the document omits.
     """
 
     method: str

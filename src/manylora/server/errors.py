@@ -34,7 +34,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(msgspec.Struct):
-    """The reason of an error. ``param``: the field at fault; ``code``: the status."""
+    """The content of an error body. ``param``: the field at fault; ``code``: the status."""
 
     message: str
     type: str

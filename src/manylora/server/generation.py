@@ -61,12 +61,12 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters of every prompt, but for the ones fitted to its length."""
+        """The parameters of every prompt, except those that depend on its length."""
         return self.requests[0].params
 
     @property
     def n(self) -> int:
-        """Samples of each prompt."""
+        """The number of samples of each prompt."""
         return self.params.n
 
 
@@ -140,7 +140,7 @@ class GenerationResponse(Response):
             if known is None or not self._has_begun:
                 raise
             if not self._plan.is_on:
-                raise Disconnected from error  # half of an answer has no place for an error
+                raise Disconnected from error  # an error cannot be written into half of an answer
             ending = error_events(known)
         if self._plan.is_on or self._has_begun:
             await self._begin(send)
@@ -168,7 +168,7 @@ class GenerationResponse(Response):
                     if delta.error is not None:
                         raise GenerationFailed(delta.error)
                     self._usage.count(delta)
-                    if delta.prompt_logprobs is not None:  # of a long prompt this takes a second
+                    if delta.prompt_logprobs is not None:  # this takes a second for a long prompt
                         await asyncio.to_thread(self._shape.take_prompt, number, delta.prompt_logprobs)
                     yield number * job.n + delta.sample, delta
         finally:

@@ -74,7 +74,7 @@ class Lifecycle:
         self._refuse(self._refusal or "the server is shutting down")
 
     def die(self, reason: str) -> None:
-        """Refuse requests: the engine has died."""
+        """Refuse requests from now on, because the engine has died."""
         self._refuse(f"the engine has died: {reason}")
         self._end_within(_AFTER_DEATH_S)
         self.died.set()

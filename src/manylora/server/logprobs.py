@@ -93,7 +93,7 @@ def echoed(
         "text_offset": _offsets(tokenizer, prompt, text),
         "token_logprobs": [None, *(max(entry.logprob, _LOWEST) for entry, _ in scored.entries(rest))],
         "tokens": [names.text(token) for token in prompt],
-        # As JSON at once: all samples share it, and it takes a tenth of the memory.
+        # Encoded at once: all samples share the JSON, and it takes a tenth of the memory.
         "top_logprobs": [None, *(_raw(_top(names, num_top, entry)) for entry, _ in scored.entries(rest))],
     }
 
@@ -200,7 +200,7 @@ class PackedLogprobs:
     def __init__(self) -> None:
         self._tokens = array.array("i")
         self._values = array.array("f")  # the precision in which the sampler computes them
-        self._sizes = bytearray()  # of each position: one for the chosen token, and the alternatives
+        self._sizes = bytearray()  # entries of each position: the chosen token and the alternatives
 
     def add(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Append the next positions."""

@@ -65,7 +65,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()
-        scope["path"] = scope["path"].rstrip("/") or "/"  # a slash at the end means nothing
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a trailing slash is ignored
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
@@ -209,7 +209,7 @@ class BodyLimit:
 
 
 # A page of any site can have its visitor's browser send requests to servers of the visitor's own machine. A site
-# that gives its name that machine's address can read the answers as well.
+# whose name resolves to that machine's address can also read the answers.
 
 
 def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ class AllowedHosts:
 def same_origin(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Let the endpoint refuse requests that a page of another origin sends."""
+    """Wrap an endpoint so that it refuses requests from pages of another origin."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:

@@ -35,8 +35,8 @@ class Models:
         self._texts = texts
         self._settings = settings
         self._created_s = int(time.time())
-        # Adapters known to be served, by name. The engine has the last word and refuses a name that is served no
-        # more; asking it for every request would cost a list of perhaps thousands.
+        # Adapters known to be served, by name. The engine decides, and refuses a name that is no longer
+        # served. Asking it for every request would cost a list of perhaps thousands.
         self._known: dict[str, AdapterCard] = {}
 
     @property

@@ -79,15 +79,16 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class LoraRequest(msgspec.Struct):
-    """The object of vLLM and TensorRT-LLM. Its name decides; number and path are for servers that load by them."""
+    """The object of vLLM and TensorRT-LLM. Only its name is used; number and path are for servers that load
+    by them."""
 
     lora_name: Name | None = None
 
 
 class AdapterParameters(msgspec.Struct, kw_only=True):
-    """The fields that name an adapter, in a body or in its ``parameters``: those of other engines' clients.
+    """The fields of other engines' clients that name an adapter, in a body or in its ``parameters``.
 
-    Each holds the name under which an adapter is served.
+    Each gives the name under which an adapter is served.
     """
 
     adapter_id: Name | None = None  # TGI, LoRAX
@@ -99,13 +100,13 @@ class AdapterParameters(msgspec.Struct, kw_only=True):
 
 
 class AdapterFields(AdapterParameters, kw_only=True):
-    """The same of a whole body. ``parameters`` is LoRAX's, of which nothing else is read."""
+    """The fields of a whole body that name an adapter. Of LoRAX's ``parameters`` nothing else is read."""
 
     parameters: AdapterParameters | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    """The parts of a stream beside text."""
+    """The parts of a stream other than text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -181,7 +182,7 @@ class UnloadAdapterBody(msgspec.Struct, kw_only=True):
 
 
 class LoraSource(msgspec.Struct, kw_only=True):
-    """Where POST /v1/loras is to take an adapter from."""
+    """The place of an adapter for POST /v1/loras."""
 
     uri: str | None = None
 
@@ -239,7 +240,7 @@ _OF_ADAPTERS = {
     "lora_int_id": _NO_NUMBER,
     "lora_task_id": _NO_NUMBER,
 }
-# An empty schema is a schema: any JSON.
+# An empty schema is valid, and means any JSON.
 _OF_BOTH = {
     **_refused(
         _is_off, "use_beam_search", "structured_outputs", "guided_regex", "guided_choice", "guided_grammar",
@@ -311,7 +312,7 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
     media_type = headers.get("content-type", "")
     if has_body and media_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the body needs content-type: application/json, not {clipped(media_type)!r}")
-    # The request, which lives until it is answered, would keep what its ``body`` gives.
+    # ``Request.body`` would keep the bytes until the request is answered.
     raw = b"".join([piece async for piece in request.stream()])
     return await run_beside(raw, _decode, raw, kind), raw
 
@@ -392,7 +393,7 @@ _SAME_NAME = {field.name for field in dataclasses.fields(SamplingParams)} - _COU
 
 # Every stop string costs time for each character that this process, shared by all requests, sends.
 MAX_STOP_STRINGS = 128
-# Preparing them, and looking through token ids, costs time for each.
+# Each stop character and stop id costs time to prepare or to compare.
 MAX_STOP_CHARS = 65_536
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_BIASED_TOKENS = 300_000  # more than today's vocabularies have

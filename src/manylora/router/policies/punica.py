@@ -29,7 +29,7 @@ class Punica(RoutingPolicy):
         self._max_batch = parameters.max_batch
         self._evicted: dict[
             int, tuple[int, int]
-        ] = {}  # by replica: epoch and seq of the report that was answered
+        ] = {}  # by replica: the epoch and seq of the report that was acted on
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
