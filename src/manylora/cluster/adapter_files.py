@@ -89,8 +89,8 @@ class AdapterCache:
     """A machine's folder of adapters' files. Used by one thread. Raises OSError where the disk fails."""
 
     def __init__(self, path: Path, most_bytes: int | None) -> None:
-        """Create the folder if it does not exist, and remove unfinished copies. Raises ConfigError where it
-        cannot be used."""
+        """Create the folder if it does not exist, remove unfinished copies, and evict down to the bound.
+        Raises ConfigError where the folder cannot be used."""
         self.path = path
         self._most_bytes = most_bytes or _DEFAULT_BYTES
         self._taken: dict[AdapterId, int] = {}
@@ -161,8 +161,8 @@ class AdapterCache:
             shutil.rmtree(part, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict unused folders until ``num_bytes`` more fit. The caller holds the folder's lock. Raises
-        CacheFull."""
+        """Remove unfinished copies, and evict unused folders until ``num_bytes`` more fit. The caller holds
+        the folder's lock. Raises CacheFull."""
         held = [(self._num_bytes(each), each) for each in self._entries()]
         total = sum(size for size, _ in held)
         for size, entry in held:

@@ -148,8 +148,9 @@ class RayNodes:
         return self._ranks / self._per_gpu if self.uses_gpus else 0
 
     def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
-        """Return a replica's settings with its own share of that node, and its CPU threads. Without GPUs each
-        share is one of ``most``: all replicas may end up on one node when the others are gone."""
+        """Return a replica's settings with its own share of that node, and its CPU threads. Without GPUs the
+        node is divided by the most replicas of the cluster: all may end up on one node when the others are
+        gone."""
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
         count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
         cores = found.threads // count

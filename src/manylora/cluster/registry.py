@@ -79,7 +79,7 @@ class Rollout:
         return sum(each.state == "listed" for each in self._log.current.values())
 
     def begin(self, named: list[tuple[str, str]]) -> None:
-        """List the adapters of the command line, beside those that an earlier cluster left in this folder. A
+        """List the adapters that the start names, beside those that an earlier cluster left in this folder. A
         name with a new path gets a new version."""
         known = {each.name: each for each in self._log.current.values() if each.state == "listed"}
         changed = []
@@ -190,8 +190,8 @@ class Rollout:
         self.pulse()
 
     async def digested(self, adapter: AdapterId) -> messages.Listing:
-        """Return a version with its digest. Adapters of the command line have no digest until one is asked
-        for. Raises AdapterError."""
+        """Return a version with its digest. Adapters of the start have no digest until one is asked for.
+        Raises AdapterError."""
         listing = self._of(adapter)
         if not listing.digest:
             digest = await asyncio.to_thread(adapter_digest, Path(listing.path))

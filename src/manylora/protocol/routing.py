@@ -88,8 +88,8 @@ class Asked:
     ``prefix``: for each full block of ``BLOCK_TOKENS`` tokens of the prompt, a 64-bit hash of it and all
     blocks before, rooted at the adapter's version and the cache scope. ``attempts``: the number made before.
     Where the request is live and its present attempt is among them, the front end has given that attempt up.
-    ``generated``: tokens so far of each sample. ``waited_s``: time since the request first arrived.
-    ``failures``, ``deaths``: the values of the last Assign, in case another router made it.
+    ``generated``: the number of tokens so far of each sample. ``waited_s``: time since the request first
+    arrived. ``failures``, ``deaths``: the values of the last Assign, in case another router made it.
     """
 
     request: RequestId
@@ -261,9 +261,9 @@ RouterEvent = (
 class Assign:
     """An order to the front end to send the request to this replica, with the tokens that it has accepted so far.
 
-    ``number`` counts the replica's assignments. ``resume``: the tokens of each sample that the router knows
-    of. ``failures``, ``deaths``: earlier attempts that were lost, and those of them for which the request is
-    blamed.
+    ``number`` counts the replica's assignments. ``resume``: the number of tokens of each sample that the
+    router knows of. ``failures``: the number of earlier attempts that were lost; ``deaths``: the number of
+    those for which the request is blamed.
     """
 
     request: RequestId

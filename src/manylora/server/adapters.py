@@ -47,9 +47,9 @@ def permitted_folder(path: str, root: Path | None) -> Path:
     """Return the adapter folder that ``path`` means, with links resolved, if it is under ``root``.
 
     A relative path is tried from the working directory, then from ``root``, then from the folder of ``root``,
-    and that of a link to it. Raises ApiError: 403 for a path outside (whether or not it exists), 404 for no
-    such folder, 400 for a path that is not valid, or for a folder with too many entries. Takes as long as the
-    file system does.
+    and that of a link to it. Raises ApiError 403 for a path outside, whether or not it exists, and 404 for no
+    such folder. Raises ApiError 400 for an invalid path, or a folder with too many entries. Takes as long as
+    the file system does.
     """
     if root is None:
         raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")

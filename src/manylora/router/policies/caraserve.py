@@ -14,9 +14,9 @@ class CaraServe(RoutingPolicy):
     """A policy that takes the replica whose requests suffer least from one more.
 
     The cost counts the request's prefill, over a mean reply, and its addition to a decode step, with a
-    penalty where that step misses the objective. This sum is multiplied by the number of running sequences.
-    An empty replica costs 0; among equal replicas the lowest id wins. Where none has enough pages, the
-    request waits at the router. Replicas that differ have their own coefficients.
+    penalty where that step misses the objective. This sum is multiplied by the number of sequences that the
+    replica has. An empty replica costs 0; among equal replicas the lowest id wins. Where none has enough
+    pages, the request waits at the router. Replicas that differ have their own coefficients.
     """
 
     parameters = CaraServeParameters
