@@ -1,4 +1,4 @@
-"""Starts a cluster's processes as children of the supervisor's: the local launcher.
+"""Starts a cluster's processes as children of the supervisor: the local launcher.
 
 Each replica gets a share of the machine: memory, CPU threads and GPUs.
 """
