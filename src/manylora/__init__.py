@@ -1,4 +1,4 @@
-"""manylora: thousands of LoRA adapters on one base model. Importing this loads no torch."""
+"""Serves thousands of LoRA adapters on one base model. Importing this package loads no torch."""
 
 from __future__ import annotations
 

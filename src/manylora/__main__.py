@@ -1,4 +1,4 @@
-"""``python -m manylora``: the command ``manylora``, where its script is not on the path."""
+"""Runs the command ``manylora`` as ``python -m manylora``, where its script is not on the path."""
 
 import sys
 

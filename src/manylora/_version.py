@@ -1,4 +1,4 @@
-"""The version, for what may not import the package itself."""
+"""Holds the version, for modules that may not import the package itself."""
 
 from __future__ import annotations
 

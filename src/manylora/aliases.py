@@ -1,8 +1,9 @@
-"""Flags of vLLM and SGLang: those that mean exactly what one of ours means, or what is always so here, and those
-that copied commands have and that do nothing here, or cannot be had. And settings of our own that were removed.
+"""Lists flags of vLLM and SGLang, with what each means here, and settings of our own that were removed.
 
-Tables for the command line, config files and keyword arguments of ``LLM``; docs/flags.md shows them. Whatever
-is in neither is refused as unknown.
+An ``Alias`` means exactly what one of our flags means, or a feature that is always on here. A ``Foreign``
+flag occurs in copied commands; it does nothing here, or is refused. The tables serve the command line, config
+files and keyword arguments of ``LLM``; docs/flags.md shows them. A flag in neither table is refused as
+unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("manylora")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alias:
-    """Another engine's name for the flag ``of``, or for what is always on (``of`` is None)."""
+    """Another engine's name for the flag ``of``, or for a feature that is always on (``of`` is None)."""
 
     name: str
     of: str | None
@@ -30,14 +31,14 @@ class Alias:
     means: str = ""
     """The feature that is always on."""
     contradicts: tuple[str, str] | None = None
-    """A flag and the value of it with which it is not on after all."""
+    """A flag and its value with which the feature is off after all."""
     lists_adapters: bool = False
     switch: tuple[str, str] | None = None
-    """For a flag that is on or off there: the values of ours that these mean."""
+    """For a flag that is on or off in the other engine: our flag's values for on and for off."""
     is_short: bool = False
-    """Written with one dash."""
+    """Whether the flag is written with one dash."""
     values: tuple[tuple[str, str], ...] = ()
-    """Values that have another name there, and ours."""
+    """Pairs of the other engine's value and ours, where these differ."""
 
     @property
     def option(self) -> str:
@@ -45,13 +46,14 @@ class Alias:
 
     @property
     def same(self) -> str:
-        """Our flag and value, for people."""
+        """The flag of ours, with its value, for people."""
         assert self.of is not None
         value = "" if self.switch is None else f" {self.switch[0]}"
         return option_of(self.of) + value
 
     def translated(self, value: Any) -> Any:
-        """A value of it as one of ours."""
+        """Translate a value of the other engine's flag to ours. Raises ConfigError where a switch is neither
+        true nor false."""
         if self.switch is None:
             return next((own for theirs, own in self.values if value == theirs), value)
         if not isinstance(value, bool):
@@ -88,20 +90,20 @@ CLUSTER_ALIASES: tuple[Alias, ...] = (
     Alias("api_server_count", "frontends", "vLLM"),
     Alias("data_parallel_backend", "launcher", "vLLM", values=(("mp", "local"),)),
 )
-"""Of settings of a cluster."""
+"""The aliases of a cluster's settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Foreign:
-    """Another engine's flag with no counterpart."""
+    """A flag of another engine that has no counterpart here."""
 
     name: str
     engines: str
     because: str
-    """Why it does nothing, or cannot be had."""
+    """The reason why it does nothing, or is refused."""
     harmless: tuple[str, ...] | None = None
-    """Values, in lower case, that ask for what is so anyway; any other is refused. None: all are accepted with a
-    note."""
+    """The values, in lower case, that ask for our fixed behaviour; any other is refused. None: every value is
+    accepted with a note."""
     is_switch: bool = False
 
     @property
@@ -109,7 +111,8 @@ class Foreign:
         return option_of(self.name)
 
     def check(self, value: Any) -> None:
-        """Accept a value, with a note where it does nothing; raise ConfigError where it cannot be had."""
+        """Accept a value, with a note where it does nothing. Raises ConfigError where it asks for something
+        that does not exist here."""
         if self.harmless is None:
             log.warning("%s does nothing here: %s", self.option, self.because)
         elif str(value).lower() not in self.harmless:
@@ -126,7 +129,7 @@ _NO_TLS = "the server speaks plain HTTP; TLS is for a proxy before it"
 _ONLY_TEXT = "what is served is text generation"
 _OFF = ("false",)
 
-# What is refused comes first, so that an error follows on no note.
+# Flags that can be refused come first, so that no note precedes an error.
 FOREIGN: tuple[Foreign, ...] = (
     Foreign("trust_remote_code", "vLLM, SGLang", "code from a checkpoint is never run", _OFF, True),
     Foreign("enable_auto_tool_choice", "vLLM", "answers are not searched for tool calls yet", _OFF, True),
@@ -188,12 +191,13 @@ REMOVED: Mapping[str, str] = {
     "pipeline_depth": "it is 2 on a GPU and 1 on a CPU; manylora bench and profile have this flag",
     "copy_limit": "copies go as fast as the link; manylora bench simulate --copy-limit simulates a slower one",
 }
-"""Settings of earlier releases by name, as in a config file: what to use instead. A row stays for one release."""
+"""Settings of earlier releases, by their name in a config file, with the advice to give. A row stays for one
+release."""
 
 REMOVED_VALUES: Mapping[tuple[str, str], str] = {
     ("merge_minority", "mixed"): "use --merge-minority unmerge (or wait)",
 }
-"""By name and value, of settings that are still there."""
+"""Removed values of settings that still exist, by name and value, with the advice to give."""
 
 REMOVED_PARAMETERS: Mapping[str, str] = {
     f"{router}.{key}": "its default holds; manylora bench simulate has it"
@@ -210,11 +214,11 @@ REMOVED_PARAMETERS: Mapping[str, str] = {
     )
     for key in keys.split()
 }
-"""Of --router-set, by ROUTER.KEY."""
+"""Removed parameters of --router-set, by ROUTER.KEY, with the advice to give."""
 
 
 def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where something that is always on is to be off, or is off by another of the settings."""
+    """Raise ConfigError where a feature that is always on should be off, or is off because of another setting."""
     if value is not True:
         raise ConfigError(f"{alias.option} is always on ({alias.means}) and cannot be {value!r}")
     if alias.contradicts is not None:
@@ -224,7 +228,7 @@ def check_switch(alias: Alias, value: Any, values: Mapping[str, Any]) -> None:
 
 
 def adapter_pairs(alias: Alias, value: Any, bases: Collection[str]) -> Any:
-    """Adapters as ``NAME=PATH`` where they are given as objects, JSON or not; everything else as it is.
+    """Return adapters that are given as objects, JSON or not, as ``NAME=PATH``, and everything else unchanged.
 
     ``bases``: names of the base model, which an object may repeat. Raises ConfigError.
     """
@@ -261,8 +265,7 @@ def _pair(alias: Alias, item: Any, bases: Collection[str]) -> Any:
 
 
 def check_removed(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a setting was removed, its value, a router's parameter, or a variable of the
-    environment."""
+    """Raise ConfigError where a setting, a value, a router's parameter or an environment variable was removed."""
     for name, value in values.items():
         if value is not None and name in REMOVED:
             raise ConfigError(f"{option_of(name)} was removed: {REMOVED[name]}")
@@ -279,6 +282,6 @@ def check_removed(values: Mapping[str, Any]) -> None:
 
 
 def add_removed(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add options without help, with or without a value, for ``check_removed`` to see."""
+    """Add hidden options, with or without a value, so that ``check_removed`` can refuse them."""
     for name in names:
         parser.add_argument(option_of(name), dest=name, nargs="?", const="", help=argparse.SUPPRESS)

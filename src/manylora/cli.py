@@ -1,6 +1,6 @@
-"""The command line. Parses, prints, returns exit codes; the work is done elsewhere and imported on use.
+"""Runs the command line: parses, prints and returns exit codes. The work is done elsewhere and imported on use.
 
-Bad input: one line on stderr and exit code 2.
+Bad input gives one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _OWN = ("serve", "frontend", "cluster", "adapters", "warmup")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
+    """A parser of argparse that prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
         return _run(words)
@@ -77,21 +77,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # The reader of the output, such as head, has seen enough.
-        # Python writes the rest at its end.
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
+        # Python flushes the rest of the output when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 @naming_what_is_missing()
 def _run(words: Sequence[str]) -> int:
-    """A command; its exit code. Raises ConfigError."""
-    # Other distributions' commands need not be imported for one of our own.
+    """Run a command, and return its exit code. Raises ConfigError."""
+    # Our own commands need no import of other distributions' commands.
     others = {} if words and words[0] in _OWN else find_commands()
     if words and words[0] in LAB and words[0] not in others:
         raise ConfigError(f"manylora {words[0]} is part of manylora-lab: pip install manylora-lab")
     args = _parser(others).parse_args(words)
-    if args.run not in (_serve, _frontend):  # whose log is the engine's
+    if args.run not in (_serve, _frontend):  # these two set up the engine's log
         announce_compilation()
     code = int(args.run(args))
     sys.stdout.flush()
@@ -99,19 +99,19 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _dashed(word: str) -> str:
-    """An option with dashes where it is written with underscores, as vLLM takes it."""
+    """Replace underscores in an option's name by dashes, as vLLM does."""
     option, equals, value = word.partition("=")
     return option.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _refuse(reason: object) -> int:
-    """Say in one line what is wrong with the input; the exit code."""
+    """Print in one line what is wrong with the input, and return the exit code."""
     print(f"manylora: error: {reason}", file=sys.stderr)
     return 2
 
 
 def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
-    """``others``: the commands of other distributions."""
+    """Build the parser of all commands. ``others``: the commands of other distributions."""
     parser = _Parser(
         prog="manylora",
         description="Serve thousands of LoRA adapters on one base model, each request naming its own.",
@@ -182,7 +182,7 @@ def _serve(args: argparse.Namespace) -> int:
     )
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
-        given["model"] = given["served_model_name"].pop()  # MODEL, where it follows on the names
+        given["model"] = given["served_model_name"].pop()  # MODEL, written after the names
     check_removed({**settings, **given})
     cluster, layers = split_cluster(key_of_environment(settings, given), settings, given)
     engine, http = build_settings(canonical(*layers))
@@ -236,9 +236,9 @@ def _leave_when_told() -> None:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """Told to stop before there was anything to stop.
+    """End the process at a signal that arrives before there is anything to stop.
 
-    Not by an exception: it would be raised within whatever import is running, and some of those lose it.
+    An exception would be raised inside whatever import is running, and some imports swallow it.
     """
     os._exit(0)
 
@@ -266,7 +266,7 @@ def _adapters(args: argparse.Namespace) -> int:
     settings, _ = build_settings(settings_of(args, ("model", *_ADAPTERS_FLAGS)))
     report = list_adapters if args.action == "list" else check_adapter
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The path of a folder may hold what the terminal cannot show, or what is no text at all.
+        # A folder's path may contain bytes that the terminal cannot show, or that are no text.
         sys.stdout.reconfigure(errors="backslashreplace")
     print(report(settings, args.path, as_json=args.json))
     return 0

@@ -1,7 +1,8 @@
-"""Settings by the names that users give them: command-line flags, config-file keys, keyword arguments of ``LLM``.
+"""Builds settings from the names that users give them: command-line flags, config-file keys, keyword
+arguments of ``LLM``.
 
-Takes what there is to set from the sections of ``manylora.config``, builds these from plain values, and adds the
-options of commands. Imports nothing heavy, so ``manylora --help`` stays quick.
+Reads the declared settings from the sections of ``manylora.config``, builds these sections from plain values,
+and adds the options of commands. Imports nothing heavy, so ``manylora --help`` stays quick.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _Section = TypeVar("_Section")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting, and the section and field that hold it. ``kind``: str, int, float, bool or size (bytes, or
-    text)."""
+    """A setting, with the section and the field that hold it. ``kind``: str, int, float, bool or size (bytes,
+    or text)."""
 
     name: str
     section: type
@@ -58,15 +59,15 @@ class Flag:
     help: str
     metavar: str | None
     default: Any
-    """None where it is nothing at all, or depends on other settings."""
+    """None where the default is nothing at all, or depends on other settings."""
     choices: tuple[str, ...]
     repeats: bool
     takes_numbers: bool
-    """Whether a number stands for its text."""
+    """Whether a number is accepted in place of text."""
     takes_several: bool
-    """Whether one flag has several values after it."""
+    """Whether several values may follow one flag."""
     is_internal: bool
-    """Whether experiments alone set it."""
+    """Whether only experiments set it."""
 
     @property
     def option(self) -> str:
@@ -109,29 +110,31 @@ _SECTIONS: tuple[type, ...] = (
 )  # fmt: skip
 
 ALL_FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
-"""Settings in the order of help texts, with those that experiments alone set."""
+"""All settings in the order of help texts, with the internal ones that only experiments set."""
 
 FLAGS = tuple(flag for flag in ALL_FLAGS if not flag.is_internal)
-"""Those that users set."""
+"""The settings that users set."""
 
 CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
-"""Settings of a cluster, which ``manylora serve`` alone takes."""
+"""The settings of a cluster, which only ``manylora serve`` takes."""
 
 _PAGE_TOKENS = {"static-lru": 32}
-"""The FastLibra paper runs its vLLM baseline with blocks of 32 tokens (§2.2)."""
+"""Page sizes in tokens by cache policy, where the default differs. The FastLibra paper runs its vLLM baseline
+with blocks of 32 tokens (§2.2)."""
 
 SIZING = (
     "device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_batch_tokens", "page_tokens",
     "device_pool", "host_pool",
 )  # fmt: skip
-"""Settings that say where an engine runs and how large it is: what decides which steps it takes, and how long."""
+"""The settings that give an engine's device and size. They decide which steps it takes, and how long these
+last."""
 
 _BY_NAME = {flag.name: flag for flag in ALL_FLAGS}
 _INTERNAL = _BY_NAME.keys() - {flag.name for flag in FLAGS}
 
 
 def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under their own names, wherever they stood under another engine's; later layers win.
+    """Merge layers of settings under our own names, also where they use another engine's names. Later layers win.
 
     Raises ConfigError where one layer gives a setting different values under different names.
     """
@@ -162,7 +165,8 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def _under_own_names(
     layer: Mapping[str, Any], flags: Mapping[str, Flag], aliases: Iterable[Alias]
 ) -> dict[str, Any]:
-    """Rename a layer's settings that stand under aliases. Raises ConfigError where two names of one differ."""
+    """Rename a layer's settings that use aliases. Raises ConfigError where two names of one setting have
+    different values."""
     own = dict(layer)
     options = {name: flag.option for name, flag in flags.items()}
     for alias in aliases:
@@ -179,8 +183,8 @@ def _under_own_names(
 
 
 def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
-    """A value from a file or a keyword as the flag's kind. ``option``: the name it was given under, if that is
-    another. Raises ConfigError."""
+    """Convert a value from a file or a keyword to the flag's kind. ``option``: the name that the user wrote,
+    where it is an alias. Raises ConfigError."""
     option = option or flag.option
     if value is None:
         return None
@@ -226,7 +230,7 @@ def _texts(option: str, value: Any) -> tuple[str, ...]:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """A YAML or JSON file of settings, by flag name (dashes or underscores); raises ConfigError."""
+    """Read a YAML or JSON file of settings, by flag name (dashes or underscores). Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -240,7 +244,7 @@ def read_config_file(path: str) -> dict[str, Any]:
             values = yaml.safe_load(text)
     except ImportError:
         raise
-    except Exception as error:  # each parser has its own errors
+    except Exception as error:  # each parser raises its own errors
         reason = " ".join(str(error).split())
         raise ConfigError(f"the config file {path} is not valid: {reason}") from None
     if values is None:
@@ -251,9 +255,10 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSettings]:
-    """The frozen sections from values by flag name (or alias), ``model`` among them; raises ConfigError.
+    """Build the frozen sections from values by flag name (or alias), which must include ``model``. Raises
+    ConfigError.
 
-    Takes what experiments alone set too: what users give, ``check_removed`` sees first.
+    Accepts internal settings of experiments, too; ``check_removed`` has refused these for users before.
     """
     values = canonical(values)
     unknown = sorted(set(values) - set(_BY_NAME) - {"model"})
@@ -296,13 +301,13 @@ def build_settings(values: Mapping[str, Any]) -> tuple[EngineSettings, HttpSetti
 
 
 def build_http(values: Mapping[str, Any]) -> HttpSettings:
-    """A server's own side from values by flag name; raises ConfigError."""
+    """Build the section of the HTTP server from values by flag name. Raises ConfigError."""
     given = {name: convert(_BY_NAME[name], value) for name, value in values.items()}
     return _http({name: value for name, value in given.items() if value is not None})
 
 
 def _http(given: Mapping[str, Any]) -> HttpSettings:
-    """Build the section, with the keys of --api-key-file."""
+    """Build the section, with the keys of --api-key-file. Raises ConfigError."""
     keys = given.get("api_key", ())
     if "api_key_file" in given:
         keys = (*keys, *_keys_in(given["api_key_file"]))
@@ -324,7 +329,8 @@ def _keys_in(path: str) -> list[str]:
 
 
 def key_of_environment(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting that MANYLORA_API_KEY makes where no layer gives keys; raises ConfigError where it is empty."""
+    """Return the setting from MANYLORA_API_KEY where no layer gives keys, else nothing. Raises ConfigError
+    where it is empty."""
     key = os.environ.get("MANYLORA_API_KEY")
     if key is None or any(layer.get(name) for layer in layers for name in ("api_key", "api_key_file")):
         return {}
@@ -334,8 +340,8 @@ def key_of_environment(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, list[dict[str, Any]]]:
-    """The settings of a cluster, where any are given beside one replica, and what else each layer has; later
-    layers win. Raises ConfigError."""
+    """Split the layers into the cluster's settings and the rest of each layer; later layers win. The
+    cluster's settings are None where only ``replicas=1``, or nothing, is given. Raises ConfigError."""
     flags = {flag.name: flag for flag in CLUSTER_FLAGS}
     names = flags.keys() | {alias.name for alias in CLUSTER_ALIASES}
     given: dict[str, Any] = {}
@@ -350,7 +356,8 @@ def split_cluster(*layers: Mapping[str, Any]) -> tuple[ClusterOptions | None, li
 
 
 def _section(section: type[_Section], given: Mapping[str, Any], **parts: Any) -> _Section:
-    """A section of what was given of its settings, beside its other parts; what was not given has its default."""
+    """Build a section from the given values of its settings and its other parts. A setting without a value
+    gets its default."""
     own = (flag for flag in ALL_FLAGS if flag.section is section and flag.name in given)
     return section(**parts, **{flag.field: given[flag.name] for flag in own})
 
@@ -371,9 +378,10 @@ def _adapters(pairs: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
 
 
 def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
-    """Adds a setting with its aliases.
+    """Add a setting and its aliases to a parser.
 
-    Values stay text, and absent ones None, so that a config file and the command line convert alike.
+    Values stay text, and absent ones None, so that values of the command line and of a config file convert
+    alike.
     """
     is_switch = flag.kind == "bool"
     shown = "" if flag.default is None or is_switch else f" (default: {flag.default})"
@@ -401,14 +409,15 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
 
 
 def add_settings(parser: argparse._ActionsContainer, names: Container[str]) -> None:
-    """Adds those of the engine's settings that are named."""
+    """Add the named settings of the engine to a parser."""
     for flag in ALL_FLAGS:
         if flag.name in names:
             add_flag(parser, flag)
 
 
 def settings_of(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Collect the named settings that were given. Raises ConfigError where two names of one differ."""
+    """Collect the named settings that were given. Raises ConfigError where two names of one setting have
+    different values."""
     wanted = set(names)
     wanted |= {alias.name for alias in ALIASES if alias.of in wanted}
     return canonical(

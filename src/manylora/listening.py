@@ -1,4 +1,4 @@
-"""The address or path of a server, from when it is taken until it is given back. Knows no HTTP."""
+"""Takes the address or path of a server, and gives it back at the end. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manylora.config.sections import HttpSettings
 
 @contextlib.contextmanager
 def bound(http: HttpSettings) -> Iterator[socket.socket]:
-    """The listening address, taken, and given back at the end; raises ConfigError."""
+    """Bind the server's address, and close it at the end. Raises ConfigError."""
     sock = bind(http)
     made = None if http.uds is None else os.stat(http.uds)
     try:
@@ -28,7 +28,7 @@ def bound(http: HttpSettings) -> Iterator[socket.socket]:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Give the address where clients find a server, for people."""
+    """Return the address at which clients reach a server, for people."""
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -37,7 +37,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 def bind(http: HttpSettings) -> socket.socket:
-    """The listening address, taken but not yet listened on; raises ConfigError."""
+    """Bind the server's address. A path is listened on at once, a TCP address not yet. Raises ConfigError."""
     try:
         if http.uds is not None:
             return _bind_path(http.uds)
@@ -45,29 +45,29 @@ def bind(http: HttpSettings) -> socket.socket:
             http.host.strip("[]"), http.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, proto)
-        # On Linux this lets a new server follow an old one at once, yet never share a port with a live one.
+        # On Linux this lets a new server take an old one's port at once, but never share that of a live one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, ValueError) as error:  # the latter for what cannot be a host's name, or a path
+    except (OSError, ValueError) as error:  # ValueError: no valid host name or path
         raise cannot_listen(http, error) from error
     return sock
 
 
 def _bind_path(path: str) -> socket.socket:
-    """Take a path that no server listens on. Raises OSError."""
+    """Bind a path that no server listens on. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        # Of a server that was killed. Any other file is not ours to remove.
+        # A killed server left the socket. Any other file is not ours to remove.
         if Path(path).is_socket() and probe.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)
     sock = socket.socket(socket.AF_UNIX)
     sock.bind(path)
     os.chmod(path, 0o600)
-    sock.listen()  # at once, and clients wait: another server must see that the path is taken
+    sock.listen()  # now, so that another server sees the path as taken; clients wait
     return sock
 
 
 def cannot_listen(http: HttpSettings, error: Exception) -> ConfigError:
-    """Word the error for the user."""
+    """Describe the error to the user."""
     reason = getattr(error, "strerror", None) or error
     return ConfigError(f"cannot listen on {http.uds or f'{http.host}:{http.port}'}: {reason}")

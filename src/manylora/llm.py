@@ -1,6 +1,6 @@
-"""``LLM`` and ``AsyncLLM``: the engine inside the calling process, for scripts and for other servers.
+"""Defines ``LLM`` and ``AsyncLLM``: the engine inside the calling process, for scripts and for other servers.
 
-Owns the Python interface and the life of an in-process engine; the work is done by ``engine`` and ``text``.
+Owns the Python interface and the life of an in-process engine. ``engine`` and ``text`` do the work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _Job:
 
 
 class Generation:
-    """The result of ``AsyncLLM.generate``: ``await`` it for all results, or iterate to see them grow."""
+    """The result of ``AsyncLLM.generate``: ``await`` it for all results, or iterate over it for their growing
+    parts."""
 
     def __init__(self, llm: AsyncLLM, jobs: Callable[[], Coroutine[Any, Any, list[_Job]]]) -> None:
         self._llm = llm
@@ -83,9 +84,9 @@ class Generation:
 
 
 class AsyncLLM:
-    """An engine in this process for asyncio programs. Settings are the command line's, with underscores.
+    """An engine in this process for asyncio programs. Its settings are the command line's, with underscores.
 
-    Use inside one event loop; ``await close()``, ``async with`` or garbage collection free everything.
+    Use it inside one event loop. ``await close()``, ``async with`` or garbage collection free everything.
     """
 
     def __init__(
@@ -112,12 +113,12 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._scopes = CacheScopes()
         self._metrics = Metrics(engine.model.name, self._driver.info)
-        self._max_waiting = http.max_waiting  # a server refuses what comes beyond, here it follows
+        self._max_waiting = http.max_waiting  # a server refuses requests beyond it; here they wait
         self._rooms: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = (None, asyncio.Semaphore())
         self._pid = os.getpid()
         # Ends the driver's thread and frees the pool even where close() is never called.
         self._finalizer = weakref.finalize(self, self._driver.close)
-        self._finalizer.atexit = False  # but by ``_end_all``
+        self._finalizer.atexit = False  # ``_end_all`` closes it instead
         _open.add(self._driver)
 
     # ------------------------------------------------------------ generating
@@ -132,11 +133,11 @@ class AsyncLLM:
     ) -> Generation:
         """Complete prompts (text or token ids), each with its adapter (None: the base).
 
-        ``await`` the result for a list in prompt order, or ``async for`` StreamOutput in it. KV is shared among
-        prompts of one ``cache_salt`` only; those of a lower ``priority`` go first, where the engine has priorities
-        (``scheduling_policy="priority"``). Raises InvalidRequest before anything runs where one of the prompts
-        cannot be served, an empty text among them (the beginning-of-text token alone can be given as token ids).
-        Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
+        ``await`` the result for a list in prompt order, or ``async for`` it for StreamOutput. Only prompts of
+        the same ``cache_salt`` share KV. Prompts of a lower ``priority`` go first, where the engine has
+        priorities (``scheduling_policy="priority"``). Raises InvalidRequest, before anything runs, where one
+        of the prompts cannot be served. An empty text is such a prompt; a lone beginning-of-text token can be
+        given as token ids. Any number of prompts may be given: the engine gets ``max_waiting`` at a time.
         """
         given = _Given(params, adapter, cache_salt, priority)
         return Generation(self, lambda: self._jobs(_as_prompts(prompts), given))
@@ -145,7 +146,7 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: Adapter = None,
         cache_salt: Salt = None, priority: Priority = None,
     ) -> AsyncIterator[StreamOutput]:  # fmt: skip
-        """One prompt, as it grows."""
+        """Complete one prompt, and yield its output as it grows. Raises InvalidRequest."""
         return self.generate([prompt], params, adapter, cache_salt, priority).__aiter__()
 
     def chat(
@@ -156,7 +157,7 @@ class AsyncLLM:
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
     ) -> Generation:
-        """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
+        """Complete one conversation, or several, through the model's chat template, like ``generate``."""
         given = _Given(params, adapter, cache_salt, priority)
         return Generation(self, lambda: self._chat_jobs(messages, given))
 
@@ -171,7 +172,8 @@ class AsyncLLM:
         return await self._jobs(prompts, given, add_special_tokens=False)
 
     async def _texts_of(self, given: _Given, count: int) -> list[ModelText]:
-        """The text side of each prompt's model. Raises InvalidRequest where no adapter has a name."""
+        """Return the text side of each prompt's model. Raises InvalidRequest where no adapter has a given
+        name."""
         served: dict[Any, AdapterCard | None] = {card.name: card for card in self._driver.adapters()}
         served[None] = None
         adapters = [adapter for _, adapter, _, _ in given.spread(count)]
@@ -183,7 +185,7 @@ class AsyncLLM:
     async def _jobs(
         self, prompts: list[Prompt], given: _Given, add_special_tokens: bool = True
     ) -> list[_Job]:
-        """Check everything before anything runs."""
+        """Check all prompts and parameters, and build a job for each. Raises InvalidRequest."""
         self._check_process()
         texts = await self._texts_of(given, len(prompts))
         jobs = []
@@ -215,8 +217,8 @@ class AsyncLLM:
         return jobs
 
     async def _collect(self, jobs: list[_Job]) -> list[RequestOutput]:
-        """Run any number of jobs, of which the engine gets as many at a time as there is room for; the results in
-        their order. The first failure is raised, and what else runs then is cancelled."""
+        """Run any number of jobs, and return the results in their order. The engine gets ``max_waiting`` jobs
+        at a time. Raises the first failure, and cancels the other running jobs then."""
         room = self._room()
         streams: list[RecordedStream] = []
         running: list[asyncio.Task[RequestOutput]] = []
@@ -229,7 +231,7 @@ class AsyncLLM:
 
         try:
             for job in jobs:
-                # Submitted at once while there is room, so that jobs that come together start together.
+                # Jobs are submitted at once while there is room, so that jobs of one call start together.
                 await room.acquire()
                 if has_failed:
                     room.release()
@@ -256,7 +258,7 @@ class AsyncLLM:
         return RecordedStream(stream, self._metrics.request(asked, start_s))
 
     def _room(self) -> asyncio.Semaphore:
-        """What all calls of one event loop take room of for each prompt that they submit."""
+        """Return the semaphore that bounds the submitted prompts of all calls on this event loop."""
         loop = asyncio.get_running_loop()
         if self._rooms[0] is not loop:
             self._rooms = loop, asyncio.Semaphore(self._max_waiting)
@@ -281,29 +283,30 @@ class AsyncLLM:
     # ------------------------------------------------------------ adapters, facts, end
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""
+        """Serve the PEFT adapter in folder ``path`` as ``name``. Raises AdapterError."""
         return await self._connected().add_adapter(name, str(path))
 
     async def remove_adapter(self, name: str) -> None:
-        """Refuse new requests for it, wait until its running ones have ended and its pages are free."""
+        """Refuse new requests for the adapter, and wait until its running ones have ended and its pages are
+        free."""
         await self._connected().remove_adapter(name)
         self._metrics.forget(name)
 
     async def adapters(self) -> tuple[AdapterCard, ...]:
-        """All served adapters."""
+        """List all served adapters."""
         return self._driver.adapters()
 
     async def stats(self) -> EngineStats:
-        """Gauges and counters of this moment."""
+        """Return the engine's gauges and counters of this moment."""
         return await self._connected().stats()
 
     async def metrics(self) -> dict[str, float]:
-        """The names, with labels, and figures that a server's ``/metrics`` would show of this engine."""
+        """Return the values that a server's ``/metrics`` would show for this engine, by name with labels."""
         return await asyncio.to_thread(self._metrics.figures, await self.stats())
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is: context length, pages, device, dtype."""
+        """The engine's fixed facts: context length, pages, device, dtype."""
         return self._driver.info
 
     @property
@@ -312,7 +315,7 @@ class AsyncLLM:
         return self._texts.base.tokenizer
 
     def _check_process(self) -> None:
-        """Raises EngineDead in a process that was forked off the engine's: no thread of the engine is there."""
+        """Raise EngineDead in a process that was forked from the engine's: it has no thread of the engine."""
         if os.getpid() != self._pid:
             raise EngineDead("the engine is in another process: make an LLM after the fork, in the child")
 
@@ -325,7 +328,7 @@ class AsyncLLM:
         return self._engine
 
     async def close(self) -> None:
-        """Abort what runs and free everything. Idempotent: every caller waits for the end."""
+        """Abort all requests and free everything. It may be called repeatedly: every caller waits for the end."""
         if os.getpid() != self._pid:
             return
         self._finalizer.detach()
@@ -346,9 +349,9 @@ class AsyncLLM:
 class LLM:
     """An engine in this process for plain scripts: ``AsyncLLM`` behind blocking calls.
 
-    Starts threads; processes only for ``tensor_parallel_size`` above 1 (its ranks), for the CPU's workers of
-    ``cold_start``, and on CUDA, while it opens, to compile kernels. ``close()``, ``with`` or garbage collection
-    free everything.
+    Starts threads. It starts processes only for ``tensor_parallel_size`` above 1 (its ranks), for the CPU's
+    workers of ``cold_start``, and on CUDA, while it opens, to compile kernels. ``close()``, ``with`` or
+    garbage collection free everything.
     """
 
     def __init__(
@@ -388,7 +391,7 @@ class LLM:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # such as KeyboardInterrupt: abort what runs
+            future.cancel()  # such as KeyboardInterrupt: abort the request
             _wait_at_exit()
             raise
 
@@ -400,10 +403,11 @@ class LLM:
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids), each with its adapter (None: the base); in prompt order.
+        """Complete prompts (text or token ids), each with its adapter (None: the base). Returns results in
+        prompt order.
 
-        Those of a lower ``priority`` go first, where the engine has priorities. Raises InvalidRequest before
-        anything runs where one of the prompts cannot be served.
+        Prompts of a lower ``priority`` go first, where the engine has priorities. Raises InvalidRequest,
+        before anything runs, where one of the prompts cannot be served.
         """
         return self._wait(self._llm.generate(prompts, params, adapter, cache_salt, priority)._all())
 
@@ -415,32 +419,33 @@ class LLM:
         cache_salt: Salt | Sequence[Salt] = None,
         priority: Priority | Sequence[Priority] = None,
     ) -> list[RequestOutput]:
-        """Like ``generate`` for one conversation or a list of them, through the model's chat template."""
+        """Complete one conversation, or several, through the model's chat template, like ``generate``."""
         return self._wait(self._llm.chat(messages, params, adapter, cache_salt, priority)._all())
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Serve the PEFT adapter in folder ``path`` as ``name``; raises AdapterError."""
+        """Serve the PEFT adapter in folder ``path`` as ``name``. Raises AdapterError."""
         return self._wait(self._llm.add_adapter(name, path))
 
     def remove_adapter(self, name: str) -> None:
-        """Refuse new requests for it, wait until its running ones have ended and its pages are free."""
+        """Refuse new requests for the adapter, and wait until its running ones have ended and its pages are
+        free."""
         self._wait(self._llm.remove_adapter(name))
 
     def adapters(self) -> tuple[AdapterCard, ...]:
-        """All served adapters."""
+        """List all served adapters."""
         return self._wait(self._llm.adapters())
 
     def stats(self) -> EngineStats:
-        """Gauges and counters of this moment."""
+        """Return the engine's gauges and counters of this moment."""
         return self._wait(self._llm.stats())
 
     def metrics(self) -> dict[str, float]:
-        """The names, with labels, and figures that a server's ``/metrics`` would show of this engine."""
+        """Return the values that a server's ``/metrics`` would show for this engine, by name with labels."""
         return self._wait(self._llm.metrics())
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is: context length, pages, device, dtype."""
+        """The engine's fixed facts: context length, pages, device, dtype."""
         return self._llm.info
 
     @property
@@ -449,7 +454,7 @@ class LLM:
         return self._llm.tokenizer
 
     def close(self) -> None:
-        """Abort what runs and free everything. Idempotent: every caller waits for the end."""
+        """Abort all requests and free everything. It may be called repeatedly: every caller waits for the end."""
         self._finalizer()
         if threading.current_thread() is not self._thread:
             self._has_ended.wait()
@@ -469,7 +474,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(has_ended: threading.Event, *parts: Any) -> None:
-    """Shut down and say so."""
+    """Shut down, then set ``has_ended``."""
     try:
         _shut_down(*parts)
     finally:
@@ -483,22 +488,22 @@ def _shut_down(
     workers: concurrent.futures.ThreadPoolExecutor,
 ) -> None:
     if os.getpid() != llm._pid:
-        return  # forked off: neither the loop nor its thread is there
+        return  # a forked process has neither the loop nor its thread
     llm._finalizer()
     if thread is threading.current_thread():
-        # The garbage collector may come by on the loop's own thread, which must not wait for itself.
+        # The garbage collector may run on the loop's own thread, which must not wait for itself.
         loop.stop()
         return
     asyncio.run_coroutine_threadsafe(_let_go(llm), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    with contextlib.suppress(RuntimeError):  # the garbage collector may come by on one of these threads, too
+    with contextlib.suppress(RuntimeError):  # the garbage collector may run on one of these threads, too
         workers.shutdown()
 
 
 async def _let_go(llm: AsyncLLM) -> None:
-    """Tell every waiting task that the engine is gone, and let it hear of that."""
+    """Fail every waiting task because the engine was closed, and wait until the tasks have ended."""
     if llm._engine is not None:
         llm._engine.disconnect("the engine was closed")
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -519,7 +524,7 @@ def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Make one prompt or several a list; raise InvalidRequest."""
+    """Make a list of one prompt or several. Raises InvalidRequest."""
     if isinstance(prompts, str):
         return [_prompt(prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
@@ -531,7 +536,8 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _prompt(item: Any) -> Prompt:
-    """Text or a sequence of token ids, whose values are checked later."""
+    """Check that a prompt is text or a sequence of token ids, whose values are checked later. Raises
+    InvalidRequest."""
     if isinstance(item, str) and not item:
         raise InvalidRequest("prompt must not be empty", "prompt")
     if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray | memoryview):
@@ -545,7 +551,7 @@ def _no_prompt(found: Any) -> InvalidRequest:
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """Spread one value over all, or check that there is one for each."""
+    """Repeat one value for all prompts, or check that a list has one value for each. Raises InvalidRequest."""
     if value is None or isinstance(value, str | int | SamplingParams):
         return [value] * count
     if not isinstance(value, Iterable):
@@ -557,7 +563,7 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
 
 
 class _Given(NamedTuple):
-    """What a call gives beside its prompts, each one for all of them or a list of one for each."""
+    """The arguments of a call beside its prompts, each one value for all prompts or a list of one for each."""
 
     params: Any
     adapter: Any
@@ -565,7 +571,7 @@ class _Given(NamedTuple):
     priority: Any
 
     def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
-        """For each of so many prompts; raises InvalidRequest."""
+        """Return the arguments of each of ``count`` prompts. Raises InvalidRequest."""
         return list(zip(*(_spread(value, count, name) for name, value in zip(self._fields, self))))
 
 
@@ -577,14 +583,14 @@ _is_exiting = threading.Event()
 
 
 def _wait_at_exit() -> None:
-    """At exit a daemon thread has no caller to raise to: it waits for the end that is coming."""
+    """Block a daemon thread forever while the interpreter exits: it has no caller to raise to."""
     if _is_exiting.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
 
 
 def _end_all() -> None:
-    """End the engines that are still there, after all finalizers; raise nothing: only daemon threads can still
-    wait for one."""
+    """Close the engines that are still open, after all finalizers. Nothing is raised: only daemon threads can
+    still wait for an engine."""
     _is_exiting.set()
     for engine in list(_open):
         engine.close()

@@ -1,7 +1,7 @@
-"""The only wiring: builds engines from settings, and the two processes of a server.
+"""Builds engines from settings, and starts the two processes of a server: the only wiring.
 
-Parent: HTTP and text. Child (``python -m manylora.main FD``): model, pool and policy. They share one socket
-pair; whichever dies, the other learns it from the end of the stream.
+The parent handles HTTP and text. The child (``python -m manylora.main FD``) has the model, the pool and the
+policy. They share one socket pair; when either dies, the other sees the end of the stream.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("manylora")
 
 START_EXIT_S = 10.0
-"""What the engine's process has to end in where it has not come up."""
+"""The time that the engine's process has to end where it has not finished its start."""
 
 LEAST_EXIT_S = 1.0
-"""What the engine's process has to end in, however late it is."""
+"""The time that the engine's process always has to end, even when the server's time is over."""
 
 OWN_EXIT_S = 0.5
-"""What this process needs once the engine's is gone."""
+"""The time that the server's process needs once the engine's process has ended."""
 
 RELEASED_BYTES_PER_S = 2**30
-"""At least so fast the system takes back pinned memory of a process that has ended."""
+"""The least speed at which the system takes back the pinned memory of a process that has ended."""
 
 _Writer = TypeVar("_Writer")
 
@@ -78,16 +78,16 @@ def build_driver(
     wrap: Callable[[Executor], Executor] | None = None,
     has_all_adapters: bool = True,
 ) -> Driver:
-    """A driver, not started, with its adapters added; raises ConfigError. Loads the model's weights.
+    """Build a driver, not started, with its adapters added. Loads the model's weights. Raises ConfigError.
 
-    ``wrap``: gives the executor that the driver is to have for the one that runs the steps.
-    ``has_all_adapters``: False where the caller adds others before anything is served.
+    ``wrap``: returns the executor to use in place of the one that runs the steps. ``has_all_adapters``: False
+    where the caller adds further adapters before anything is served.
     """
-    check_named_adapters(settings)  # first: a bad adapter must not cost a model load
-    from manylora.executor.build import build_worker  # brings torch
+    check_named_adapters(settings)  # done first, so that a bad adapter costs no model load
+    from manylora.executor.build import build_worker  # imports torch
 
     with contextlib.ExitStack() as undo:
-        # A policy that is not there, or a path that cannot be written, must not, either.
+        # Nor may an unknown policy, or a path that cannot be written.
         find_cache(settings.cache.policy.policy)
         if settings.journal is not None:
             open_output("journal", settings.journal, lambda path: os.close(private(path, os.O_APPEND)))
@@ -137,7 +137,7 @@ def build_driver(
 
 
 def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Writer:
-    """Open a file by ``opened``; raise ConfigError, in one line, where it cannot be written."""
+    """Open a file by ``opened``. Raises ConfigError, in one line, where it cannot be written."""
     try:
         return opened(Path(path))
     except (OSError, ValueError) as error:
@@ -146,8 +146,8 @@ def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Wri
 
 
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Collection[str]) -> None:
-    """Add the adapters of the start. Raises ConfigError for a bad one that is named; skips, with a warning, a bad
-    one of the folder."""
+    """Add the adapters of the start. Raises ConfigError for a named one that is bad; skips a bad one of the
+    folder with a warning."""
     for name, path in settings.adapters:
         try:
             driver.add_adapter(name, path, verify=False)
@@ -161,7 +161,7 @@ def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Colle
 
 
 def adapters_found(settings: AdapterSettings, bases: Collection[str]) -> list[tuple[str, str]]:
-    """List the adapters of the folder, but for named ones, and reserved names, which are skipped with a warning.
+    """List the folder's adapters that are not named in the settings. Reserved names are skipped with a warning.
 
     ``bases``: names that mean the base (``why_reserved``). Raises ConfigError.
     """
@@ -181,15 +181,14 @@ def adapters_found(settings: AdapterSettings, bases: Collection[str]) -> list[tu
 
 
 def warn_of_shares(queue: QueueConfig, known: Collection[str]) -> None:
-    """Clients that are to have a share and are not ``known`` may come yet, or be a mistake."""
+    """Warn of clients with a share that are not ``known``: they may arrive later, or be a mistake."""
     for name in queue.shares:
         if name not in known:
             log.warning("--fair-share: there is no %s %r at the moment", queue.fair_by, name)
 
 
 def load_texts(settings: ModelSettings) -> Texts:
-    """The text side of the model and of its adapters, with a warning where it has no tokenizer. Raises
-    ConfigError."""
+    """Load the text side of the model and of its adapters, with its warnings in the log. Raises ConfigError."""
     templates, has_defaults = {}, settings.generation_config == "auto"
     for given in settings.chat_template:
         name, equals, path = given.partition("=")
@@ -216,13 +215,14 @@ def load_texts(settings: ModelSettings) -> Texts:
 
 
 def run_server(engine: EngineSettings, http: HttpSettings) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError where the settings cannot work."""
+    """Serve until a signal or the engine's death, and return the exit code. Raises ConfigError where the
+    settings cannot work."""
     configure_logging()
     scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
     engine = dataclasses.replace(engine, scheduler=scheduler)
     if engine.scheduler.queue.fair_by == "key":
         warn_of_shares(engine.scheduler.queue, [str(place) for place in range(len(http.api_keys))])
-    with bound(http) as sock:  # first: a taken port must not cost a model load
+    with bound(http) as sock:  # done first, so that a taken port costs no model load
         check_model(engine.model.model)
         texts = load_texts(engine.model)
         ours, theirs = socket.socketpair()
@@ -238,7 +238,7 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
 
 
 def check_model(model: str) -> None:
-    """Refuse at once what the engine would refuse seconds later; raises ConfigError."""
+    """Refuse at once a model that the engine would refuse seconds later. Raises ConfigError."""
     try:
         read_model_config(resolve_model(model))
     except ModelError as error:
@@ -246,10 +246,10 @@ def check_model(model: str) -> None:
 
 
 def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
-    """The child, at the other end of ``sock``, which is closed here.
+    """Start the child at the other end of ``sock``, and close ``sock`` here.
 
-    A terminal or a supervisor signals the whole group; the server decides when the engine ends. So the child
-    starts with the signals blocked; one for this process waits until they are unblocked.
+    A terminal or a supervisor signals the whole group, but the server decides when the engine ends. So the
+    child starts with the signals blocked. A signal for this process waits until they are unblocked.
     """
     signals = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -269,10 +269,10 @@ def _start_engine(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def run_loop(work: Coroutine[Any, Any, int]) -> int:
-    """Run it on the fastest event loop that there is."""
+    """Run the coroutine on uvloop where it is installed, else on asyncio's loop, and return its result."""
     try:
         from uvloop import run
-    except ImportError:  # it is not made for every system
+    except ImportError:  # uvloop does not exist for every system
         from asyncio import run
     return int(run(work))
 
@@ -296,11 +296,11 @@ async def _serve(
         settings = server_settings(engine, http, connection_limits(http, client.info), sock)
         app = create_app(client, texts, settings)
         try:
-            sock.listen()  # fails where another server took the address and listened on it meanwhile
+            sock.listen()  # fails where another server has begun to listen on the address
         except OSError as error:
             raise cannot_listen(http, error) from error
         log.info("serving %s on %s", engine.model.name, address_of(sock))
-        gc.freeze()  # what start-up made lives on; do not look through it again
+        gc.freeze()  # objects of the start live on: the collector skips them
         code = await serve(app, sock, client, http.drain_timeout, stop_signals())
         pinned = client.info.num_host_pages * client.info.page_bytes + client.info.pristine_bytes
         ending.begin(app.state.lifecycle.left_s(), code, pinned / RELEASED_BYTES_PER_S)
@@ -308,7 +308,7 @@ async def _serve(
     finally:
         _ignore_signals()
         if client is None:
-            ending.kill()  # it has not come up, so it holds nothing that needs an orderly end
+            ending.kill()  # it has not started, so nothing needs an orderly end
         else:
             await client.close()
 
@@ -316,7 +316,7 @@ async def _serve(
 def server_settings(
     engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
-    """Make the settings of a server's HTTP side. ``sock``: the one that it listens on."""
+    """Build the settings of a server's HTTP side. ``sock``: the socket that it listens on."""
     from manylora.server.middleware import allowed_hosts
     from manylora.server.settings import ServerSettings
 
@@ -337,7 +337,8 @@ def server_settings(
 
 
 def connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
-    """The most connections: by default one for each request that may run or wait, and more for other questions."""
+    """Compute the limits on connections. The default is one for each request that may run or wait, and 1024
+    for other questions."""
     from manylora.server.connection import ConnectionLimits, connections_allowed
 
     limits = ConnectionLimits()
@@ -351,11 +352,11 @@ def connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
 
 
 def _ignore_signals() -> None:
-    """The end has begun already: a second signal must not turn an orderly end into a kill."""
+    """Ignore further signals: the end has begun, and a second signal must not turn an orderly end into a kill."""
     complain = sys.unraisablehook
 
     def of_all_but_signals(unraisable: sys.UnraisableHookArgs) -> None:
-        # Of one that comes at this very moment Python says with a traceback that it is ignored.
+        # For a signal at this very moment, Python prints a traceback that says it is ignored.
         if "ignored due to race condition" not in str(unraisable.exc_value):
             complain(unraisable)
 
@@ -365,10 +366,10 @@ def _ignore_signals() -> None:
 
 
 async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -> RemoteEngine | None:
-    """Wait for the engine to come up; None when one of the signals came first.
+    """Wait until the engine has started. Returns None when one of the signals came first.
 
-    Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: the
-    next owner replaces the handlers, so that no signal finds none.
+    Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: the next
+    owner replaces the handlers, so each signal always has one.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -392,20 +393,20 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
 
 
 class Ending:
-    """The end of a server: of the engine's process, and by when both are gone."""
+    """The end of a server: ends the engine's process, and bounds the time until both processes have ended."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
         self._by_s = time.monotonic() + START_EXIT_S
 
     def begin(self, within_s: float, code: int, release_s: float) -> None:
-        """From here on nothing that hangs keeps this process longer than ``within_s``; its exit code is ``code``.
+        """End this process with exit code ``code`` after ``within_s`` seconds, even where something hangs.
 
-        ``release_s``: how much longer the system may need to take back the engine's memory. Until then its process
-        is not gone, and the next server would not find that memory.
+        ``release_s``: the further time that the system may need to take back the engine's memory. Until then
+        the engine's process still exists, and the next server would not find that memory free.
         """
         if code:
-            self.kill()  # what died by itself has had its time, and what hangs does not end
+            self.kill()  # the engine has died or hangs: more time would not help
         self._by_s = time.monotonic() + within_s
         threading.Thread(
             target=self._force, args=(within_s, code, release_s), name="manylora-ending", daemon=True
@@ -421,11 +422,12 @@ class Ending:
         os._exit(code)
 
     def kill(self) -> None:
-        """End the engine's process, stopped or not. One that has ended already keeps its exit code."""
+        """Kill the engine's process, even where a signal has stopped it. A process that has ended keeps its
+        exit code."""
         self._child.kill()
 
     def reap(self) -> None:
-        """The child ends by itself when the socket closes; make sure that it does, and wait until it is gone."""
+        """Wait until the child, which ends when the socket closes, is gone. Kill it where it takes too long."""
         try:
             self._child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
         except subprocess.TimeoutExpired:
@@ -438,7 +440,8 @@ class Ending:
 
 
 def run_engine(fd: int) -> int:
-    """The child: build what the first message asks for and serve it until the socket closes."""
+    """Run the child: build the engine of the first message, and serve it until the socket closes. Returns the
+    exit code."""
     configure_logging()
     sock = socket.socket(fileno=fd)
     start = wire.read_from_server(sock)
@@ -465,7 +468,7 @@ def run_engine(fd: int) -> int:
 
 
 def _end_with_server(sock: socket.socket, is_up: threading.Event) -> None:
-    """While the engine loads its model it does not read: end it where the server goes away meanwhile."""
+    """End the process where the server ends while the model loads, since nothing else reads the socket then."""
     try:
         is_gone = not sock.recv(1, socket.MSG_PEEK)
     except OSError:
@@ -477,4 +480,4 @@ def _end_with_server(sock: socket.socket, is_up: threading.Event) -> None:
 if __name__ == "__main__":
     code = run_engine(int(sys.argv[1]))
     logging.shutdown()
-    os._exit(code)  # all is closed: no thread that hangs, and no load that goes on, keeps the process
+    os._exit(code)  # everything is closed: a hanging thread or a load must not keep the process

@@ -1,4 +1,4 @@
-"""The results of ``LLM`` and ``AsyncLLM``: whole ones, and news of results that grow."""
+"""Defines the results of ``LLM`` and ``AsyncLLM``: complete results, and parts of results that grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.types import PromptLogprobs, TokenLogprobs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability; ``rank`` counts from 1, or is None where it is not among the top."""
+    """One token's log-probability. ``rank`` counts from 1, or is None where the token is not among the top."""
 
     logprob: float
     rank: int | None = None
@@ -23,8 +23,8 @@ class Logprob:
     def all_at(
         position: TokenLogprobs, text: Callable[[int], str | None], rank: int | None = None
     ) -> dict[int, Logprob]:
-        """Give the position by token id. ``rank``: of the position's own token, where it is known beyond the
-        top."""
+        """Return the log-probabilities at a position by token id. ``rank``: the rank of the position's own
+        token, where it is known beyond the top."""
         top = enumerate(position.top, start=1)
         found = {token: Logprob(logprob, place, text(token)) for place, (token, logprob) in top}
         found.setdefault(position.token, Logprob(position.logprob, rank, text(position.token)))
@@ -34,7 +34,8 @@ class Logprob:
     def of_prompt(
         prompt: Sequence[int], scored: Iterable[PromptLogprobs | None], text: Callable[[int], str | None]
     ) -> list[dict[int, Logprob] | None] | None:
-        """Give each token of a prompt, as ``RequestOutput`` has them; one of ``scored`` is known, or none is."""
+        """Return the log-probabilities of each token of a prompt, in the form of ``RequestOutput``. Takes the
+        first of ``scored`` that is known; returns None where none is."""
         known = next((each for each in scored if each is not None), None)
         if known is None:
             return None
@@ -57,8 +58,8 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt's results: ``n`` samples, in order. ``adapter`` is None for the base model.
 
-    ``prompt_logprobs``, where they are asked for: None for the first token, which follows nothing, then per token
-    token id -> Logprob, its own included.
+    ``prompt_logprobs``, where asked for: None for the first token, which follows nothing. For each further
+    token a mapping of token id -> Logprob, its own included.
     """
 
     request_id: str
@@ -72,9 +73,9 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """News of one sample of one prompt while it runs: what is new, not what came before.
+    """The new part of one sample of one prompt while it runs, without the earlier parts.
 
-    With a prompt's first news only: how many of its tokens were reused, and how long it waited for admission,
+    Only a prompt's first part gives the number of its reused tokens, and its waits in seconds: for admission,
     then for its adapter, then for its cached KV.
     """
 
@@ -93,7 +94,7 @@ class StreamOutput:
 def result_of(
     request: GenerationRequest, prompt: str | None, outputs: Sequence[TextOutput], tokenizer: Tokenizer | None
 ) -> RequestOutput:
-    """The result of a request, whose prompt was ``prompt`` where that was text."""
+    """Build the result of a request. ``prompt``: its prompt where that was text, else None."""
     text: Callable[[int], str | None] = tokenizer.token_text if tokenizer is not None else lambda token: None
     has_logprobs = request.params.logprobs is not None
     samples = [

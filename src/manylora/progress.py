@@ -1,4 +1,4 @@
-"""The log and the progress bars that people see on stderr."""
+"""Sets up the log and the progress bars that people see on stderr."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging() -> None:
-    """Log each event as a line on stderr; MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it names
-    none."""
+    """Log each event as a line on stderr. MANYLORA_LOG_LEVEL sets the level. Raises ConfigError where it
+    names none."""
     level = os.environ.get("MANYLORA_LOG_LEVEL", "INFO").upper()
     levels = logging.getLevelNamesMapping()
     if level not in levels:
@@ -26,13 +26,14 @@ def configure_logging() -> None:
 
 
 def announce_compilation() -> None:
-    """Log on stderr what takes minutes where it is new: kernels that are compiled for this GPU."""
+    """Log to stderr when kernels are compiled for this GPU, which takes minutes the first time."""
     logging.basicConfig(stream=sys.stderr, format=_LOG_FORMAT)
     logging.getLogger("manylora.kernels").setLevel(logging.INFO)
 
 
 class Bar:
-    """Call with (done, total), in bytes unless a ``unit`` is given; draws on a terminal, silent elsewhere."""
+    """A progress bar on a terminal, silent elsewhere. Call it with (done, total), in bytes unless a ``unit``
+    is given."""
 
     def __init__(self, what: str, unit: str = "B") -> None:
         self._what = what
@@ -42,9 +43,9 @@ class Bar:
     def __call__(self, done: int, total: int) -> None:
         bar = self._bar
         if bar is None:
-            from tqdm import tqdm  # here: the command line needs this module to say what is missing
+            from tqdm import tqdm  # imported late: the command line needs this module even without tqdm
 
-            # disable=None: only where stderr is a terminal.
+            # With disable=None the bar shows only where stderr is a terminal.
             bar = tqdm(
                 total=total,
                 desc=self._what,

@@ -1,8 +1,8 @@
-"""Ids and plain value types that every room shares.
+"""Defines ids and plain value types that all parts share.
 
-Owns the vocabulary (request, adapter, page, sampling parameters, outputs); knows nothing of tensors,
-clocks, processes or HTTP. Everything here is immutable and made of ints, floats, strings, bytes and tuples,
-so it can cross a process boundary or be written to a journal as it is.
+Owns the vocabulary (request, adapter, page, sampling parameters, outputs). Knows nothing of tensors, clocks,
+processes or HTTP. Everything here is immutable and made of ints, floats, strings, bytes and tuples. So it can
+cross a process boundary or be written to a journal as it is.
 """
 
 import dataclasses
@@ -12,32 +12,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 from manylora.rules import FINITE, Rule, at_least, between, broken_rule, more_than
 
 RequestId = str
-"""Chosen by the front end, unique among live requests, returned to the client."""
+"""The name of a request: chosen by the front end, unique among live requests, and returned to the client."""
 
 AdapterId = int
-"""One *version* of an adapter. A name loaded again gets a new id, so it never meets stale KV or weights."""
+"""The number of one *version* of an adapter. A name loaded again gets a new id, so it never uses stale KV or
+weights."""
 
 BASE: AdapterId = 0
-"""The base model seen as an adapter of size 0."""
+"""The id of the base model, as an adapter of size 0."""
 
 
 SequenceId = int
-"""One sample of one request inside a replica; what the device loop schedules."""
+"""The number of one sample of one request inside a replica: the unit that the device loop schedules."""
 
 PageId = int
-"""Index of a page in a pool."""
+"""The index of a page in a pool."""
 
 CopyId = int
-"""A copy between the tiers; numbered from 1."""
+"""The number of a copy between the tiers, from 1."""
 
 SwitchId = int
-"""A change of the adapter that is merged into the base; numbered from 1."""
+"""The number of a change of the adapter that is merged into the base, from 1."""
 
 LONGEST_ADAPTER_NAME = 200
 
 
 def adapter_name_fault(name: str) -> str | None:
-    """Why no adapter can be called this; None where one can. Names become metric labels and words of log lines."""
+    """Explain why no adapter can have this name. Returns None where one can. Names become metric labels and
+    words of log lines."""
     if not name:
         return "must not be empty"
     if len(name) > LONGEST_ADAPTER_NAME:
@@ -51,7 +53,7 @@ MAX_LOGPROBS = 20
 
 
 def why_reserved(name: str, bases: Iterable[str]) -> str | None:
-    """Why no adapter may have this name beside a base model of those names; None where it may."""
+    """Explain why no adapter may have this name beside a base model of these names. Returns None where it may."""
     for base in bases:
         if name == base:
             return f"{name!r} is the name of the base model"
@@ -61,9 +63,9 @@ def why_reserved(name: str, bases: Iterable[str]) -> str | None:
 
 
 class InvalidRequest(ValueError):
-    """A request that can never be served as asked; the message is meant for its sender.
+    """A request that can never be served as asked. The message is meant for its sender.
 
-    ``param`` names the offending field where there is one.
+    ``param`` names the field at fault, where there is one.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -76,7 +78,8 @@ _Given = TypeVar("_Given")
 
 
 class _Converted(Generic[_Held, _Given]):
-    """Tells type checkers that a field holds the first type and is given as the second. At run time, the first."""
+    """A field's type for type checkers: the field holds the first type and is given as the second. At run
+    time it is the first."""
 
     if TYPE_CHECKING:
 
@@ -135,13 +138,13 @@ _NONE: Any = ()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to pick tokens, with the field names of OpenAI and vLLM.
+    """The rules by which tokens are picked, with the field names of OpenAI and vLLM.
 
     ``max_tokens=None`` means as many as the context and the pool allow. ``temperature=0`` is greedy.
-    ``top_k`` of 0 or -1 and ``top_p=1`` and ``min_p=0`` switch those filters off. Sample ``i`` of ``n``
-    draws from ``(seed, i)``, position by position, whatever batch it runs in. ``logprobs`` asks for that
-    many alternatives beside the chosen token's own, ``prompt_logprobs`` for the same of the prompt's tokens.
-    With the latter ``max_tokens`` may be 0: nothing is generated. Raises InvalidRequest on values out of range.
+    ``top_k`` of 0 or -1 and ``top_p=1`` and ``min_p=0`` switch those filters off. Sample ``i`` of ``n`` draws
+    from ``(seed, i)``, position by position, whatever batch it runs in. ``logprobs`` asks for that number of
+    alternatives beside the chosen token's own. ``prompt_logprobs`` asks for the same of the prompt's tokens;
+    then ``max_tokens`` may be 0, and nothing is generated. Raises InvalidRequest on values out of range.
     """
 
     n: Annotated[_Integer, between(1, 128)] = 1
@@ -185,12 +188,13 @@ class SamplingParams:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A sequence, or None for an empty one, as a tuple; anything else as it is."""
+    """Return a sequence as a tuple, None as an empty one, and anything else unchanged."""
     return () if value is None else tuple(value) if isinstance(value, Sequence) else value
 
 
 def _as_pairs(value: Any) -> tuple[tuple[Any, Any], ...] | None:
-    """A mapping, by its keys, or pairs; None where it is neither."""
+    """Return a mapping as pairs sorted by key, pairs as a tuple, and None as an empty tuple. Returns None
+    where the value is neither."""
     try:
         if isinstance(value, Mapping):
             return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
@@ -203,11 +207,11 @@ def _as_pairs(value: Any) -> tuple[tuple[Any, Any], ...] | None:
 class Request:
     """A request to a replica: token ids in, at most ``max_tokens`` token ids out, ``n`` times.
 
-    ``stop_ids`` end a sample once ``params.min_tokens`` are out (end-of-sequence ids are among them
-    unless ``ignore_eos``). ``params.seed`` is always set by the time a request gets here, so a journal
-    replays the same noise. KV is shared among requests of one ``cache_scope`` only. A lower ``priority`` goes
-    first. ``client``: the place of its API key, where keys are the clients; ``share``: how much its client is to
-    be served beside others.
+    ``stop_ids`` end a sample once ``params.min_tokens`` are out; end-of-sequence ids are among them unless
+    ``ignore_eos``. ``params.seed`` is always set by the time a request arrives here, so a journal replays the
+    same noise. Only requests of the same ``cache_scope`` share KV. A lower ``priority`` goes first.
+    ``client``: the place of its API key, where keys are the clients; ``share``: the weight of its client's
+    service beside others.
     """
 
     id: RequestId
@@ -225,7 +229,7 @@ class Request:
 class TokenLogprobs:
     """Log-probabilities at one position, from the model's own logits before any sampling filter.
 
-    ``top`` is ordered from the most probable; ``logprob`` belongs to the token that was chosen.
+    ``top`` is ordered from the most probable; ``logprob`` belongs to the chosen token.
     """
 
     token: int
@@ -235,11 +239,12 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a run of a prompt's tokens, each given those before it; a long prompt has many.
+    """Log-probabilities of a run of a prompt's tokens, each given the tokens before it. A long prompt has
+    many runs.
 
-    ``packed``: of each token 2 + 2 * ``num_top`` numbers of four bytes in the machine's order. They are its own
-    log-probability (a float) and its rank among all tokens (an integer, from 1), then the log-probabilities of
-    the most probable tokens, the largest first, then the ids of these.
+    ``packed``: for each token 2 + 2 * ``num_top`` numbers of four bytes in the machine's order. The first two
+    are its own log-probability (a float) and its rank among all tokens (an integer, from 1). Then follow the
+    log-probabilities of the most probable tokens, the largest first, then the ids of these.
     """
 
     num_top: int
@@ -249,7 +254,7 @@ class PromptLogprobs:
         return len(self.packed) // (8 + 8 * self.num_top)
 
     def entries(self, tokens: Sequence[int]) -> Iterator[tuple[TokenLogprobs, int]]:
-        """Each of the run's ``tokens`` with its rank."""
+        """Yield the log-probabilities and the rank of each of the run's ``tokens``."""
         floats, integers = memoryview(self.packed).cast("f"), memoryview(self.packed).cast("i")
         for place, token in enumerate(tokens):
             first = place * (2 + 2 * self.num_top)
@@ -260,7 +265,7 @@ class PromptLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestError:
-    """Why a request was refused or broken off. ``status`` is the HTTP status that fits."""
+    """The reason why a request was refused or ended early. ``status`` is the HTTP status that fits."""
 
     status: int
     message: str
@@ -269,7 +274,7 @@ class RequestError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """The engine's card of a served adapter. ``state`` is absent, loading or resident."""
+    """The facts of a served adapter. ``state``: absent, loading or resident."""
 
     name: str
     path: str
@@ -289,9 +294,12 @@ class RankInfo:
 
 
 class RankTraffic(NamedTuple):
-    """The exchanges of one of several ranks with the others since the start, by purpose: exchanges, and bytes of
-    its own tensors. ``base``: sums of the base's linears and embeddings; ``lora``: of what adapters' A give;
-    ``sampling``: logits and tokens; ``merging``: adapters' rows for switches, and whether these went well."""
+    """The exchanges of one rank with the others since the start, by purpose: their number, and the bytes of
+    its own tensors.
+
+    ``base``: sums of the base's linears and embeddings; ``lora``: results of the adapters' A matrices;
+    ``sampling``: logits and tokens; ``merging``: adapters' rows for switches, and whether these succeeded.
+    """
 
     base: int = 0
     base_bytes: int = 0
@@ -305,11 +313,14 @@ class RankTraffic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts of an engine that do not change while it lives. ``pristine_bytes``: of the copy of the base's
-    weights that merging needs; 0 without merging. ``ranks``: of an engine of several processes, which adapters
-    are ``lora_sharding`` among; both empty where there is one. ``cold_start``: the mode in which it serves;
-    ``cold_start_kinds``: how requests may begin whose adapter is not on the device, by mode and source with a
-    slash between. ``seed``: of requests that give none; None: each draws one."""
+    """The facts of an engine that do not change while it lives.
+
+    ``pristine_bytes``: size of the copy of the base's weights that merging needs; 0 without merging.
+    ``ranks`` and ``lora_sharding``: the ranks of an engine of several processes, and how adapters are divided
+    among them; both are empty for one process. ``cold_start``: the mode in which it serves.
+    ``cold_start_kinds``: the ways in which a request may begin whose adapter is not on the device, as
+    mode/source. ``seed``: the seed of requests that give none; None: each draws its own.
+    """
 
     model: str
     max_model_len: int
@@ -335,5 +346,5 @@ class EngineInfo:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without what some say at length; its type where it says nothing."""
+    """Return the first line of an error's message that is not empty, or the error's type where there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

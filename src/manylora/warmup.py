@@ -1,4 +1,5 @@
-"""``manylora warmup``: run what a server will run, for what only a first run costs."""
+"""Runs ``manylora warmup``: requests of every kind, so that kernels are compiled and cached before a server
+starts."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ from manylora.progress import Bar
 from manylora.types import SamplingParams
 
 RANKS = (8, 64, 256)
-"""One of each of the classes that steps with adapters are captured for."""
+"""The ranks of the random adapters: one for each class that steps with adapters are captured for."""
 
 PROMPTS = (1, 100, 700, 3000)
-"""Tokens: lengths that take other kernels, or a captured step."""
+"""The prompts' lengths in tokens, which use different kernels, or a captured step."""
 
 
 def run(values: Mapping[str, Any]) -> int:
-    """``values``: settings of the engine. Raises ConfigError."""
+    """Start an engine, run the requests, and return the exit code. ``values``: settings of the engine. Raises
+    ConfigError."""
     settings = build_settings({"host_pool": 0, **values})[0]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,7 +71,8 @@ async def _run(settings: EngineSettings, folder: Path, began_s: float) -> None:
 
 
 async def _serve(engine: LocalEngine, names: list[str]) -> int:
-    """Each prompt length with each adapter and without, alone and then all together; returns how many."""
+    """Run each prompt length with each adapter and with none, one after another and then all together.
+    Returns the number of requests."""
     longest = engine.info.max_model_len - 4
     lengths = sorted({min(length, longest) for length in PROMPTS})
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -108,10 +111,10 @@ def write_random_adapters(
     count: int,
     projections: Sequence[Projection] | None = None,
 ) -> list[Path]:
-    """Write PEFT adapters of random weights, where only what they cost matters; return their folders.
+    """Write PEFT adapters of random weights, for measurements of cost only, and return their folders.
 
-    Folders ``adapter-0``, ... have ``ranks`` in turn; those of one rank share a file, not pages. ``projections``:
-    the modules that they change in all layers that have them; None: all.
+    Folders ``adapter-0``, ... have ``ranks`` in turn. Adapters of one rank share a file, not pages.
+    ``projections``: the modules that they change in all layers that have them; None: all.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if projections is None:

@@ -1,12 +1,14 @@
-"""Adapters' files on the way to a replica: their digests, a machine's folder of them, and copies from the router's
-machine.
+"""Keeps adapters' files on a machine: computes their digests, caches them in a folder, and copies them from
+the router's machine.
 
-Several processes use one folder, which is no larger than allowed. A version's files appear whole under their
-digest, are their user's alone, and are never written again. While a process has them (``take`` to ``release``, or
-the process's end) they stay. The folder is not trusted: files are compared with their digest at each ``take``.
+Several processes share one folder, which never grows beyond its bound. A version's files appear whole under
+their digest. They belong to their user alone and are never written again. They stay while a process uses
+them, from ``take`` to ``release`` or to the process's end. The folder is not trusted: each ``take`` compares
+the files with their digest.
 
-A piece is asked for when the last one has come, so a copy of gigabytes never has more than one under way, and
-neither the router's decisions nor tokens, which have other links, wait for it. Does not know what files hold.
+The copy asks for a piece when the piece before has arrived. So a copy of gigabytes never has more than one
+piece under way. Neither the router's decisions nor tokens wait for it: they use other links. This module does
+not know what the files hold.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ _CHUNK_BYTES = 1 << 20
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _PART = ".part"
-"""The end of the names of what is being written."""
+"""The suffix of a folder whose files are still being written."""
 _SIZE = "size"
-"""Of what is being written: a file that says how many bytes it will have."""
+"""The name of a file in an unfinished folder. It holds the number of bytes that the folder's files will have."""
 _DEFAULT_BYTES = 50 * 2**30
+"""The bound of a cache folder whose size the user does not set."""
 _SAFE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 PATIENCE_S = 10.0
-"""For a router that is gone: another one has taken its place by then."""
+"""How long a copy waits for a router that is gone. Another router has taken its place by then."""
 
 _from_router = msgspec.msgpack.Decoder(messages.ToPullerFromRouter)
 _Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
@@ -64,7 +67,8 @@ def model_digest(folder: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Digest what is read of an adapter's folder, whole. "" where that cannot be read."""
+    """Digest all bytes of the files in an adapter's folder that an engine reads. Returns "" where a file
+    cannot be read."""
     state = hashlib.sha256()
     try:
         for name in ADAPTER_FILES:
@@ -78,14 +82,15 @@ def adapter_digest(folder: Path) -> str:
 
 
 class CacheFull(Exception):
-    """There is no room; the message says of how much."""
+    """A lack of room in the cache folder; the message gives the bytes allowed, used and needed."""
 
 
 class AdapterCache:
-    """A machine's folder of adapters' files. Used by one thread. Raises OSError where the disk does."""
+    """A machine's folder of adapters' files. Used by one thread. Raises OSError where the disk fails."""
 
     def __init__(self, path: Path, most_bytes: int | None) -> None:
-        """Makes the folder where it is not there. Raises ConfigError where it cannot be used."""
+        """Create the folder if it does not exist, remove unfinished copies, and evict down to the bound.
+        Raises ConfigError where the folder cannot be used."""
         self.path = path
         self._most_bytes = most_bytes or _DEFAULT_BYTES
         self._taken: dict[AdapterId, int] = {}
@@ -101,11 +106,11 @@ class AdapterCache:
         except OSError as error:
             raise ConfigError(f"--adapter-cache {path} cannot be used: {error.strerror}") from error
         except CacheFull:
-            pass  # of what others have: theirs to give up
+            pass  # the files are in use by other processes, which will release them
 
     def take(self, adapter: AdapterId, digest: str) -> Path | None:
-        """The folder with these files, for a version, until ``release``; None where it is not there, or was not as
-        its digest says and is gone now."""
+        """Take the folder with these files for a version, and keep it until ``release``. Returns None where
+        it does not exist, or where its files do not have this digest: then it is removed."""
         folder = self.path / digest
         if adapter in self._taken:
             return folder
@@ -114,7 +119,7 @@ class AdapterCache:
                 lock = os.open(folder, _SAFE)
             except FileNotFoundError:
                 return None
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # those that remove have the folder's lock
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no wait: removers hold the lock
         if adapter_digest(folder) != digest:
             os.close(lock)
             with self._locked():
@@ -131,9 +136,9 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def made(self, adapter: AdapterId, digest: str, num_bytes: int) -> Iterator[Path]:
-        """An empty folder for so many bytes of files; if that ends well it is the version's, under its digest,
-        unless another process was faster; else it is gone. What was used longest ago, and by no process now, gives
-        way. Raises CacheFull."""
+        """Make an empty folder for ``num_bytes`` bytes of files. After the block, the folder is the
+        version's, under its digest, unless another process was faster. After an error it is removed. To make
+        room, folders that no process uses are evicted, the least recently used first. Raises CacheFull."""
         part = self.path / f"{digest}.{secrets.token_hex(8)}{_PART}"
         lock = -1
         try:
@@ -142,7 +147,7 @@ class AdapterCache:
                 part.mkdir(mode=0o700)
                 lock = os.open(part, _SAFE)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (part / _SIZE).write_text(str(num_bytes))  # it counts from now on
+                (part / _SIZE).write_text(str(num_bytes))  # the room is reserved from now on
             yield part
             (part / _SIZE).unlink()
             with self._locked():
@@ -156,7 +161,8 @@ class AdapterCache:
             shutil.rmtree(part, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> None:
-        """With the lock."""
+        """Remove unfinished copies, and evict unused folders until ``num_bytes`` more fit. The caller holds
+        the folder's lock. Raises CacheFull."""
         held = [(self._num_bytes(each), each) for each in self._entries()]
         total = sum(size for size, _ in held)
         for size, entry in held:
@@ -171,7 +177,7 @@ class AdapterCache:
             )
 
     def _entries(self) -> list[Path]:
-        """Folders, the one that was used longest ago first."""
+        """List the folders, the least recently used first."""
         found = []
         for entry in self.path.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -191,7 +197,7 @@ class AdapterCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, for moments only."""
+        """Hold the folder's lock during the block, which must be short."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(self.path / "lock", flags, 0o600)
         try:
@@ -202,7 +208,7 @@ class AdapterCache:
 
 
 def _is_free(entry: Path) -> bool:
-    """Whether no process has it."""
+    """Return whether no process uses this folder."""
     try:
         lock = os.open(entry, _SAFE)
     except OSError:
@@ -217,7 +223,7 @@ def _is_free(entry: Path) -> bool:
 
 
 class FileSource(NamedTuple):
-    """Where files come from: the router, whichever it is at the moment."""
+    """The router that files are copied from, whichever process is the router at the moment."""
 
     address: tuple[str, int]
     credentials: Credentials
@@ -225,8 +231,8 @@ class FileSource(NamedTuple):
 
 
 def pull(source: FileSource, cache: AdapterCache, listing: messages.Listing) -> Path:
-    """The folder in the cache that has a version's files, and keeps them until ``cache.release``. Blocks: for a
-    thread of its own. Raises AdapterError."""
+    """Return the folder in the cache that has a version's files, and copy them where it lacks them. The
+    folder stays until ``cache.release``. Blocks, so it needs a thread of its own. Raises AdapterError."""
     try:
         if listing.digest and (folder := cache.take(listing.id, listing.digest)) is not None:
             return folder
@@ -240,7 +246,7 @@ def pull(source: FileSource, cache: AdapterCache, listing: messages.Listing) -> 
 
 
 class _Pull:
-    """The copy of one version's files over links that may end."""
+    """A copy of one version's files over links that may end."""
 
     def __init__(self, source: FileSource, cache: AdapterCache, adapter: AdapterId) -> None:
         self._source = source
@@ -281,7 +287,7 @@ class _Pull:
                 file.write(piece.data)
 
     async def _ask(self, message: messages.ToRouterFromPuller, kind: type[_Answer]) -> _Answer:
-        """Of a router that takes the place of one that ends, too. Raises AdapterError."""
+        """Ask the router, and ask its successor where the router ends before it answers. Raises AdapterError."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             if self._link is None or not self._link.is_open:

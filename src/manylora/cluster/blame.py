@@ -1,8 +1,8 @@
-"""The requests of a replica's last unanswered step, as a file that outlives the process.
+"""Records the requests of a replica's last unfinished step in a file that outlives the process.
 
-An executor around the one that runs the steps notes them before each step, and that there are none after it, in
-memory that it shares with the file; whatever ends the process, the system keeps what was written. Read once it is
-dead: those are the requests that it may have died of.
+An executor wraps the one that runs the steps. Before each step it notes the step's requests; after the step
+it notes that there are none. The notes go to memory that is mapped from the file, so the system keeps them
+however the process ends. After the replica's death, the file names the requests that may have killed it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from manylora.types import RequestId, SequenceId
 
 _LENGTH = struct.Struct("<Q")
 SIZE = 256 * 1024
-"""Room for the ids of one step; of more, as many as there is room for are noted."""
+"""Size of the file in bytes: room for the ids of one step. Ids beyond it are cut off."""
 
 
 class StepNote:
     """The replica's side of the file. Written by one thread."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Create the file, or empty it, and map it into memory. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, SIZE)
@@ -39,7 +39,7 @@ class StepNote:
         """Note that a step of these requests begins."""
         text = "\n".join(requests).encode("utf-8", "replace")[: SIZE - _LENGTH.size]
         memory = self._memory
-        memory[: _LENGTH.size] = _LENGTH.pack(0)  # what is half written counts as nothing
+        memory[: _LENGTH.size] = _LENGTH.pack(0)  # a half-written note counts as empty
         memory[_LENGTH.size : _LENGTH.size + len(text)] = text
         memory[: _LENGTH.size] = _LENGTH.pack(len(text))
 
@@ -49,7 +49,7 @@ class StepNote:
 
 
 def read_step(path: Path) -> list[str] | None:
-    """Read the requests of the last step that did not end; None where that cannot be known."""
+    """Read the requests of the last step that did not end. Returns None where the file cannot be read."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -62,7 +62,8 @@ def read_step(path: Path) -> list[str] | None:
 
 
 class StepNotingExecutor:
-    """See Executor. Owns which request each sequence is of, and which steps are in flight."""
+    """An executor that notes each step's requests and passes every command on. Owns the request of each
+    sequence and the steps in flight."""
 
     def __init__(self, executor: Executor, note: StepNote) -> None:
         self._executor = executor

@@ -1,7 +1,8 @@
-"""A process of a cluster (``python -m manylora.cluster.children FD``): its beginning, its tasks and its end.
+"""Runs a process of a cluster (``python -m manylora.cluster.children FD``): its start, its tasks and its end.
 
-Its starter sends over FD, one end of a socket pair, what it is to be; it answers that it runs. The stream's end
-means that the other side is gone: a child ends then, by itself and soon. Does not know what the processes do.
+Its starter sends it a ``Launch`` over FD, one end of a socket pair, and the child reports that it runs. The
+end of the stream means that the other side is gone: a child then ends by itself, and soon. This module does
+not know what the processes do.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ from manylora.types import BASE, AdapterId, EngineInfo
 log = logging.getLogger(__name__)
 
 REFUSED = 2
-"""Exit code of a process whose settings cannot work: it has served nothing."""
+"""Exit code of a process whose settings cannot work. It has served nothing."""
 FENCED = 3
-"""Exit code of a replica that must not serve any more: no death of its own."""
+"""Exit code of a replica whose lease has ended or that the router refuses. It counts as no crash."""
 ORPHAN_S = 7.0
-"""After the supervisor's end a replica serves what runs for so long."""
+"""How long a replica goes on serving its running requests after the supervisor's end."""
 
 
 class Launch(msgspec.Struct, tag=True):
-    """The first message: which process of which cluster this is. ``router``: where the router listens; ``model``:
-    the model's digest; ``secret``: the cluster's; ``host``: what to listen on; ``descriptor``: of the socket that
-    a router or a front end listens on; ``takes_over``: of a router, another has run before; ``listings``: what
-    that one had in the registry; ``last_adapter``: the highest version that it gave."""
+    """The first message to a child: which process of which cluster it is.
+
+    ``router``: the address at which the router listens; ``model``: the model's digest; ``secret``: the
+    cluster's secret; ``host``: the address to listen on; ``descriptor``: the socket that a router or a front
+    end listens on; ``takes_over``: for a router, whether another one has run before; ``listings``: the
+    registry of that earlier router; ``last_adapter``: the highest version number that it gave.
+    """
 
     role: str
     id: int
@@ -67,14 +71,15 @@ _to_child = msgspec.msgpack.Decoder(Launch | messages.ToChild)
 
 
 class Starter(Protocol):
-    """The process that has started this one, as it sees it."""
+    """The process that has started this one, as this one sees it."""
 
     def report(self, message: messages.FromChild) -> None:
-        """Send a message; drop it where the starter is gone."""
+        """Send a message to the starter, or drop it where the starter is gone."""
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """Have these called, on a thread of its own, when the process is told to stop, and when it has no starter
-        any more. To be called on the event loop, which answers the starter's questions from then on."""
+        """Have ``stopped`` called when the process is to stop, and ``orphaned`` when its starter is gone. The
+        calls come on a thread of their own. Call this on the event loop; from then on it answers the
+        starter's questions."""
 
 
 class PairedStarter:
@@ -93,8 +98,9 @@ class PairedStarter:
             pass
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """See Starter. The process may outlive its starter from now on: where it is stopped at that one's end, it
-        goes on, so that it ends itself."""
+        """Watch the socket pair (see Starter). The process may outlive its starter from now on. Where the
+        starter ends while this process is stopped by a signal, the process continues, so that it can end
+        itself."""
         at_parents_end(signal.SIGCONT)
         loop = asyncio.get_running_loop()
         threading.Thread(
@@ -113,12 +119,12 @@ class PairedStarter:
         orphaned()
 
     def read(self) -> Any | None:
-        """Read the next message; None where the starter is gone."""
+        """Read the next message. Returns None where the starter is gone."""
         return receive_message(self._sock, _to_child)
 
 
 def end_after(seconds: float, code: int = 1) -> None:
-    """End the process after this time, whatever hangs."""
+    """End the process after this time, even where something hangs."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -132,12 +138,12 @@ _before_leaving: list[Callable[[int], None]] = []
 
 
 def call_before_leaving(call: Callable[[int], None]) -> None:
-    """Have this called with the exit code when the process ends by ``leave``."""
+    """Register a function that ``leave`` calls with the exit code."""
     _before_leaving.append(call)
 
 
 def leave(code: int) -> None:
-    """End this process now: nothing that hangs keeps it."""
+    """End this process now, even where something hangs. The functions of ``call_before_leaving`` run first."""
     for call in _before_leaving:
         call(code)
     logging.shutdown()
@@ -146,14 +152,15 @@ def leave(code: int) -> None:
 
 
 def ignore_signals_of_terminals() -> None:
-    """A terminal signals the whole group; the supervisor decides when its processes end."""
+    """Ignore the signals that a terminal sends to the whole group: the supervisor decides when its processes
+    end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Tasks:
-    """The tasks of one owner on its event loop, kept alive. ``one_failed``: one has ended by an error, which is in
-    the log."""
+    """The tasks of one owner on its event loop, kept alive. ``one_failed`` is set once a task has ended by an
+    error; the error is in the log."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -183,7 +190,7 @@ class Tasks:
 
 
 def run(launch: Launch, starter: Starter) -> int:
-    """Be the process of the launch's role until it ends; return the exit code."""
+    """Run the process of the launch's role until it ends, and return the exit code."""
     try:
         return _run(launch, starter)
     except ConfigError as error:
@@ -206,7 +213,7 @@ def _run(launch: Launch, starter: Starter) -> int:
 
 
 def main(descriptor: int) -> int:
-    """Be the process that the starter at the other end of ``descriptor`` asks for; return the exit code."""
+    """Run the process for which the starter at the other end of ``descriptor`` asks, and return the exit code."""
     ignore_signals_of_terminals()
     configure_logging()
     starter = PairedStarter(descriptor)
@@ -215,6 +222,6 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    from manylora.cluster import children  # the one that all others import
+    from manylora.cluster import children  # the same module object that all other modules import
 
     children.leave(children.main(int(sys.argv[1])))

@@ -1,8 +1,8 @@
-"""A cluster as an EngineClient: a front end's side of the links to the router and to the replicas.
+"""Presents a cluster as an EngineClient: a front end's side of the links to the router and to the replicas.
 
-Owns the requests that its clients have open, with all that they have accepted: what any attempt but the last says
-is dropped, and counted. The router says which replica is to have a request; tokens come from there. Does not know
-HTTP.
+Owns the open requests of its clients, with all tokens that it has accepted. Tokens of any attempt but the
+last are dropped and counted. The router assigns each request to a replica, which sends the tokens. Does not
+know HTTP.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestErro
 log = logging.getLogger(__name__)
 
 DIAL_S = 2.0
-"""A replica that cannot be reached for so long is not there."""
+"""A replica that cannot be reached for this time counts as lost."""
 ASK_AGAIN_S = 1.0
-"""After a link to a replica has ended the router has so long to hear why, and to act on that."""
+"""After the end of a link to a replica, the time that the router has to learn of it and to act."""
 STATS_S = 1.0
 CALL_S = 5.0
-"""Without a link to the router calls wait for one so long."""
+"""The time that a call waits for a link to the router where there is none."""
 
 _from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
 _from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 
 
 class ReplicaLink:
-    """A front end's link to one epoch of a replica; keeps what is sent before the link is there.
+    """A front end's link to one epoch of a replica. It keeps messages that are sent before the link is open.
 
-    Dials at once. ``receive`` gets each message; ``is_lost``: it could not be had, or has ended.
+    Dials at once. ``receive`` gets each message. ``is_lost``: whether the link could not be opened, or has
+    ended.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class ReplicaLink:
         self._task = tasks.spawn(self._follow())
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, once the link is there; drop it where the link is lost."""
+        """Send a message, once the link is open. Drop it where the link is lost."""
         if self._link is not None:
             self._link.send(message)
         elif not self.is_lost:
             self._unsent.append(message)
 
     async def stats(self, timeout_s: float) -> messages.Stats | None:
-        """Ask for the engine's snapshot; None where none comes in time."""
+        """Ask for the engine's snapshot. Returns None where none arrives in time."""
         self._num_calls += 1
         call = self._num_calls
         future = self._calls[call] = asyncio.get_running_loop().create_future()
@@ -92,7 +93,7 @@ class ReplicaLink:
             del self._calls[call]
 
     def close(self) -> None:
-        """The replica of this epoch is down, whatever it still says."""
+        """Stop using this replica: its epoch has ended, and nothing that it still sends counts."""
         self.is_lost = True
         self._task.cancel()
         if self._link is not None:
@@ -129,14 +130,14 @@ class ReplicaLink:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """The figures of a replica's engine; None: it does not answer."""
+    """The snapshot of a replica's engine; None: it does not answer."""
 
     replica: ReplicaId
     stats: EngineStats | None
 
 
 class ClusterClient:
-    """See EngineClient. ``start`` before anything else."""
+    """An engine client whose engines are the cluster's replicas. Call ``start`` before anything else."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class ClusterClient:
         self._queue_timeout_s = queue_timeout_s
         self._mailboxes = Mailboxes(MAX_WAITING_BYTES)
         self._open: dict[RequestId, OpenRequest] = {}
-        self._waiting: set[RequestId] = set()  # of them, for which the router has no replica yet
+        self._waiting: set[RequestId] = set()  # open requests for which the router has no replica yet
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
         self._names: dict[str, messages.Listing] = {}
@@ -176,7 +177,7 @@ class ClusterClient:
         self._tasks.spawn(self._follow_router())
 
     async def wait_ready(self) -> None:
-        """Wait until there is a router."""
+        """Wait until a router has sent the endpoints."""
         await self._has_router.wait()
 
     # ------------------------------------------------------------ requests
@@ -250,7 +251,7 @@ class ClusterClient:
         self._note_to_send().ended.append(found.as_ended())
 
     def _refuse(self, found: OpenRequest, error: RequestError) -> None:
-        """End each of its samples with the error."""
+        """End each open sample of a request with the error."""
         self._forget(found)
         samples = found.ledger.open_samples if error.status >= 500 else (0,)
         for sample in samples:
@@ -258,7 +259,7 @@ class ClusterClient:
             self._send_to_client(found.asked, delta)
 
     async def _give_up_without_router(self, found: OpenRequest) -> None:
-        """Refuse a request for which no router has come in time."""
+        """Refuse a request for which no router is linked within the queue's timeout."""
         await asyncio.sleep(self._queue_timeout_s)
         is_open = self._open.get(found.asked.id) is found
         if is_open and found.replica is None and self._router is None:
@@ -293,15 +294,15 @@ class ClusterClient:
         self._tasks.spawn(self._replace(link))
 
     async def _replace(self, link: ReplicaLink) -> None:
-        """Take the requests of a link that has ended elsewhere, and dial its replica again."""
+        """Have the requests of an ended link assigned elsewhere, and dial its replica again."""
         endpoint = link.endpoint
         place = endpoint.id, endpoint.epoch
         await self._ask_again([each for each in self._open.values() if (each.replica, each.epoch) == place])
-        if self._replicas.get(endpoint.id) is link:  # the replica may be there yet
+        if self._replicas.get(endpoint.id) is link:  # the replica may still run
             self._replicas[endpoint.id] = self._link_to(endpoint)
 
     async def _ask_again(self, lost: list[OpenRequest]) -> None:
-        """Give attempts up, unless the router does something about them first."""
+        """Give these attempts up and ask for new ones, unless the router acts on them first."""
         attempts = [found.ledger.attempt for found in lost]
         await asyncio.sleep(ASK_AGAIN_S)
         for found, attempt in zip(lost, attempts, strict=True):
@@ -329,7 +330,7 @@ class ClusterClient:
     # ------------------------------------------------------------ the router
 
     def _note_to_send(self) -> messages.Note:
-        """Give the note that goes to the router when this round of the event loop is over."""
+        """Return the note that is sent to the router at the end of this round of the event loop."""
         if not self._has_note:
             self._has_note = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -340,7 +341,7 @@ class ClusterClient:
             return
         note, self._note, self._has_note = self._note, messages.Note(), False
         note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
-        if self._router is not None:  # else the next one gets all that is open
+        if self._router is not None:  # otherwise the next router gets all open requests
             self._router.send(note)
 
     async def _follow_router(self) -> None:
@@ -359,7 +360,7 @@ class ClusterClient:
                     self._tasks.spawn(self._give_up_without_router(found))
 
     def _greet(self, link: Link) -> None:
-        """Report all open requests to a router, perhaps another than before."""
+        """Report all open requests to the router, which may be another than before."""
         self._note = messages.Note()
         note = messages.Note()
         for found in self._open.values():
@@ -388,7 +389,7 @@ class ClusterClient:
                 self._has_router.set()
             case messages.Revisions():
                 self._learn(message)
-                self._flush()  # requests that name a version which is listed no more come before the answer
+                self._flush()  # requests for versions that are unlisted now must precede the answer
                 link.send(messages.HasRevision(message.revision))
             case messages.Reply(call):
                 future = self._calls.pop(call, None)
@@ -405,7 +406,7 @@ class ClusterClient:
     def _assign(self, order: Assign, router: int) -> None:
         found = self._open.get(order.request)
         if found is None or order.attempt <= found.ledger.attempt:
-            return  # it has ended, or the order is an old one
+            return  # the request has ended, or the order is old
         self._send(found, messages.CancelAttempt(order.request, found.ledger.attempt))
         self._waiting.discard(order.request)
         link = self._replicas.get(order.replica)
@@ -430,7 +431,7 @@ class ClusterClient:
                 self._listings.pop(listing.id, None)
             else:
                 self._listings[listing.id] = listing
-        # One of the start that no replica has served yet has no rank.
+        # An adapter of the start has no rank until a replica has served it.
         listed = (each for each in self._listings.values() if each.state == "listed" and each.rank)
         self._names = {each.name: each for each in listed}
 
@@ -487,13 +488,13 @@ class ClusterClient:
     # ------------------------------------------------------------ what others look at
 
     async def cluster_status(self) -> dict[str, Any]:
-        """See ``cluster.status``. Raises EngineSilent, and AdapterError."""
+        """Ask the router for the cluster's status (``members.status``). Raises EngineSilent and AdapterError."""
         reply = await self._call(messages.AskStatus(next(self._call_ids)))
         found: dict[str, Any] = msgspec.json.decode(reply.body)
         return found
 
     async def replica_stats(self) -> list[ReplicaStats]:
-        """Ask each replica that is up for its engine's figures."""
+        """Ask each replica that is up for its engine's snapshot."""
         links = sorted(self._replicas.items())
         answers = await asyncio.gather(*(link.stats(STATS_S) for _, link in links))
         found = []
@@ -505,7 +506,7 @@ class ClusterClient:
         return found
 
     async def stats(self) -> EngineStats:
-        """Add up the figures of all replicas, where they can be added."""
+        """Add up the numbers of all replicas, where they can be added."""
         records = EngineStats().records
         for each in await self.replica_stats():
             if each.stats is not None:
@@ -515,12 +516,12 @@ class ClusterClient:
     def why_unready(self) -> str | None:
         router = self._router
         silent_s = time.monotonic() - self._lost_router_s if router is None else router.silent_s
-        if silent_s > SILENT_S:  # the next one takes a moment, for which requests wait
+        if silent_s > SILENT_S:  # the next router takes a moment, and requests wait for it
             return f"no sign of a router for {silent_s:.0f} s"
         return None if self._can_serve else "no replica takes requests"
 
     async def wait_dead(self) -> str:
-        """Never: what dies is started again."""
+        """Wait forever: a cluster's processes are started again when they die."""
         await asyncio.Event().wait()
         raise EngineDead("unreachable")
 

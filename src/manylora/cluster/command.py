@@ -1,4 +1,4 @@
-"""``manylora cluster``: what an operator asks of a cluster on this machine, over its admin socket."""
+"""Runs ``manylora cluster``: sends an operator's question to a cluster on this machine over its admin socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manylora.config.declaring import ConfigError
 
 WATCH_S = 1.0
 NEXT_S, AGAIN_S = 10.0, 0.1
-"""How long the next router is waited for where one has died, and how often it is looked for."""
+"""How long to wait for the next router where one has died, and the time between two tries."""
 
 
 def add_cluster(commands: Any) -> None:
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class NotThere(Exception):
-    """There is no cluster to ask; the message is a line for people."""
+    """A lack of any cluster to ask; the message is a line for people."""
 
 
 def ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
@@ -96,7 +96,8 @@ def ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
 
 
 def _ask(folder: Path, question: dict[str, Any]) -> Iterator[str]:
-    """As ``ask``; where a router has just died the next one is waited for."""
+    """Yield the lines of an answer, as ``ask`` does. Where a router has just died, wait for the next one.
+    Raises NotThere."""
     until_s = time.monotonic() + NEXT_S
     while True:
         try:
@@ -118,7 +119,7 @@ def _answer(folder: Path, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(status: dict[str, Any]) -> str:
-    """The status for people."""
+    """Format the status as lines for people."""
     router, hint = status["router"], status["scale_hint"]
     lines = [
         f"router {router['policy']:<16} pid {router['pid']:<8} {router['state']:<9} "

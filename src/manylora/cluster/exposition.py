@@ -1,4 +1,4 @@
-"""What a cluster shows over HTTP: /metrics of all replicas and of the router, and /cluster."""
+"""Shows a cluster over HTTP: /metrics of all replicas and of the router, and /cluster."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from manylora.types import EngineInfo
 
 _STATUS_S = 2.0
 _MOVES = ("asked", "drain", "lost")
-"""Why requests move under any router: shown before one has."""
+"""The reasons for which any router moves requests. They are shown with a count of 0 before the first move."""
 
 
 class _Replicas(Collector):
-    """Every engine's metrics, each under ``replica``; and the router's."""
+    """A collector of every engine's metrics, each under a label ``replica``, and of the router's metrics."""
 
     def __init__(self, base: str, info: EngineInfo) -> None:
         self._base = base
@@ -40,7 +40,7 @@ class _Replicas(Collector):
         self._status: dict[str, Any] = {}
 
     def update(self, replicas: Sequence[ReplicaStats], status: dict[str, Any]) -> None:
-        """Take new snapshots; an empty ``status``: there is no router."""
+        """Take new snapshots. An empty ``status`` means that there is no router."""
         engines = {}
         for each in replicas:
             engine = self._engines.get(each.replica) or EngineCollector(self._base, self._info)
@@ -69,8 +69,9 @@ class _Replicas(Collector):
 
 
 def _of_all(replicas: Sequence[EngineStats], info: EngineInfo, status: dict[str, Any]) -> Iterator[Metric]:
-    """The cluster as one server, for routers that read one series of a server."""
-    # Later than each replica's: llm-d goes by the latest.
+    """Give the metrics of the whole cluster as those of one server, for routers that read one series of a
+    server."""
+    # This timestamp must be later than each replica's: llm-d uses the latest series.
     yield lora_requests(
         (load for stats in replicas for load in stats.gauges.adapters), len(replicas) * info.max_num_seqs
     )
@@ -134,7 +135,7 @@ def _of_router(status: dict[str, Any]) -> Iterator[Metric]:
 
 
 class ClusterPage:
-    """The page to scrape. ``metrics``: what the front end itself counts of requests."""
+    """The page that Prometheus scrapes. ``metrics``: the front end's own counts of requests."""
 
     def __init__(self, client: ClusterClient, base: str, info: EngineInfo) -> None:
         self._client = client
@@ -142,7 +143,7 @@ class ClusterPage:
         self.metrics = Metrics(base, info, self._replicas)
 
     async def render(self) -> bytes:
-        """The page; a replica that does not answer shows what it said last."""
+        """Render the page. A replica that does not answer shows its last snapshot."""
         replicas, status = await asyncio.gather(self._client.replica_stats(), self._status())
         self._replicas.update(replicas, status)
         return await asyncio.to_thread(self.metrics.page)
@@ -155,7 +156,8 @@ class ClusterPage:
 
 
 def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operation:
-    """Give /cluster: with a key where keys are set (the server asks for it), else on the loopback only."""
+    """Build the operation GET /cluster. Where API keys are set, the server asks for one; otherwise only
+    loopback clients may use it."""
 
     async def show(request: Request) -> Response:
         if not api_keys and not _is_loopback(request):

@@ -1,7 +1,8 @@
-"""The cluster's folder: its lock, its secret, its admin socket. Does not know what any of them is for.
+"""Keeps the cluster's folder: its lock, its secret and the path of its admin socket. Does not know how they
+are used.
 
-Everything in it is its owner's alone (0700, files 0600). One cluster at a time has it: the lock is the folder's
-own, so no file that vanishes gives it up. A folder that vanishes is made again.
+The folder and its content belong to its owner alone (modes 0700 and 0600). One cluster at a time uses it. The
+lock is on the folder itself, so no vanished file can release it. A folder that vanishes is made again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from manylora.config.declaring import ConfigError
 log = logging.getLogger("manylora")
 
 SECRET = "secret"
-"""The file's name."""
+"""The name of the secret's file."""
 _SECRET_BYTES = 32
 _TRIES, _TRY_S = 5, 0.02
 _LEAST_SECRET_BYTES = 16
@@ -31,23 +32,25 @@ _MOST_SECRET_BYTES = 4096
 
 
 def default_folder(port: int) -> Path:
-    """The folder of this user's cluster on this port: among the user's state, which nothing cleans up. Where that
-    cannot be written or locked, as on some network file systems, it is in the system's temporary folder."""
+    """Return the folder of this user's cluster on this port. It is in the user's state folder, which nothing
+    cleans up. Where that cannot be written or locked, as on some network file systems, it is in the system's
+    temporary folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
     root = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "manylora"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(root, os.W_OK):
             raise PermissionError
-        with contextlib.suppress(BlockingIOError):  # another looks as well
+        with contextlib.suppress(BlockingIOError):  # another process tests the folder at this moment
             os.close(_locked(root))
-    except (OSError, RuntimeError):  # the latter where there is no home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         root = Path(tempfile.gettempdir()) / f"manylora-{os.getuid()}"
     return root / f"cluster-{port}"
 
 
 def read_secret(path: Path) -> bytes:
-    """A secret file's content. Raises ConfigError where it cannot be read, or where others can read it."""
+    """Read a secret file's content. Raises ConfigError where it cannot be read, where others can read it, or
+    where its length is not allowed."""
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
@@ -64,11 +67,12 @@ def read_secret(path: Path) -> bytes:
 
 
 class Folder:
-    """Opened for one cluster; raises ConfigError where that cannot be. ``close`` lets the next have it. ``path``:
-    where it is now."""
+    """A folder that is locked for one cluster until ``close``. ``path``: its present place. Raises
+    ConfigError where it cannot be used."""
 
     def __init__(self, path: Path, *, is_lasting: bool) -> None:
-        """``is_lasting``: what it holds outlives the cluster."""
+        """Lock the folder, and write its secret if it has none. ``is_lasting``: its content outlives the
+        cluster."""
         self.path = path
         self._is_lasting = is_lasting
         self._lock = self._take(path)
@@ -81,7 +85,8 @@ class Folder:
             raise
 
     def _take(self, path: Path) -> int:
-        """Make the folder where it is not there; the descriptor that holds its lock. Raises ConfigError."""
+        """Make the folder where it does not exist, and return the descriptor that holds its lock. Raises
+        ConfigError."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_lasting:
@@ -91,19 +96,19 @@ class Folder:
                 _check_private(path)
                 try:
                     lock = _locked(path)
-                except BlockingIOError:  # a process that only looks has it for a moment
+                except BlockingIOError:  # a process that only tests the lock holds it for a moment
                     time.sleep(_TRY_S)
                     continue
                 if _is_at(lock, path):
                     return lock
-                os.close(lock)  # it was removed meanwhile
+                os.close(lock)  # the folder was removed before it was locked
         except OSError as error:
             raise ConfigError(f"cannot use the cluster's folder {path}: {error.strerror}") from error
         raise ConfigError(f"another cluster uses the folder {path}")
 
     def mend(self) -> None:
-        """Make again what has vanished; beside its place where another cluster has that by now. Raises
-        ConfigError."""
+        """Make the folder and the secret again where they have vanished. Where another cluster has taken the
+        place, the new folder is beside it. Raises ConfigError."""
         if not _is_at(self._lock, self.path):
             path = self.path
             try:
@@ -132,7 +137,7 @@ class Folder:
         return self.path / SECRET
 
     def close(self) -> None:
-        """Give the folder up, and remove what has no use any more."""
+        """Unlock the folder, and remove content that has no use any more."""
         if self._is_lasting:
             for name in ("admin.sock", *(file.name for file in self.path.glob("*.step"))):
                 (self.path / name).unlink(missing_ok=True)
@@ -142,17 +147,17 @@ class Folder:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a cluster has the folder whose supervisor lives."""
+    """Return whether a living supervisor has the folder."""
     return _is_free(folder) is False
 
 
 def was_left(folder: Path) -> bool:
-    """Whether a cluster had the folder whose supervisor has died: its socket is there, and its lock is free."""
+    """Return whether the folder's supervisor has died: its socket exists, and its lock is free."""
     return admin_socket(folder).exists() and _is_free(folder) is True
 
 
 def _is_free(folder: Path) -> bool | None:
-    """Whether no supervisor has the folder's lock; None where that cannot be seen."""
+    """Return whether no supervisor has the folder's lock. Returns None where that cannot be found out."""
     try:
         os.close(_locked(folder, fcntl.LOCK_SH))
     except BlockingIOError:
@@ -163,7 +168,8 @@ def _is_free(folder: Path) -> bool | None:
 
 
 def _locked(folder: Path, how: int = fcntl.LOCK_EX) -> int:
-    """A descriptor of the folder that holds its lock. Raises OSError; BlockingIOError where another has it."""
+    """Lock the folder and return the descriptor that holds the lock. Raises OSError, and BlockingIOError
+    where another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
@@ -174,7 +180,7 @@ def _locked(folder: Path, how: int = fcntl.LOCK_EX) -> int:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether this open folder is the one at the path."""
+    """Return whether this open folder is the one at the path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except OSError:
@@ -182,7 +188,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def remove_left(root: Path) -> None:
-    """Remove folders of clusters whose supervisors have died: nothing holds their locks."""
+    """Remove the folders of clusters whose supervisors have died: no process holds their locks."""
     for folder in root.glob("cluster-*"):
         with contextlib.suppress(OSError):
             lock = _locked(folder)
@@ -191,13 +197,14 @@ def remove_left(root: Path) -> None:
 
 
 def admin_socket(folder: Path) -> Path:
-    """Where the router listens for the operator."""
+    """Return the path of the socket on which the router listens for the operator."""
     return folder / "admin.sock"
 
 
 @contextlib.contextmanager
 def short_path(folder: Path) -> Iterator[str]:
-    """The socket's path by the folder's descriptor. Raises OSError."""
+    """Yield a path of the admin socket that goes through the folder's open descriptor. A socket's path may
+    have 107 bytes only, and this one is always short. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{admin_socket(folder).name}"
@@ -206,7 +213,7 @@ def short_path(folder: Path) -> Iterator[str]:
 
 
 def step_file(folder: Path, replica: int, epoch: int) -> Path:
-    """Where a replica says which requests its step is of."""
+    """Return the path of the file in which a replica notes the requests of its step."""
     return folder / f"r{replica}.e{epoch}.step"
 
 

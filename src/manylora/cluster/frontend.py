@@ -1,8 +1,8 @@
-"""A front end's process: HTTP and text before a cluster.
+"""Runs a front end's process: HTTP and text in front of a cluster.
 
-One that ``manylora frontend`` starts joins a cluster by its link; no supervisor has started it. The router says
-what the cluster serves, and the model's tokenizer is read from this machine's own disk. What such a front end has
-open when it dies, replicas drop.
+``manylora frontend`` starts one that joins a cluster by its link, without a supervisor. It asks the router
+what the cluster serves, and reads the model's tokenizer from this machine's own disk. When such a front end
+dies, replicas drop its open requests.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from manylora.types import EngineInfo
 log = logging.getLogger(__name__)
 
 ORPHAN_S = 5.0
-"""After the supervisor's end open requests have so long."""
+"""The time that open requests have after the supervisor's end."""
 
 JOIN_S = 30.0
-"""A cluster that is starting has so long to come up."""
+"""The time that a joining front end waits for a cluster's first replica."""
 _AGAIN_S = 0.2
 
 _decoder = msgspec.msgpack.Decoder(messages.Joining)
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Serve until told to stop; return the exit code. Raises ConfigError."""
+    """Serve until the starter stops this process or is gone, and return the exit code. Raises ConfigError."""
     credentials = credentials_of(launch.secret, launch.cluster.tls)
     texts = load_texts(launch.engine.model)
     assert launch.info is not None
@@ -86,7 +86,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         children.end_after(ORPHAN_S)
 
     async def serve() -> int:
-        starter.watch(lambda: stop(), orphaned)  # it may wait long for a router
+        starter.watch(lambda: stop(), orphaned)  # watched first: the wait for a router may be long
         sock = socket.socket(fileno=launch.descriptor)
         scopes = CacheScopes(launch.secret)
         return await serve_clients(client, texts, launch.engine, launch.http, sock, scopes, is_ready)
@@ -104,8 +104,8 @@ async def serve_clients(
     ready: Callable[[Callable[[], None]], None],
     signals: Sequence[signal.Signals] = (),
 ) -> int:
-    """Serve a cluster's clients until told to stop; the exit code. ``ready`` gets, when the cluster can be asked,
-    what tells it to stop, from any thread."""
+    """Serve a cluster's clients until a stop, and return the exit code. ``ready`` is called when the cluster
+    can be asked. It gets a function that stops the server, from any thread."""
     from manylora.server.app import create_app
     from manylora.server.lifecycle import serve
 
@@ -132,7 +132,7 @@ async def serve_clients(
 
 
 def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError where the cluster cannot be joined."""
+    """Serve until a signal, and return the exit code. Raises ConfigError where the cluster cannot be joined."""
     configure_logging()
     secret = read_secret(Path(args.secret_file))
     files = tls_files(args.cluster_tls_cert, args.cluster_tls_key, args.cluster_tls_ca)
@@ -148,7 +148,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
         if model_digest(resolve_model(engine.model.model)) != joining.model:
             raise ConfigError(f"the model in {engine.model.model} is not the cluster's: its files differ")
         texts = load_texts(engine.model)
-        number = MOST_FRONTENDS + secrets.randbelow(2**31)  # those below are the supervisor's
+        number = MOST_FRONTENDS + secrets.randbelow(2**31)  # smaller numbers are the supervisor's
         client = ClusterClient(
             info,
             router,
@@ -166,7 +166,7 @@ def run_frontend(args: argparse.Namespace, http: HttpSettings) -> int:
 
 
 async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[messages.Joining, EngineInfo]:
-    """Ask until the cluster says what it serves. Raises ConfigError."""
+    """Ask the router until it can describe what the cluster serves. Raises ConfigError."""
     hello = Hello(messages.NEWCOMER, 0, 1, os.getpid(), VERSION, "")
     until_s = time.monotonic() + JOIN_S
     while True:

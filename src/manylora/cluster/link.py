@@ -1,9 +1,10 @@
-"""Framed msgpack between two processes of a cluster, each of which has proved that it knows the cluster's secret.
+"""Sends framed msgpack between two processes of a cluster, each of which has proved that it knows the
+cluster's secret.
 
-Owns which certificates are good, the bounds of frames, the handshake, and the end of a link whose other side is
-silent. Does not know what messages mean. A frame over the bound ends the link before anything is allocated for it.
-Nothing but msgpack into declared records is ever read. A frame of no bytes is a beat: it says that its side lives.
-With a certificate all of it goes through TLS.
+Owns the check of certificates, the bounds of frames, the handshake, and the end of a link whose other side is
+silent. Does not know what messages mean. A frame over the bound ends the link before any memory is allocated
+for it. Only msgpack of declared records is ever read. An empty frame is a beat: it shows that its side lives.
+With a certificate, the link uses TLS.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_UNSENT_BYTES = 64 * 2**20
-"""What may wait to be sent to a peer that does not read; then the link ends."""
+"""The most that may wait to be sent to a peer that does not read. Beyond it the link ends."""
 HANDSHAKE_S = 5.0
 HANDSHAKE_BYTES = 4096
 MOST_STRANGERS = 64
-"""Connections of a listener that have not proved themselves yet; more are closed at once."""
+"""The most connections of a listener that have not proved themselves yet. Further ones are closed at once."""
 NONCE_BYTES = 32
 BEAT_S = 0.5
-"""Between two beats of a side that has nothing else to say."""
+"""The time between two beats of a side that sends nothing else."""
 REDIAL_S = 0.1
-"""Between two attempts at a link."""
+"""The time between two attempts at a link."""
 FULL_S = 1.0
-"""A listener that may open no more files looks again so much later."""
+"""The wait of a listener before it accepts again after an error, such as too many open files."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """``dialling``, ``listening``: TLS of the two sides; None: links are not encrypted."""
+    """The secret and the TLS contexts of a process. ``dialling``, ``listening``: for the two sides of a link;
+    None: links are not encrypted."""
 
     secret: bytes
     dialling: ssl.SSLContext | None = None
@@ -59,8 +61,8 @@ class Credentials:
 
 
 def credentials_of(secret: bytes, files: TlsFiles | None, host: str | None = None) -> Credentials:
-    """With the certificate of this machine, which must be good on both sides of a link, and for ``host`` where the
-    process listens there. Raises ConfigError."""
+    """Build the credentials from the secret and this machine's certificate. The certificate must be valid on
+    both sides of a link, and for ``host`` where the process listens there. Raises ConfigError."""
     if files is None:
         return Credentials(secret)
     for option, path in zip(TLS_OPTIONS, files, strict=True):
@@ -83,14 +85,14 @@ def credentials_of(secret: bytes, files: TlsFiles | None, host: str | None = Non
 
 
 def why_broken(error: ssl.SSLError) -> str:
-    """Say in a few words why TLS failed."""
+    """Describe in a few words why TLS failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
     return (error.reason or str(error)).lower().replace("_", " ")
 
 
 def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    """Raises ConfigError."""
+    """Build a TLS context for one side; both sides must show a certificate. Raises ConfigError."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -113,7 +115,8 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
 
 
 def _meet_itself(dialling: ssl.SSLContext, listening: ssl.SSLContext, host: str | None) -> None:
-    """A handshake in memory: what others will check of the certificate is checked now. Raises SSLError."""
+    """Do a TLS handshake in memory, so that a certificate which others would refuse fails at the start.
+    Raises SSLError."""
     to_dialler, to_listener = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialler = dialling.wrap_bio(to_dialler, to_listener, server_hostname=host)
     listener = listening.wrap_bio(to_listener, to_dialler, server_side=True)
@@ -123,15 +126,16 @@ def _meet_itself(dialling: ssl.SSLContext, listening: ssl.SSLContext, host: str 
 
 
 class LinkError(Exception):
-    """The link cannot be had, or has ended; the message says why."""
+    """A link that cannot be made, or has ended; the message gives the reason."""
 
 
 class LinkRefused(LinkError):
-    """The other side knows the secret and does not want this process: its version, its model, its epoch."""
+    """A refusal by a side that knows the secret: this process has the wrong version, model or epoch."""
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What the side that dials says of itself: which of its ``role`` it is, in which epoch, and what it runs."""
+    """The introduction of the side that dials: its role, its number in that role, its epoch, its version and
+    its model."""
 
     role: str
     id: int
@@ -143,7 +147,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class _Challenge(msgspec.Struct):
-    """The listener's proof, and what is to be signed."""
+    """The listener's proof, and the nonce that the dialling side is to sign."""
 
     nonce: bytes
     proof: bytes
@@ -154,7 +158,8 @@ class _Proof(msgspec.Struct):
 
 
 class _Welcome(msgspec.Struct):
-    """``refused``: why not, or nothing. ``epoch``: the listener's. ``silence_s``: see ``Listener``."""
+    """The listener's answer. ``refused``: the reason, or ""; ``epoch``: the listener's; ``silence_s``: see
+    ``Listener``."""
 
     refused: str
     epoch: int
@@ -162,7 +167,7 @@ class _Welcome(msgspec.Struct):
 
 
 class _Reader(asyncio.StreamReader):
-    """``has_news``: something has come since that was last looked at."""
+    """A reader that notes arrivals. ``has_news``: data has arrived since the link last looked."""
 
     has_news = False
 
@@ -173,7 +178,7 @@ class _Reader(asyncio.StreamReader):
 
 
 class Link:
-    """A connection of two processes. ``peer``: the dialling side's hello; ``epoch``: the listener's."""
+    """A connection of two processes. ``peer``: the dialling side's hello; ``epoch``: the listener's epoch."""
 
     def __init__(
         self,
@@ -197,12 +202,12 @@ class Link:
 
     @property
     def silent_s(self) -> float:
-        """The time since something last came."""
+        """The time since data last arrived, in seconds, counted in beats."""
         return self._silent_beats * BEAT_S
 
     def _beat(self) -> None:
-        """Say that this side lives, and see whether the other does. Silence is counted in beats, so that a process
-        which stood still itself reads what has come meanwhile before it judges."""
+        """Send a beat, and end the link where the other side is silent. Silence is counted in beats. So a
+        process that stood still itself first reads the data that arrived in that time."""
         self._silent_beats = 0 if self._reader.has_news else self._silent_beats + 1
         self._reader.has_news = False
         if self._silent_beats > self._most_silent_beats:
@@ -216,7 +221,8 @@ class Link:
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Hand a message over; dropped where the link has ended. A peer that does not read loses the link."""
+        """Send a message, or drop it where the link has ended. A peer with too many unread bytes loses the
+        link."""
         if not self.is_open:
             return
         transport = self._writer.transport
@@ -227,7 +233,8 @@ class Link:
         self._has_sent = True
 
     async def receive(self) -> Any | None:
-        """The next message; None when the link has ended, by whichever side or by what is no message."""
+        """Wait for the next message. Returns None when either side has ended the link, or when a frame is no
+        message."""
         try:
             while not (body := await _read(self._reader, MAX_FRAME_BYTES)):
                 pass
@@ -237,7 +244,7 @@ class Link:
             return None
 
     def close(self) -> None:
-        """End the link when what was handed over has gone."""
+        """Send the remaining messages, then end the link."""
         self.is_open = False
         self._timer.cancel()
         self._writer.close()
@@ -250,8 +257,8 @@ class Link:
 
 
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A socket to listen on; on the loopback unless told otherwise, at a port that the system chooses unless one
-    is given. Raises ConfigError."""
+    """Bind a socket to listen on, by default on the loopback, at a port that the system chooses. Raises
+    ConfigError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -263,12 +270,13 @@ def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 def adopt(descriptor: int) -> socket.socket:
-    """A socket that another process has bound, at this process's end of it."""
+    """Make a socket object of a descriptor that another process has bound."""
     return socket.socket(fileno=descriptor)
 
 
 def why_strange(hello: Hello, model: str) -> str | None:
-    """Why a process of another build, or with another model, is not wanted; None where it is."""
+    """Explain why a process of another build, or with another model, is refused. Returns None where it is
+    accepted."""
     if hello.version != VERSION:
         return f"this cluster runs manylora {VERSION}, and {hello.role} {hello.id} runs {hello.version}"
     if hello.model != model:
@@ -288,14 +296,16 @@ async def _read(reader: asyncio.StreamReader, most: int) -> bytes:
 
 
 def _sign(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """Both nonces are signed (the dialling side's is in its hello), so that nothing can be replayed."""
+    """Sign a side, the listener's nonce and the hello, which has the dialling side's nonce. With both nonces
+    nothing can be replayed."""
     return hmac.digest(secret, side + b"\0" + nonce + hello, "sha256")
 
 
 async def dial(
     address: tuple[str, int], credentials: Credentials, hello: Hello, decoder: msgspec.msgpack.Decoder[Any]
 ) -> Link:
-    """A link to the listener at ``address``. Raises LinkError; LinkRefused where asking again will not help."""
+    """Open a link to the listener at ``address``. Raises LinkError, and LinkRefused where another try will
+    not help."""
     loop = asyncio.get_running_loop()
     limit_s = None if credentials.dialling is None else HANDSHAKE_S
     reader = _Reader()
@@ -331,8 +341,8 @@ async def redial(
     most_s: float = math.inf,
     ignores_refusals: bool = False,
 ) -> Link:
-    """Dial until there is a link, for ``most_s`` at most. Raises LinkError then; LinkRefused at once, unless it
-    ``ignores_refusals``."""
+    """Dial until there is a link, for ``most_s`` at most. Raises LinkError after that. Raises LinkRefused at
+    once, unless it ``ignores_refusals``."""
     until_s = time.monotonic() + most_s
     while True:
         try:
@@ -376,8 +386,8 @@ async def _introduce(
 
 
 class Listener:
-    """Accepts links. ``judge`` says why a process that knows the secret is not wanted, or None; ``serve`` has a
-    link until it returns."""
+    """A listener that accepts links. ``judge`` gives the reason to refuse a process that knows the secret, or
+    None. ``serve`` handles a link, which ends when it returns."""
 
     def __init__(
         self,
@@ -389,8 +399,9 @@ class Listener:
         judge: Callable[[Hello], str | None],
         serve: Callable[[Link], Awaitable[None]],
     ) -> None:
-        """``silence_s``: a link ends, at both sides, when nothing has come over it for so long; ``decoder_of``: of
-        what a role says; None: there is no such role."""
+        """Prepare to listen on a bound socket. ``silence_s``: a link ends, at both sides, when nothing has
+        arrived for this long. ``decoder_of``: the decoder of a role's messages; None where there is no such
+        role."""
         self._sock = sock
         self._secret = credentials.secret
         self._tls = credentials.listening
@@ -408,7 +419,7 @@ class Listener:
         return host, port
 
     async def start(self) -> None:
-        """Accept from now on."""
+        """Start to accept links."""
         self._sock.listen()
         self._sock.setblocking(False)
         self._tasks.spawn(self._accept())
@@ -419,7 +430,7 @@ class Listener:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
             except ConnectionError:
-                continue  # it has gone already
+                continue  # the other side has disconnected already
             except OSError as error:
                 log.warning("links cannot be accepted: %s", error.strerror)
                 await asyncio.sleep(FULL_S)
@@ -447,7 +458,7 @@ class Listener:
             link.close()
 
     async def _open(self, sock: socket.socket) -> tuple[_Reader, asyncio.StreamWriter]:
-        """Streams over a connection, after TLS has been agreed on."""
+        """Open streams over a connection, after the TLS handshake where there is TLS."""
         loop = asyncio.get_running_loop()
         limit_s = None if self._tls is None else HANDSHAKE_S
         reader = _Reader()
@@ -461,7 +472,7 @@ class Listener:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     async def _examine(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
-        """Agree on a link; None where the other side was refused. Raises an error where it is no peer."""
+        """Agree on a link. Returns None where the other side was refused. Raises an error where it is no peer."""
         try:
             return await self._agree(reader, writer)
         except BaseException:

@@ -1,6 +1,6 @@
-"""The local launcher: every process of the cluster is a child of the supervisor's.
+"""Starts a cluster's processes as children of the supervisor: the local launcher.
 
-A replica gets a share of the machine: memory, CPU threads, GPUs.
+Each replica gets a share of the machine: memory, CPU threads and GPUs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _GPUS, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 
 PING_S = 0.5
 START_S = 30.0
-"""A start that neither answers nor computes nor reads for so long hangs."""
+"""How long a starting process may neither answer nor compute nor read before it counts as hung."""
 LOAD_S, RAY_START_S = 60.0, 150.0
-"""The same of a replica, and of what speaks to Ray, which waits for Ray's nodes."""
+"""The same bound for a replica, and for the process that speaks to Ray, which waits for Ray's nodes."""
 
 _from_child = msgspec.msgpack.Decoder(messages.FromChild)
 
 
 def gpus() -> list[str]:
-    """The GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """List the GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    # A container may have one of them alone, or see in one the GPUs of the whole machine.
+    # In a container one of the two folders may be absent, or show the GPUs of the whole machine.
     counts = [len(list(_GPUS.glob("*"))), len(list(_DEVICES.glob("nvidia[0-9]*")))]
     return [str(number) for number in range(min(filter(None, counts), default=0))]
 
@@ -54,7 +54,7 @@ class NodeShare:
     """A machine's share for each replica, measured once, for at most ``most`` replicas."""
 
     def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
-        """Raises ConfigError where there are too few GPUs."""
+        """Measure the machine. Raises ConfigError where it has too few GPUs for ``num_at_start`` replicas."""
         self._ranks = settings.tensor_parallel_size
         self._gpus = [] if settings.model.device == "cpu" else gpus()
         self._per_gpu = per_gpu
@@ -73,20 +73,20 @@ class NodeShare:
 
     @property
     def _room(self) -> int:
-        """The number of replicas that there are GPUs for."""
+        """The number of replicas for which there are GPUs."""
         return self._per_gpu * (len(self._gpus) // self._ranks)
 
     @property
     def most_replicas(self) -> int | None:
-        """The number of replicas that fit here; None: any."""
+        """The number of replicas that fit on this machine; None: any number."""
         return self._room if self._gpus else None
 
     def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
-        """A replica's settings with its own pools and CPU threads."""
+        """Return a replica's settings with its own pools and CPU threads."""
         return with_share(settings, self._pools, replica, self._cores)
 
     def environment(self, replica: int) -> Mapping[str, str]:
-        """Give the environment of a replica's process, whose ranks share the threads and the GPUs."""
+        """Return the environment variables of a replica's process, whose ranks share the threads and the GPUs."""
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(1, self._cores))
@@ -97,7 +97,8 @@ class NodeShare:
 
 
 def gpus_needed(replicas: int, ranks: int, per_gpu: int) -> int:
-    """Count the GPUs of so many replicas of so many ranks where ``per_gpu`` replicas share each."""
+    """Count the GPUs of ``replicas`` replicas of ``ranks`` ranks each where ``per_gpu`` replicas share each
+    GPU."""
     return ranks * -(-replicas // per_gpu)
 
 
@@ -112,8 +113,9 @@ def check_shared_gpu(settings: EngineSettings, per_gpu: int) -> None:
 def shared_pools(
     settings: EngineSettings, free: int, count: int, kind: Literal["cpu", "cuda"]
 ) -> tuple[int | None, int]:
-    """The pools, on the device and the host, of one of ``count`` replicas where this many bytes are free: those
-    that are given, else its part of what one alone would take. None: it measures its GPU itself."""
+    """Compute the device pool and the host pool, in bytes, of one of ``count`` replicas where ``free`` bytes
+    are free. The settings' sizes are taken as given. A pool without one is the ``count``-th part of a lone
+    replica's pool. A device pool of None means that the replica measures its GPU itself."""
     device_pool, host_pool = settings.cache.device_pool, settings.cache.host_pool
     if kind == "cpu" and device_pool is None:
         device_pool = cpu_pool_bytes(free) // count
@@ -125,7 +127,7 @@ def shared_pools(
 def with_share(
     settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
 ) -> EngineSettings:
-    """The same settings with these pools, and with the CPU threads of a replica that has so many cores."""
+    """Return the settings with these pools, and with the CPU threads of a replica that has ``cores`` cores."""
     scheduler = settings.scheduler
     return dataclasses.replace(
         settings,
@@ -135,7 +137,7 @@ def with_share(
 
 
 class NotStarted(Exception):
-    """A start that has failed, or was ended because it hung; the message says why."""
+    """A start that has failed, or was ended because it hung; the message gives the reason."""
 
 
 class Started(Protocol):
@@ -144,41 +146,41 @@ class Started(Protocol):
     pid: int
 
     async def begun(self) -> messages.ChildReady | Failed | None:
-        """Wait for its report of its start; None where it ends without one. Raises NotStarted where it hung and
-        was ended."""
+        """Wait for the process's report of its start. Returns None where it ends without one. Raises
+        NotStarted where it hung and was killed."""
 
     async def live(self, silence_s: float) -> bool:
-        """Wait until it ends or has been silent for so long; whether it ends."""
+        """Wait until the process ends or is silent for ``silence_s`` seconds. Return whether it has ended."""
 
     def stop(self) -> None:
-        """Have it end in order; called again: now."""
+        """Ask the process to end in order. A second call asks it to end now."""
 
     def kill(self) -> None:
-        """End it, and what it has started, stopped or not."""
+        """Kill the process and those that it has started, even where signals have stopped them."""
 
     async def wait(self) -> int:
-        """Wait for its end; its exit code, negative for a signal."""
+        """Wait for the process's end, and return its exit code, negative for a signal."""
 
 
 class Launcher(Protocol):
-    """Where processes come from. ``most_replicas``: how many it can start; None: any number."""
+    """A source of processes. ``most_replicas``: how many replicas it can start; None: any number."""
 
     name: str
     most_replicas: int | None
 
     async def open(self) -> None:
-        """Before the first start. Raises ConfigError where nothing can be started."""
+        """Prepare for the first start. Raises ConfigError where nothing can be started."""
 
     async def close(self) -> None:
-        """After the last process has ended."""
+        """Clean up after the last process has ended."""
 
     async def start(self, launch: Launch, descriptors: Sequence[int] = ()) -> Started:
-        """Start a process; it gets these descriptors under their own numbers, and a replica its share of its
+        """Start a process. It gets these descriptors under their own numbers; a replica gets its share of its
         machine. Raises OSError."""
 
 
 class LocalLauncher:
-    """See Launcher."""
+    """A launcher of processes on this machine."""
 
     name = "local"
 
@@ -203,8 +205,8 @@ class LocalLauncher:
 async def start_child(
     launch: Launch, environment: Mapping[str, str], descriptors: Sequence[int] = ()
 ) -> LocalProcess:
-    """A process of this machine, in a process group of its own: what a terminal signals is the supervisor's to
-    hand on."""
+    """Start a process on this machine, in a process group of its own. So a terminal's signals reach the
+    supervisor only, which decides what to do."""
     ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -215,7 +217,7 @@ async def start_child(
             stdin=asyncio.subprocess.DEVNULL,
         )
     except BaseException:
-        ours.close()  # a process that was made all the same ends by it
+        ours.close()  # ends a process that was started despite the error
         raise
     finally:
         theirs.close()
@@ -225,7 +227,7 @@ async def start_child(
 
 
 class LocalProcess:
-    """See Started."""
+    """A process of this machine, reached over a socket pair."""
 
     def __init__(
         self,
@@ -261,7 +263,8 @@ class LocalProcess:
         raise NotStarted(f"it has not got on for {most_s:g} s, and is ended")
 
     async def live(self, silence_s: float) -> bool:
-        """See Started. Silence is counted in questions: where all is stopped, so is the one that asks."""
+        """Wait until the process ends or is silent (see Started). Silence is counted in questions, so a
+        supervisor that was itself stopped does not count that time."""
         silent_s = 0.0
         while silent_s <= silence_s:
             try:
@@ -273,8 +276,8 @@ class LocalProcess:
         return False
 
     async def _listen(self) -> Any | None:
-        """Ask whether it lives, and wait a moment: what it says, or Pong where it only answers. Raises
-        TimeoutError where it does neither."""
+        """Ask whether the process lives, and wait up to ``PING_S`` for its message. Returns Pong where it
+        only answers the question. Raises TimeoutError where nothing arrives."""
         self.send(messages.Ping())
         until_s, answer = time.monotonic() + PING_S, None
         while (left_s := until_s - time.monotonic()) > 0:
@@ -289,11 +292,11 @@ class LocalProcess:
         return answer
 
     async def receive(self) -> Any | None:
-        """Wait for its next message; None when its stream has ended."""
+        """Wait for the process's next message. Returns None when its stream has ended."""
         return await read_message(self._reader, _from_child)
 
     def send(self, message: messages.ToChild) -> None:
-        """Send it a message."""
+        """Send the process a message."""
         self._writer.write(frame(message))
 
     def stop(self) -> None:
@@ -301,8 +304,8 @@ class LocalProcess:
         self.send(messages.StopChild())
 
     def kill(self) -> None:
-        """See Started. With all that it has started, which may be stopped, too."""
-        if self._process.returncode is None:  # later the number may be another's
+        """Kill the process's whole group (see Started)."""
+        if self._process.returncode is None:  # after its end, another process may have the number
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,8 +1,7 @@
-"""What is linked to the router, and the cluster as people see it: one JSON, for ``manylora cluster status`` and
-``GET /cluster``.
+"""Keeps the processes that are linked to the router, and describes the cluster for people.
 
-Owns no decision: which replicas are up, and what they have, the router knows. The JSON holds no prompts, no keys,
-no paths.
+The description is one JSON, for ``manylora cluster status`` and ``GET /cluster``. It has no prompts, no keys
+and no paths. This module owns no decision: the router knows which replicas are up, and what they have.
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ from manylora.router.router import Router
 from manylora.types import AdapterId
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a replica is asked again for an adapter that it could not have; each pause is twice the last."""
+"""The first and the longest pause before a replica is asked again for an adapter that it could not have. Each
+pause is twice the one before."""
 
 BOUNDS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2, 0.1)
 
 STATES = ("starting", "running", "suspect", "draining", "drained", "waiting", "stopping")
-"""What a replica may be: coming up; serving; silent; releasing its requests; empty, and to stay so; about to
+"""The states of a replica: starting; serving; silent; releasing its requests; empty, and to stay so; about to
 be started again; about to end."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ReplicaMember:
-    """An epoch of a replica. ``answers``: what it said of each adapter version that it was asked to serve, at
-    last; ``pauses``: of those that it could not have, how long it was not asked again, and until when;
-    ``reported``: those of them that the router knows."""
+    """An epoch of a replica. ``answers``: its last answer for each adapter version that it was asked to
+    serve; ``pauses``: for versions that it could not have, the length and the end of the pause before it is
+    asked again; ``reported``: those that the router knows to be lacking."""
 
     id: ReplicaId
     epoch: int
@@ -48,13 +48,13 @@ class ReplicaMember:
     received_s: float = dataclasses.field(default_factory=time.monotonic)
 
     def ask(self, listing: messages.Listing, *, verify: bool) -> None:
-        """Have it serve a version, unless it was asked already."""
+        """Ask it to serve a version, unless it was asked already."""
         if listing.id not in self.asked:
             self.asked.add(listing.id)
             self.link.send(messages.AddAdapter(listing, verify))
 
     def receive_answer(self, answer: messages.AdapterReady) -> None:
-        """Note that it serves the version, or why not."""
+        """Note that it serves the version, or that it cannot."""
         if answer.id not in self.asked:
             return
         self.answers[answer.id] = answer
@@ -64,36 +64,36 @@ class ReplicaMember:
             self.pauses[answer.id] = pause_s, time.monotonic() + pause_s
 
     def why_not(self, adapter: AdapterId) -> str:
-        """Say why it does not serve a version, as far as it has said so."""
+        """Return the reason that it gave for not serving a version, or "?"."""
         answer = self.answers.get(adapter)
         return "?" if answer is None or answer.error is None else answer.error.message
 
     def ask_again(self, listing: messages.Listing) -> None:
-        """Have it serve a version that it could not have, if the pause is over and it was not asked since."""
+        """Ask it again for a version that it could not have, if the pause is over and it was not asked since."""
         pause_s, until_s = self.pauses[listing.id]
         if time.monotonic() >= until_s:
             self.pauses[listing.id] = pause_s, float("inf")
             self.link.send(messages.AddAdapter(listing, verify=False))
 
     def drop(self, adapter: AdapterId) -> None:
-        """Have it give a version up; AdapterGone follows."""
+        """Ask it to free a version; AdapterGone follows."""
         self.link.send(messages.DropAdapter(adapter))
 
     def forget(self, adapter: AdapterId) -> None:
-        """Drop what is known of a version that it holds nothing of any more."""
+        """Forget a version of which the replica has nothing any more."""
         self.asked.discard(adapter)
         self.answers.pop(adapter, None)
         self.pauses.pop(adapter, None)
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has said of every version that it was asked for whether it serves it."""
+        """Whether it has answered for every version that it was asked to serve."""
         return len(self.asked) == len(self.answers)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class FrontendMember:
-    """A front end. ``revision``: of the registry, by which it goes."""
+    """A front end. ``revision``: the revision of the registry that it has."""
 
     id: int
     link: Link
@@ -104,7 +104,7 @@ class FrontendMember:
 
 
 def can_serve(up: Mapping[ReplicaId, ReplicaState]) -> bool:
-    """Tell whether a replica takes requests, or will when it has room."""
+    """Return whether a replica takes requests, or will when it has room."""
     return any(not each.is_suspect and each.drains_from_s is None for each in up.values())
 
 
@@ -117,7 +117,7 @@ class Members:
         self.supervisor: Link | None = None
 
     def endpoints(self, up: Mapping[ReplicaId, ReplicaState]) -> messages.Endpoints:
-        """Say where front ends find the replicas that are up."""
+        """Return the addresses of the replicas that are up, for front ends."""
         return messages.Endpoints(
             [
                 messages.Endpoint(each.id, each.epoch, each.up.host, each.up.port)
@@ -133,7 +133,7 @@ class Members:
         return [slot for slot in slots if slot.state == "running" and linked.get(slot.id, 0) < slot.epoch]
 
     def send_to_frontends(self, message: messages.ToFrontendFromRouter) -> None:
-        """Send the same to all front ends."""
+        """Send the same message to all front ends."""
         for each in self.frontends.values():
             each.link.send(message)
 
@@ -151,7 +151,8 @@ class Decisions:
         self._sum_s += seconds
 
     def as_json(self) -> dict[str, Any]:
-        """``buckets``: how many took no longer than each bound, and in all."""
+        """Return the histogram as JSON. ``buckets``: the number of decisions that took no longer than each
+        bound, and of all."""
         below, buckets = 0, []
         for bound, count in zip((*BOUNDS_S, None), self._counts, strict=True):
             below += count
@@ -160,7 +161,7 @@ class Decisions:
 
 
 def state_of(slot: messages.Slot, router: Router) -> str:
-    """Give the state of the replica at a place."""
+    """Return the state of the replica at a place."""
     if slot.state != "running":
         return slot.state
     replica = router.fleet.up.get(slot.id)

@@ -1,7 +1,7 @@
-"""The messages of a cluster's processes, by the link that they go over.
+"""Declares the messages of a cluster's processes, by the link that they use.
 
-Between a front end and the router requests go by what routing needs to know; tokens go between front ends and
-replicas alone. Does not know how any of it is carried out.
+Between a front end and the router, requests are described only by what routing needs. Tokens pass only
+between front ends and replicas. This module does not know how a message is carried out.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, Req
 
 ROUTER, SUPERVISOR, FRONTEND, REPLICA = "router", "supervisor", "frontend", "replica"
 NEWCOMER = "newcomer"
-"""The role of a front end that was started by hand, for as long as it does not know what the cluster serves."""
+"""The role of a front end that was started by hand, until it knows what the cluster serves."""
 PULLER = "puller"
-"""The role of a replica on the link by which it gets adapters' files."""
+"""The role of a replica on the link over which it copies adapters' files."""
 RAY = "ray"
-"""The role of the process that speaks to Ray: it has no link."""
+"""The role of the process that speaks to Ray. It has no link."""
 
 # ---------------------------------------------------------------- the registry
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A revision of the registry: the state of one version of an adapter. ``state``: "loading", until replicas
-    have it; "listed"; "leaving", when no new request may name it; "gone", when no replica has it any more.
-    ``digest``: of its files, "" where these were not read."""
+    """A revision of the registry: the state of one version of an adapter.
+
+    ``state``: "loading", until replicas have it; "listed"; "leaving", when no new request may name it;
+    "gone", when no replica has it any more. ``digest``: the digest of its files, or "" where these were not
+    read.
+    """
 
     revision: int
     id: AdapterId
@@ -63,8 +66,9 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, tag=True):
-    """News of requests, oldest first. ``stale_tokens``: dropped so far, since they were of an attempt that was not
-    the last; ``recomputed_tokens``: computed again so far, in later attempts."""
+    """News of requests, oldest first. ``stale_tokens``: the number of tokens dropped so far because their
+    attempt was not the last; ``recomputed_tokens``: the number that later attempts have computed again so
+    far."""
 
     asked: list[Asked] = []
     held: list[Held] = []
@@ -77,11 +81,12 @@ class Note(msgspec.Struct, tag=True):
 
 
 class Synced(msgspec.Struct, tag=True):
-    """All open requests have been reported: the first message of a front end after them."""
+    """The notice that all open requests have been reported: a front end's first message after them."""
 
 
 class AdapterCall(msgspec.Struct, tag=True):
-    """Load an adapter (``path``), in place of another of its name where ``replaces``; or unload it (no path)."""
+    """A call to load an adapter (``path``), in place of another of its name where ``replaces``, or to unload
+    it (no path)."""
 
     call: int
     name: str
@@ -90,7 +95,7 @@ class AdapterCall(msgspec.Struct, tag=True):
 
 
 class HasRevision(msgspec.Struct, tag=True):
-    """The front end goes by this revision of the registry."""
+    """The notice that the front end has this revision of the registry."""
 
     revision: int
 
@@ -115,7 +120,7 @@ class Rulings(msgspec.Struct, tag=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A replica that is up, and where it listens."""
+    """A replica that is up, and the address at which it listens."""
 
     id: ReplicaId
     epoch: int
@@ -124,14 +129,15 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Endpoints(msgspec.Struct, tag=True):
-    """The replicas that are up now. ``can_serve``: one of them takes requests."""
+    """The replicas that are up now. ``can_serve``: whether one of them takes requests."""
 
     endpoints: list[Endpoint]
     can_serve: bool = True
 
 
 class Revisions(msgspec.Struct, tag=True):
-    """The changes up to this revision; ``is_whole``: all that is listed or leaving, and nothing else is."""
+    """The changes up to this revision. ``is_whole``: these are all versions that are not gone, and no others
+    exist."""
 
     revision: int
     listings: list[Listing]
@@ -139,7 +145,7 @@ class Revisions(msgspec.Struct, tag=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """The one answer to a call; ``status`` 0 when it went well. ``body``: JSON."""
+    """The one answer to a call. ``status``: 0 where the call succeeded; ``body``: JSON."""
 
     call: int
     status: int = 0
@@ -154,8 +160,8 @@ ToFrontendFromRouter = Rulings | Endpoints | Revisions | Reply
 
 
 class Joining(msgspec.Struct, tag=True):
-    """The settings of a front end that was started by hand. ``info``: None while no replica has come up;
-    ``model``: the digest."""
+    """The settings of a front end that was started by hand. ``info``: None while no replica has started;
+    ``model``: the model's digest."""
 
     engine: EngineSettings
     info: EngineInfo | None
@@ -167,8 +173,8 @@ class Joining(msgspec.Struct, tag=True):
 
 
 class Up(msgspec.Struct, tag=True):
-    """The replica's model is loaded; it listens there. ``adapters``: versions that it serves already;
-    ``cold_start``: the mode in which it serves."""
+    """The notice that the replica's model is loaded, and the address at which it listens. ``adapters``:
+    versions that it serves already; ``cold_start``: the mode in which it serves."""
 
     facts: ReplicaFacts
     host: str
@@ -178,15 +184,15 @@ class Up(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """The replica lives, at this moment of its own clock; ``report`` where there is news, or where a second has
-    passed."""
+    """A sign of life, with its time by the replica's own clock. ``report``: the present state or the last
+    counts; None while a full report is due."""
 
     sent_s: float
     report: ReplicaReport | None = None
 
 
 class AdapterReady(msgspec.Struct, tag=True):
-    """The replica serves this version, or says why not."""
+    """The notice that the replica serves this version, or the reason why it cannot."""
 
     id: AdapterId
     card: AdapterCard | None = None
@@ -194,7 +200,7 @@ class AdapterReady(msgspec.Struct, tag=True):
 
 
 class AdapterGone(msgspec.Struct, tag=True):
-    """The replica holds nothing of this version any more."""
+    """The notice that the replica has nothing of this version any more."""
 
     id: AdapterId
 
@@ -205,30 +211,32 @@ ToRouterFromReplica = Up | Alive | AdapterReady | AdapterGone
 
 
 class Lease(msgspec.Struct, tag=True):
-    """The replica may serve for the time of a lease, from the moment of its own clock that it said."""
+    """The right to serve for the time of a lease, counted from the replica's time in ``Alive``."""
 
     sent_s: float
 
 
 class AskWhole(msgspec.Struct, tag=True):
-    """The next report is to be a full one."""
+    """A request that the next report be a full one."""
 
 
 class AddAdapter(msgspec.Struct, tag=True):
-    """Serve this version; ``verify``: all of its weights are read, else its headers."""
+    """A command to serve this version. ``verify``: whether to read all of its weights, rather than its
+    headers."""
 
     listing: Listing
     verify: bool
 
 
 class DropAdapter(msgspec.Struct, tag=True):
-    """Free this version: no request will name it any more."""
+    """A command to free this version: no request will name it any more."""
 
     id: AdapterId
 
 
 class KeepAdapter(msgspec.Struct, tag=True):
-    """Keep a copy of this version on the device, as far as the share for such copies goes; or not any more."""
+    """A command to keep a copy of this version on the device, within the share for such copies, or to end
+    that."""
 
     id: AdapterId
     is_kept: bool
@@ -246,11 +254,11 @@ class AskFiles(msgspec.Struct, tag=True):
 
 
 PIECE_BYTES = 256 * 1024
-"""No piece has more."""
+"""The most bytes of a piece."""
 
 
 class AskPiece(msgspec.Struct, tag=True):
-    """These bytes of one of its files, by the file's place in the order of a digest."""
+    """A question for these bytes of one of its files. ``file``: the file's place in the order of a digest."""
 
     id: AdapterId
     file: int
@@ -269,13 +277,13 @@ class Files(msgspec.Struct, tag=True):
 
 
 class FilePiece(msgspec.Struct, tag=True):
-    """The bytes; fewer where the file ends before."""
+    """The bytes; fewer than asked for where the file ends."""
 
     data: bytes
 
 
 class NoFiles(msgspec.Struct, tag=True):
-    """The files cannot be had."""
+    """The notice that the files cannot be read, with the reason."""
 
     error: RequestError
 
@@ -286,7 +294,8 @@ ToPullerFromRouter = Files | FilePiece | NoFiles
 
 
 class Attempt(msgspec.Struct, tag=True):
-    """Run an attempt at a request. ``number``: the assignment's, by the router of this epoch."""
+    """A command to run an attempt at a request. ``number``: the number of the assignment, given by the router
+    of epoch ``router``."""
 
     request: GenerationRequest
     number: int
@@ -294,7 +303,7 @@ class Attempt(msgspec.Struct, tag=True):
 
 
 class CancelAttempt(msgspec.Struct, tag=True):
-    """End an attempt at a request, or one of its samples, early."""
+    """A command to end an attempt at a request, or one of its samples, early."""
 
     request: RequestId
     attempt: int
@@ -303,14 +312,14 @@ class CancelAttempt(msgspec.Struct, tag=True):
 
 
 class ReleaseAttempt(msgspec.Struct, tag=True):
-    """Release an attempt for another replica: its open samples end as released."""
+    """A command to release an attempt for another replica: its open samples end as released."""
 
     request: RequestId
     attempt: int
 
 
 class AskStats(msgspec.Struct, tag=True):
-    """A question for the engine's figures."""
+    """A question for the engine's gauges and counters."""
 
     call: int
 
@@ -321,7 +330,8 @@ ToReplicaFromFrontend = Attempt | CancelAttempt | ReleaseAttempt | AskStats
 
 
 class Stats(msgspec.Struct, tag=True):
-    """The engine's snapshot; ``adapters`` are beside it. None: it does not answer."""
+    """The engine's snapshot, or None where it does not answer. ``adapters``: its use of adapters, sent beside
+    it."""
 
     call: int
     stats: EngineStats | None
@@ -334,9 +344,11 @@ ToFrontendFromReplica = Deltas | Stats
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A place for a replica, and what runs there. ``state``: "starting", "running", "waiting" (to be started
-    again), "stopping". ``drains_to``: what becomes of one that drains, see ``NoteDrain``. ``why``: the last start
-    failed, if it has."""
+    """A place for a replica, and the process in it.
+
+    ``state``: "starting", "running", "waiting" (to be started again), "stopping". ``drains_to``: the state
+    that follows a drain, see ``NoteDrain``. ``why``: the reason why the last start failed, if it did.
+    """
 
     id: ReplicaId
     epoch: int
@@ -354,8 +366,8 @@ class ChildProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessTable(msgspec.Struct, tag=True):
-    """The processes that the supervisor has started. ``most``: replicas that its GPUs allow; None: any number.
-    ``info``: of the first replica that came up."""
+    """The processes that the supervisor has started. ``most``: the number of replicas that its GPUs allow;
+    None: any number. ``info``: the facts of the first replica that started."""
 
     slots: list[Slot]
     frontends: list[ChildProcess]
@@ -366,8 +378,8 @@ class ProcessTable(msgspec.Struct, tag=True):
 
 
 class Exited(msgspec.Struct, tag=True):
-    """A replica's process has ended. ``is_crash``: nobody has asked it to. ``blamed``: the requests of its
-    last step; None where that is not known."""
+    """The notice that a replica's process has ended. ``is_crash``: whether it ended without a command to end.
+    ``blamed``: the requests of its last step; None where these are not known."""
 
     replica: ReplicaId
     epoch: int
@@ -380,27 +392,29 @@ ToRouterFromSupervisor = ProcessTable | Exited
 
 
 class EndReplica(msgspec.Struct, tag=True):
-    """The replica of this epoch must not serve any more: kill it where it still runs."""
+    """A command to kill the replica of this epoch, which must not serve any more."""
 
     replica: ReplicaId
     epoch: int
 
 
 class StartReplicas(msgspec.Struct, tag=True):
-    """Start these replicas, too."""
+    """A command to start these replicas, too."""
 
     replicas: list[ReplicaId]
 
 
 class EndSlot(msgspec.Struct, tag=True):
-    """End the replica, which is empty, for good."""
+    """A command to end the replica, which is empty, for good."""
 
     replica: ReplicaId
 
 
 class NoteDrain(msgspec.Struct, tag=True):
-    """The replica drains, to be remembered, should the router be another. When it is empty it stays so ("stay"),
-    ends for good ("remove"), or is started anew ("restart")."""
+    """The notice that the replica drains, which the supervisor keeps for the next router.
+
+    An empty replica then stays so ("stay"), ends for good ("remove"), or is started anew ("restart").
+    """
 
     replica: ReplicaId
     drains_to: str
@@ -412,41 +426,41 @@ ToSupervisorFromRouter = EndReplica | StartReplicas | EndSlot | NoteDrain | Revi
 
 
 class ChildReady(msgspec.Struct, tag=True):
-    """The process runs. ``info``: a replica's."""
+    """The notice that the process runs. ``info``: a replica's facts."""
 
     info: EngineInfo | None = None
 
 
 class StopChild(msgspec.Struct, tag=True):
-    """End in order; a second time: now."""
+    """A command to end in order; a second one means at once."""
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Say that the event loop runs."""
+    """A question whether the event loop runs."""
 
 
 class Pong(msgspec.Struct, tag=True):
-    """The answer: it does."""
+    """The answer that it does."""
 
 
 # ---------------------------------------------------------------- supervisor <-> its process that speaks to Ray
 
 
 class StartActor(msgspec.Struct, tag=True):
-    """Start a replica as an actor of this name. ``launch``: what it is to be, encoded."""
+    """A command to start a replica as an actor of this name. ``launch``: its ``Launch``, encoded."""
 
     name: str
     launch: bytes
 
 
 class StopActor(msgspec.Struct, tag=True):
-    """Tell it to end in order."""
+    """A command to ask the actor to end in order."""
 
     name: str
 
 
 class KillActor(msgspec.Struct, tag=True):
-    """End it, stopped or not."""
+    """A command to kill the actor, even where a signal has stopped it."""
 
     name: str
 
@@ -455,13 +469,13 @@ ToRay = StartActor | StopActor | KillActor
 
 
 class RayReady(msgspec.Struct, tag=True):
-    """Ray is there. ``most``: replicas that its GPUs allow; None: any number."""
+    """The notice that Ray can be used. ``most``: the number of replicas that its GPUs allow; None: any number."""
 
     most: int | None
 
 
 class ActorBegan(msgspec.Struct, tag=True):
-    """The actor's process runs, on that node."""
+    """The notice that the actor's process runs on a node."""
 
     name: str
     pid: int
@@ -476,7 +490,8 @@ class ActorSaid(msgspec.Struct, tag=True):
 
 
 class ActorEnded(msgspec.Struct, tag=True):
-    """Its process has ended, or has been cut off. ``code``: its own exit code, or 1."""
+    """The notice that the actor's process has ended, or has been cut off. ``code``: its own exit code; 1
+    where Ray gives none; ``FENCED`` where it was cut off."""
 
     name: str
     code: int

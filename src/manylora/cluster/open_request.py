@@ -1,4 +1,4 @@
-"""An open request of a front end: its account, and where it runs now."""
+"""Keeps an open request of a front end: its account, and its present replica."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from manylora.router.queue import CLEARED_TOKENS
 from manylora.types import AdapterId
 
 PROGRESS_TOKENS = 32
-"""A sample's first token, and every so many, are reported to the router; after a death an attempt's first
-ones, too, since a request that runs alone has a replica to itself as long as it may be to blame."""
+"""The number of a sample's tokens after which it is reported to the router again.
+
+A sample's first token is reported, too. After a death, the first tokens of an attempt are reported as well:
+while a request may be to blame, it runs alone on a replica.
+"""
 
 
 class OpenRequest:
-    """``asked``: as the server gave it; ``ledger``: what the client has; ``version``: the adapter's, chosen once.
+    """An open request. ``asked``: as the server gave it; ``ledger``: the tokens that the client has;
+    ``version``: the adapter's version, chosen once.
 
-    ``replica``, ``epoch``: where the present attempt is, None while the router has not said.
+    ``replica``, ``epoch``: the place of the present attempt; ``replica`` is None while the router has not
+    assigned it.
     """
 
     def __init__(
@@ -31,7 +36,8 @@ class OpenRequest:
         prefix: tuple[int, ...],
         max_tokens: int,
     ) -> None:
-        """``max_tokens``: of each sample, where the request itself leaves that to the context and the pool."""
+        """Start without a replica. ``max_tokens``: the most tokens of each sample, also where the request
+        leaves that to the context and the pool."""
         self.asked = asked
         self.ledger = ledger
         self.version = version
@@ -85,24 +91,25 @@ class OpenRequest:
         return Ended(asked.id, sum(map(len, replies)) // len(replies), tuple(blocks))
 
     def assign(self, assign: Assign, epoch: int) -> GenerationRequest:
-        """Begin another attempt; give the request for its replica."""
+        """Begin another attempt, and return the request for its replica."""
         self.replica, self.epoch = assign.replica, epoch
         self._failures, self._deaths = assign.failures, assign.deaths
         self._released.clear()
         self._began = self.ledger.positions
         self.recomputes = self.ledger.attempt > 0
         request = self.ledger.begin(assign.attempt)
-        # What follows in its body may go to another replica.
+        # The later requests of its body may go to another replica.
         return dataclasses.replace(request, version=self.version, more=False)
 
     def take(self, delta: Delta) -> Delta | None:
-        """Account for a delta of the present attempt; give it as the client sees it."""
+        """Account for a delta of the present attempt, and return it as the client is to see it. Returns None
+        where there is nothing to send."""
         if delta.finish_reason == RELEASED:
             self._released.add(delta.sample)
         out = self.ledger.take(delta)
         if out is None:
             return None
-        if self._has_reported:  # a first delta's figures were sent already
+        if self._has_reported:  # the times of a first delta were sent already
             return out._replace(timing=Timing(out.timing.spread_s))
         self._has_reported = True
         return out
@@ -113,7 +120,7 @@ class OpenRequest:
         return bool(self._released) and self._released.issuperset(self.ledger.open_samples)
 
     def progress(self, sample: int) -> Progress | None:
-        """Report the sample's tokens to the router, if there is news for it."""
+        """Return the sample's progress for the router, or None where there is no news for it."""
         position, reported = self.ledger.positions[sample], self._reported[sample]
         cleared = self._began[sample] + CLEARED_TOKENS
         is_cleared = self._deaths > 0 and reported < cleared <= position

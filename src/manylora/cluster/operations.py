@@ -1,7 +1,6 @@
-"""The operations of people and of scaling on a cluster: drains, moves, another number of replicas, a rolling
-restart.
+"""Carries out operations on a cluster, for operators and for scaling: drains, moves, resizing, rolling restarts.
 
-Each is made of events to the router and orders to the supervisor; no request is lost by any of them.
+Each consists of events to the router and orders to the supervisor. None loses a request.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.05
 WATCH_S = 0.1
 MOVE_S = 10.0
-"""A move that has not happened by then is not waited for."""
+"""The time after which an operation stops waiting for a move."""
 ANSWER_S = 300.0
-"""What has not been done by then goes on, and is not waited for."""
+"""The time after which an operator gets an answer although the operation still runs."""
 
 _T = TypeVar("_T")
 
 
 class Refusal(Exception):
-    """An operation that cannot be done; the message says why."""
+    """An operation that cannot be done; the message gives the reason."""
 
 
 class Operations:
@@ -47,7 +46,8 @@ class Operations:
         self._tasks = Tasks()
 
     async def watch(self) -> None:
-        """Go on with what another router was asked for; with ``--autoscale on`` follow the router's hints."""
+        """Continue the operations that an earlier router had begun. With ``--autoscale on``, follow the
+        router's hints."""
         while True:
             await asyncio.sleep(WATCH_S)
             self._board.look()
@@ -74,7 +74,7 @@ class Operations:
         return there | self._asked
 
     def _is_drained(self, replica: ReplicaId) -> bool:
-        """Whether it was drained, and is to stay so."""
+        """Return whether the replica was drained, and is to stay so."""
         slot = self._slot(replica)
         return slot is not None and slot.drains_to == "stay"
 
@@ -96,8 +96,8 @@ class Operations:
         return True
 
     async def _until_up(self, epochs: dict[ReplicaId, int]) -> None:
-        """Wait until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where a start
-        fails; it is tried again all the same."""
+        """Wait until these replicas run, in these epochs or later ones, or are gone. Raises Refusal where a
+        start fails; the start is tried again nevertheless."""
 
         def are_up() -> bool:
             there = self._used()
@@ -110,7 +110,8 @@ class Operations:
         await self._until(are_up)
 
     async def in_time(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Give an operation's result. Raises Refusal, also where it takes too long; it goes on then."""
+        """Return an operation's result. Raises Refusal, also where it takes too long; the operation then
+        continues."""
         doing = asyncio.ensure_future(work)
         try:
             return await asyncio.wait_for(asyncio.shield(doing), ANSWER_S)
@@ -122,11 +123,11 @@ class Operations:
     # ------------------------------------------------------------ drains
 
     async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
-        """Give the replica no more work; return when it has none. Raises Refusal."""
+        """Give the replica no more work, and return when it has no requests. Raises Refusal."""
         await self._empty(replica, "stay", migrate=migrate)
 
     async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
-        """Drain it; the epoch that was drained."""
+        """Drain the replica, and return the epoch that was drained. Raises Refusal."""
         slot = self._slot(replica)
         if slot is None:
             raise Refusal(f"there is no replica {replica}")
@@ -148,8 +149,8 @@ class Operations:
     # ------------------------------------------------------------ scaling
 
     async def scale(self, count: int) -> None:
-        """Scale to so many replicas; return when they run, and no others. Drained ones end first; those that are
-        still wanted are started anew, to serve again. Raises Refusal."""
+        """Scale to ``count`` replicas, and return when these run, and no others. Drained ones end first;
+        drained ones that are still needed are started anew. Raises Refusal."""
         await self._resize(count)
         drained = [replica for replica in self._staying() if self._is_drained(replica)]
         await asyncio.gather(*(self._start_anew(replica) for replica in drained))
@@ -176,7 +177,7 @@ class Operations:
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
-        """Move its requests elsewhere, then end it for good. Raises Refusal."""
+        """Move the replica's requests elsewhere, then end it for good. Raises Refusal."""
         if self._slot(replica) is None:
             raise Refusal(f"there is no replica {replica}")
         if not any(other != replica and not self._is_drained(other) for other in self._staying()):
@@ -206,15 +207,15 @@ class Operations:
                 self._tasks.spawn(self._by_itself(self._resize(len(staying) - 1)))
 
     async def _by_itself(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do work that no person has asked for: a refusal goes to the log."""
+        """Do work for which no operator waits: a refusal goes to the log."""
         try:
             await work
         except Refusal as error:
             log.warning("%s", error)
 
     async def restart(self) -> int:
-        """Start all replicas anew, one after the other; returns how many. Raises Refusal where one does not come
-        up again: the others stay as they are."""
+        """Restart all replicas, one after another, and return their number. Raises Refusal where one does not
+        start again: the others are then left as they are."""
         replicas = self._staying()
         for replica in replicas:
             await self._start_anew(replica)
@@ -228,7 +229,8 @@ class Operations:
     # ------------------------------------------------------------ moves
 
     async def move(self, request: str, replica: ReplicaId) -> int:
-        """Have the replica serve a request, or all of an answer's; returns how many are there. Raises Refusal."""
+        """Move a request, or all requests of one answer, to the replica, and return the number that arrived.
+        Raises Refusal."""
         router = self._board.router
         known = router.fleet.up.get(replica)
         if known is None or not known.is_open:

@@ -1,8 +1,8 @@
-"""The process that speaks to Ray for the supervisor: places replicas as actors, and says when they have ended.
+"""Speaks to Ray for the supervisor: places replicas as actors, and reports when they have ended.
 
-Ray ends each process that speaks to it a minute after its head is lost, and starting it may hang; both are this
-process's alone. When it ends, its actors end, too. What nodes have for replicas is measured once, on each of them,
-before anything is placed there. No request and no token passes here.
+Ray ends each process that speaks to it a minute after its head is lost, and starting Ray may hang. Both risks
+are confined to this process. When it ends, its actors end, too. It measures each node's resources once,
+before it places any replica. No request and no token passes here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from manylora.types import first_line
 
 REACH_S = 3.0
 CONNECT_S = 7.0
-"""From the start of Ray's own handshake on."""
+"""The bound of Ray's own handshake, counted from its beginning."""
 MEASURE_S = 60.0
 _OBJECT_STORE_BYTES = 80 * 2**20
-"""Nothing is kept there; Ray asks for as much at least."""
+"""Size of Ray's object store. Nothing is kept in it; this is the least that Ray accepts."""
 _PORT = 6379
 _ANSWER_S = 0.1
-"""What the last answer may take to leave a process that ends."""
+"""The time that a process which ends waits for its last answer to leave."""
 
 _launch = msgspec.msgpack.Decoder(children.Launch)
 _encoder = msgspec.msgpack.Encoder()
@@ -55,7 +55,8 @@ _said = msgspec.msgpack.Decoder(messages.ChildReady | Failed)
 
 
 class RayNodeFacts(msgspec.Struct):
-    """A node, by Ray's id. ``model``: the digest of the model's files there, or why there are none, after "?"."""
+    """A node, by Ray's id. ``model``: the digest of the model's files on it, or "?" and the reason why there
+    is none."""
 
     id: str
     address: str
@@ -67,7 +68,8 @@ class RayNodeFacts(msgspec.Struct):
 
 
 def measure(node: RayNodeFacts, model: str, folder: str) -> RayNodeFacts:
-    """The rest of what is to be known of the node that this runs on. ``folder``: where paths begin."""
+    """Measure the node on which this runs, and return its complete facts. ``folder``: where relative paths
+    begin."""
     try:
         inside = Path(folder, model)
         digest = model_digest(inside if inside.is_dir() else resolve_model(model))
@@ -79,8 +81,8 @@ def measure(node: RayNodeFacts, model: str, folder: str) -> RayNodeFacts:
 
 
 class RayNodes:
-    """The nodes that replicas may be placed on. Raises ConfigError where these cannot all serve the same model, or
-    have too few GPUs."""
+    """The nodes on which replicas may be placed. Raises ConfigError where they cannot all serve the same
+    model, or have too few GPUs."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class RayNodes:
         at_start: int,
         per_gpu: int,
     ) -> None:
-        """``most``: replicas, at any time; ``at_start``: replicas that there must be room for."""
+        """Check the nodes. ``most``: the most replicas at any time; ``at_start``: the replicas that must fit."""
         self._nodes = {node.id: node for node in nodes}
         self._most = most
         self._ranks = settings.tensor_parallel_size
@@ -134,21 +136,22 @@ class RayNodes:
 
     @property
     def most(self) -> int | None:
-        """Replicas that there is room for; None: any number."""
+        """The number of replicas for which there is room; None: any number."""
         return sum(map(self._room, self._nodes.values())) if self.uses_gpus else None
 
     def _room(self, node: RayNodeFacts) -> int:
-        """Count the replicas that the node has GPUs for; those of one replica lie on one node."""
+        """Count the replicas for which the node has GPUs. One replica's GPUs are all on one node."""
         return self._per_gpu * (node.gpus // self._ranks)
 
     @property
     def gpus_each(self) -> float:
-        """The GPUs that Ray keeps for a replica."""
+        """The number of GPUs that Ray reserves for a replica; a fraction where replicas share one."""
         return self._ranks / self._per_gpu if self.uses_gpus else 0
 
     def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
-        """A replica's settings with what is its own on that node, and its CPU threads. Without GPUs all may come
-        to be on one node, when the others are gone: the share is for so many."""
+        """Return a replica's settings with its own share of that node, and its CPU threads. Without GPUs the
+        node is divided by the most replicas of the cluster: all may end up on one node when the others are
+        gone."""
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
         count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
         cores = found.threads // count
@@ -158,8 +161,8 @@ class RayNodes:
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
-    """Place replicas until the starter ends it, or is gone; return the exit code. Raises ConfigError."""
-    at_parents_end(signal.SIGCONT)  # it has to tidy up after that
+    """Place replicas until the starter ends this process or is gone. Return the exit code. Raises ConfigError."""
+    at_parents_end(signal.SIGCONT)  # it has to clean up after its parent's end
     _keep_stderr_for_replicas()
     try:
         driver = _Driver(launch, starter)
@@ -176,21 +179,21 @@ def run(launch: children.Launch, starter: children.PairedStarter) -> int:
                 driver.stop(name)
             case messages.KillActor(name):
                 driver.kill(name)
-            case messages.Ping():  # of the time of the start
+            case messages.Ping():  # a question from the time of the start
                 pass
             case _:  # StopChild
                 break
     else:
-        time.sleep(children.ORPHAN_S)  # replicas serve what runs for so long
+        time.sleep(children.ORPHAN_S)  # replicas go on serving for this time
     driver.close()
     return 0
 
 
 class _Driver:
-    """``nodes``: those of the start."""
+    """The connection to Ray and the actors placed there. ``nodes``: the nodes that Ray had at the start."""
 
     def __init__(self, launch: children.Launch, starter: children.PairedStarter) -> None:
-        """Raises ConfigError, and whatever Ray raises."""
+        """Connect to Ray, or start it, and measure its nodes. Raises ConfigError and any error of Ray's."""
         import ray
 
         self._ray = ray
@@ -235,7 +238,7 @@ class _Driver:
             children.leave(2)
 
     def _measured(self, launch: children.Launch) -> list[RayNodeFacts]:
-        """The nodes that replicas may run on. Raises ConfigError."""
+        """Measure the nodes on which replicas may run. Raises ConfigError."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray = self._ray
@@ -270,7 +273,7 @@ class _Driver:
     # ------------------------------------------------------------ actors
 
     def follow(self, order: messages.StartActor) -> None:
-        """Start an actor and report its life until it ends; on a thread of its own."""
+        """Start an actor, and report its start and its end. Runs on a thread of its own."""
         name = order.name
         code, reason = 1, ""
         try:
@@ -279,7 +282,7 @@ class _Driver:
             self._starter.report(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
-            code, reason = children.FENCED, first_line(error)  # it may live, cut off
+            code, reason = children.FENCED, first_line(error)  # it may still live, cut off from Ray
         except Exception as error:  # Ray's own have no common base
             reason = first_line(error)
         self.kill(name)
@@ -288,7 +291,7 @@ class _Driver:
         self._starter.report(messages.ActorEnded(name, code, reason))
 
     def _start(self, name: str, encoded: bytes) -> Any:
-        """Start an actor; give the call that ends with it."""
+        """Start an actor, and return the call that ends when the actor does."""
         ray = self._ray
         options = {
             "max_concurrency": 8,
@@ -309,8 +312,8 @@ class _Driver:
         return actor.run.remote(_encoder.encode(launch), threads, self._work_dir)
 
     def _place(self, name: str) -> Any:
-        """Where an actor is to run: where GPUs are free, and else on the node with the fewest of ours. Ray's own
-        spreading may put two of two on one node."""
+        """Choose the place of an actor: where GPUs are free, or else the node with the fewest replicas.
+        Without GPUs, Ray's own spreading may put two of two replicas on one node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self.nodes.uses_gpus:
@@ -326,17 +329,17 @@ class _Driver:
         return NodeAffinitySchedulingStrategy(node, soft=False)
 
     def stop(self, name: str) -> None:
-        """Tell an actor to end in order."""
+        """Ask an actor to end in order."""
         if (actor := self._actors.get(name)) is not None:
             actor.stop.remote()
 
     def kill(self, name: str) -> None:
-        """End an actor, stopped or not."""
+        """Kill an actor, in whatever state it is."""
         if (actor := self._actors.get(name)) is not None:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End what is left, and Ray itself where it is ours."""
+        """Kill the remaining actors, and shut Ray down where this process started it."""
         for name in list(self._actors):
             self.kill(name)
         self._ray.shutdown()
@@ -348,10 +351,10 @@ class _Driver:
 
 
 class ReplicaActor:
-    """A replica as an actor of Ray: the process that the local launcher starts, driven by Ray's calls.
+    """A replica as an actor of Ray, driven by Ray's calls instead of a socket pair.
 
-    The engine runs in the actor's own process, so that nothing outlives the actor. ``run`` is called first. Each
-    call has a thread of its own; calls see bytes, as links do.
+    The engine runs in the actor's own process, so that nothing outlives the actor. ``run`` is called first.
+    Each call has a thread of its own. Calls pass messages as encoded bytes, as links do.
     """
 
     def __init__(self) -> None:
@@ -361,15 +364,15 @@ class ReplicaActor:
         self._stopped: Callable[[], None] | None = None
 
     def place(self) -> tuple[int, str, str]:
-        """Give the process's id, and its node: Ray's id and the address."""
+        """Return the process's id, Ray's id of its node, and the node's address."""
         import ray
 
         return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def run(self, launch: bytes, threads: int, folder: str) -> int:
-        """Be that replica until it ends; its exit code. A process that leaves at once still answers. ``folder``:
-        where paths begin."""
-        with contextlib.suppress(OSError):  # a node without it has whole paths only
+        """Run the replica until it ends, and return its exit code. A process that leaves at once still
+        answers. ``folder``: where relative paths begin."""
+        with contextlib.suppress(OSError):  # on a node without this folder all paths must be absolute
             os.chdir(folder)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
@@ -392,11 +395,11 @@ class ReplicaActor:
             self._code.put(code)
 
     def said(self) -> bytes:
-        """Wait for the first message: ChildReady, or Failed."""
+        """Wait for the replica's first message: ChildReady or Failed."""
         return self._said.get()
 
     def stop(self) -> None:
-        """End in order; a replica that is not built yet ends as it is."""
+        """End in order. A replica that is not built yet ends at once."""
         if self._stopped is None:
             children.leave(0)
         else:
@@ -405,11 +408,11 @@ class ReplicaActor:
     # The replica's starter.
 
     def report(self, message: messages.FromChild) -> None:
-        """See Starter. Only the first message is asked for."""
+        """Queue a message for the driver (see Starter), which asks only for the first one."""
         self._said.put(_encoder.encode(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
-        """See Starter. An actor never learns that it is an orphan: it loses its lease."""
+        """Keep ``stopped`` (see Starter). An actor never learns that it is an orphan: its lease ends instead."""
         self._stopped = stopped
 
 
@@ -417,7 +420,7 @@ class ReplicaActor:
 
 
 def _keep_stderr_for_replicas() -> None:
-    """Keep stderr for what Ray prints of replicas; drop what its own libraries write to the descriptor."""
+    """Keep stderr for Ray's lines about replicas, and drop what its own libraries write to the descriptors."""
     sys.stdout = sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -425,7 +428,8 @@ def _keep_stderr_for_replicas() -> None:
 
 
 def _reachable(given: str, is_insecure: bool) -> str:
-    """HOST:PORT of a Ray that listens. Raises ConfigError: there is none, or it is open to all that reach it."""
+    """Return HOST:PORT of a Ray that listens. Raises ConfigError where there is none, or where it is open to
+    everyone who can reach it."""
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
@@ -450,5 +454,6 @@ def _reachable(given: str, is_insecure: bool) -> str:
 
 
 def allowed(address: str, *, has_token: bool, is_insecure: bool) -> bool:
-    """Whether a Ray there may be used: it is on this machine, asks for a token, or is used all the same."""
+    """Return whether the Ray at ``address`` may be used: it is on this machine, asks for a token, or the user
+    accepts the risk."""
     return has_token or is_insecure or ipaddress.ip_address(address).is_loopback

@@ -1,6 +1,6 @@
-"""The launcher for Ray: replicas are Ray's actors, on whichever of its nodes; all else runs on this machine.
+"""Starts replicas as Ray's actors, on any of its nodes, and all other processes on this machine.
 
-What speaks to Ray is a child process (``ray_driver``). When that ends, perhaps because Ray's head is lost, all its
+A child process (``ray_driver``) speaks to Ray. When it ends, perhaps because Ray's head is lost, all its
 replicas have ended. The next start of a replica starts another such process.
 """
 
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 VERSION = "2.60."
 CLOSE_S = 10.0
 START_S = 3600.0
-"""For an actor: how it gets on is not seen from here."""
+"""The bound on an actor's start. It is long because its progress cannot be seen from here."""
 _LONGEST_ROOT = 40
-"""Characters of a folder below which Ray's own sockets still have names that the system takes."""
+"""The most characters of a folder under which the paths of Ray's own sockets are short enough for the system."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def check_ray() -> None:
-    """Check that Ray is there, in the version that this was built for. Raises ConfigError."""
+    """Check that Ray is installed, in the version that this was built for. Raises ConfigError."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--launcher ray needs ray: pip install 'manylora[cluster]'")
     found = importlib.metadata.version("ray")
@@ -46,7 +46,7 @@ def check_ray() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one that only this machine reaches."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 class RayLauncher:
-    """See Launcher. ``open`` first, ``close`` last."""
+    """A launcher whose replicas are actors of Ray. Call ``open`` first and ``close`` last."""
 
     name = "ray"
 
@@ -71,7 +71,7 @@ class RayLauncher:
         }
         address = launch.cluster.ray_address or "auto"
         if address == "local" or is_loopback(address.rpartition(":")[0]):
-            # Else Ray takes the loopback for an address that all can reach, and listens on all of them.
+            # Otherwise Ray replaces the loopback by a public address, and listens on all addresses.
             self._environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if address == "local":
             root = tempfile.gettempdir()
@@ -79,7 +79,7 @@ class RayLauncher:
             self._folder = tempfile.mkdtemp(prefix="manylora-ray-", dir=root)
             self._environment |= {
                 "RAY_TMPDIR": self._folder,
-                # Else it takes work from all that reach it.
+                # Otherwise Ray takes work from everyone who can reach it.
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
             }
@@ -87,7 +87,7 @@ class RayLauncher:
         self.most_replicas: int | None = None
 
     async def open(self) -> None:
-        """Reach Ray, and look at its nodes. Raises ConfigError."""
+        """Connect to Ray, and measure its nodes. Raises ConfigError."""
         said = await self._open_driver()
         self.most_replicas = said.most
 
@@ -110,7 +110,7 @@ class RayLauncher:
         return said
 
     async def _follow(self, driver: LocalProcess) -> None:
-        """Handle what the process says until it ends; then all its replicas have ended."""
+        """Handle the process's messages until it ends, then report the end of all its replicas."""
         while (message := await driver.receive()) is not None:
             self._receive(message)
         await driver.wait()
@@ -155,7 +155,7 @@ class RayLauncher:
         return actor
 
     async def close(self) -> None:
-        """End what is left, and leave nothing of it."""
+        """End the process that speaks to Ray, and remove its folder."""
         self._tasks.cancel()
         if (driver := self._driver) is not None:
             driver.send(messages.StopChild())
@@ -169,7 +169,7 @@ class RayLauncher:
 
 
 class RayProcess:
-    """See Started. ``pid``: on its own node."""
+    """A replica that is an actor of Ray. ``pid``: its process's id on its own node."""
 
     def __init__(self, name: str, send: Callable[[messages.ToRay], None]) -> None:
         self.pid = 0
@@ -181,23 +181,23 @@ class RayProcess:
         self._said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
 
     def begin(self, pid: int) -> None:
-        """Note that it runs."""
+        """Note that the actor's process runs."""
         self.pid = pid
         self._begun.set()
 
     def report(self, said: messages.ChildReady | Failed) -> None:
-        """Note its report of its start."""
+        """Note the actor's report of its start."""
         self._said.put_nowait(said)
 
     def end(self, code: int) -> None:
-        """Note that it has ended."""
+        """Note that the actor has ended."""
         self._code = code
         self._begun.set()
         self._ended.set()
         self._said.put_nowait(None)
 
     async def wait_begun(self) -> None:
-        """Wait until it runs, or never will."""
+        """Wait until the actor's process runs, or has ended before that."""
         await self._begun.wait()
 
     async def begun(self) -> messages.ChildReady | Failed | None:
@@ -210,7 +210,7 @@ class RayProcess:
             raise NotStarted(f"it has not come up within {START_S:g} s, and is ended") from None
 
     async def live(self, silence_s: float) -> bool:
-        """See Started. One that is silent ends by itself: it has no lease."""
+        """Wait until the actor ends (see Started). A silent actor ends by itself when its lease does."""
         await self.wait()
         return True
 

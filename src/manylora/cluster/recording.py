@@ -1,6 +1,6 @@
-"""Journals and traces of a cluster's processes: their names, how they are opened, and the router's trace.
+"""Names and opens the journals and traces of a cluster's processes, and writes the router's trace.
 
-What cannot be written ends a start, and nothing later. Decides nothing.
+A file that cannot be written ends a start, and nothing later. This module decides nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _File = TypeVar("_File")
 
 
 def journal_name(path: str, role: str, epoch: int) -> str:
-    """Name a router's or a replica's own file for ``path``; the name of the first router has no epoch."""
+    """Name the file of one router or replica for ``path``. The first router's name has no epoch."""
     if role == "router":
         return f"{path}.router" if epoch == 1 else f"{path}.router.e{epoch}"
     return f"{path}.{role}.e{epoch}"
@@ -37,8 +37,8 @@ def journal_name(path: str, role: str, epoch: int) -> str:
 def open_of_router(
     settings: EngineSettings, config: RouterConfig, epoch: int
 ) -> tuple[JournalWriter | None, LineFile | None]:
-    """Open the router's journal and trace where they are wanted. Raises ConfigError where the first router cannot
-    write them; a later one does without."""
+    """Open the router's journal and trace where the settings name them. Raises ConfigError where the first
+    router cannot write them; a later one runs without."""
 
     def opened(what: str, path: str | None, make: Callable[[Path], _File]) -> _File | None:
         name = None if path is None else journal_name(path, "router", epoch)
@@ -50,7 +50,7 @@ def open_of_router(
 
 
 def without_what_fails(settings: EngineSettings) -> EngineSettings:
-    """The settings of a replica that takes another's place, without files that it could not write."""
+    """Return the settings of a replica that replaces another, without the files that it could not write."""
     journal = _opened("replica", "journal", settings.journal, _tried)
     trace = _opened("replica", "trace", settings.cache.trace, _tried)
     return dataclasses.replace(
@@ -61,8 +61,8 @@ def without_what_fails(settings: EngineSettings) -> EngineSettings:
 def _opened(
     whose: str, what: str, path: str | None, opened: Callable[[Path], _File], *, is_first: bool = False
 ) -> _File | None:
-    """None where it is not wanted, or cannot be written, which a line of the log says; the first one of its place
-    raises ConfigError instead."""
+    """Open a file, or return None where ``path`` is None. Where it cannot be written, log a warning and
+    return None, or raise ConfigError if it ``is_first``."""
     if path is None:
         return None
     try:
@@ -82,7 +82,7 @@ def _tried(path: Path) -> str:
 class TraceLines:
     """The router's decisions as lines, for the trace file and for ``manylora cluster trace``.
 
-    ``file``: None where no trace is kept. ``traced`` lets others have the lines, too.
+    ``file``: None where no trace is kept. ``traced`` sends the lines to others, too.
     """
 
     def __init__(self, file: LineFile | None) -> None:
@@ -91,13 +91,14 @@ class TraceLines:
         self._start_s = time.monotonic()
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the remaining lines and close the file."""
         if self._file is not None:
             self._file.close()
 
     @contextlib.contextmanager
     def traced(self, lines: asyncio.Queue[str]) -> Iterator[None]:
-        """Each decision goes there as a line meanwhile, as far as there is room."""
+        """Put each decision into this queue as a line during the block. Lines for which it has no room are
+        dropped."""
         self._listeners.append(lines)
         try:
             yield
@@ -105,7 +106,7 @@ class TraceLines:
             self._listeners.remove(lines)
 
     def write(self, now: float, command: Routed | Planned) -> None:
-        """Write a decision."""
+        """Write a decision as a line."""
         if self._file is None and not self._listeners:
             return
         if isinstance(command, Routed):

@@ -1,9 +1,10 @@
-"""The registry of adapters: its log, carried through the cluster, and the files of what is listed.
+"""Keeps the registry of adapters: its log, its roll-out to the cluster, and the files of listed adapters.
 
-The log is one of revisions, in SQLite, written by the router alone; every change is a revision, and another router
-opens the same file. Every replica has what is listed, every front end knows. A version is listed when each replica
-that is linked serves it, in one revision with the end of the one that it replaces. It is gone when no request
-names it any more and each replica has freed it, or is gone itself. Does not know what files hold.
+The log is a sequence of revisions in SQLite. Only the router writes it; every change is a revision, and a
+later router opens the same file. Every replica serves the listed versions, and every front end knows them. A
+version is listed when each linked replica serves it. The same revision ends the version that it replaces. A
+version is gone when no request names it any more and each replica has freed it or is gone itself. This module
+does not know what the files hold.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from manylora.types import BASE, AdapterId, RequestError
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""How often it is looked whether a replica is to be asked again."""
+"""The time between two checks of whether a replica should be asked again."""
 
 _FIELDS = ("revision", "id", "name", "path", "digest", "rank", "num_pages", "created_s", "state")
 _TABLE = """
@@ -46,9 +47,9 @@ CREATE TABLE IF NOT EXISTS log (
 
 
 class Rollout:
-    """The registry, as replicas and front ends have it. Used on the router's event loop.
+    """The registry as replicas and front ends receive it. Used on the router's event loop.
 
-    ``report``: the router itself is to know.
+    ``report``: sends an event to the router itself.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Rollout:
         report: Callable[[RouterEvent], None],
         wait_s: float,
     ) -> None:
-        """``wait_s``: how long a load waits for a replica where there is none."""
+        """Start with the state in the log. ``wait_s``: how long a load waits for a replica where there is
+        none."""
         self._log = adapter_log
         self._members = members
         self._report = report
@@ -77,7 +79,8 @@ class Rollout:
         return sum(each.state == "listed" for each in self._log.current.values())
 
     def begin(self, named: list[tuple[str, str]]) -> None:
-        """Adapters that the start names, beside those that an earlier cluster has left in this folder."""
+        """List the adapters that the start names, beside those that an earlier cluster left in this folder. A
+        name with a new path gets a new version."""
         known = {each.name: each for each in self._log.current.values() if each.state == "listed"}
         changed = []
         for name, path in named:
@@ -95,7 +98,7 @@ class Rollout:
             self._log.append(*changed)
 
     def take_over(self) -> None:
-        """Finish what another router, which kept the log before, had begun."""
+        """Finish the changes that the earlier router of this log had begun. Its unfinished loads are given up."""
         half = [each for each in self._log.current.values() if each.state == "loading"]
         if half:
             self._append(*(msgspec.structs.replace(each, state="gone") for each in half))
@@ -108,11 +111,11 @@ class Rollout:
     # ------------------------------------------------------------ members
 
     def whole(self) -> messages.Revisions:
-        """Give the whole registry."""
+        """Return the whole registry as one message."""
         return messages.Revisions(self.revision, list(self._log.current.values()), is_whole=True)
 
     def greet(self, replica: ReplicaMember, has: list[AdapterId]) -> None:
-        """Have a new replica serve what is listed, and nothing else."""
+        """Have a new replica serve the listed versions, and drop all others."""
         for adapter in has:
             if adapter not in self._log.current:
                 replica.drop(adapter)
@@ -121,8 +124,9 @@ class Rollout:
         self.pulse()
 
     def settle(self, replica: ReplicaMember, *, is_last: bool) -> None:
-        """The replica has said of all whether it serves them: learn what these are. Those that none has served are
-        skipped where it ``is_last``, and no other is still to come up."""
+        """Note the rank and the pages of adapters from the answers of a replica that has answered for all of
+        them. Where it ``is_last``, no other replica is still to start: an adapter that none has served is
+        skipped."""
         learnt, bad = [], []
         for adapter, answer in replica.answers.items():
             listing = self._log.current.get(adapter)
@@ -141,7 +145,7 @@ class Rollout:
                 self._report(Listed(each.id, each.rank, each.num_pages, self.revision))
 
     def receive(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
-        """Note that a replica has done what it was asked for."""
+        """Note that a replica serves a version, cannot serve it, or has freed it."""
         if isinstance(message, messages.AdapterGone):
             replica.forget(message.id)
         else:
@@ -149,12 +153,13 @@ class Rollout:
         self.pulse()
 
     def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
-        """Find the listed versions that the replica has said it cannot have."""
+        """Find the listed versions that the replica has reported as not available to it."""
         found = (self._log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
 
     def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
-        """The versions that requests may name and the replica cannot serve; the log has what is new."""
+        """Return the versions that requests may name and that the replica cannot serve. Newly found ones are
+        written to the process's log."""
         found = self._lacking(replica)
         for listing in found:
             if listing.id not in replica.reported:
@@ -164,14 +169,14 @@ class Rollout:
         return tuple(sorted(replica.reported))
 
     def names_lacking(self) -> dict[ReplicaId, list[str]]:
-        """Name the adapters that each replica cannot serve, for people."""
+        """List the names of the adapters that each replica cannot serve, for people."""
         return {
             each.id: sorted(listing.name for listing in self._lacking(each))
             for each in self._members.replicas.values()
         }
 
     async def retry(self) -> None:
-        """Replicas are asked again for what they lack: files may come late."""
+        """Ask replicas again and again for the versions that they lack, since files may arrive late."""
         while True:
             await asyncio.sleep(RETRY_S)
             for replica in self._members.replicas.values():
@@ -180,16 +185,17 @@ class Rollout:
                         replica.ask_again(listing)
 
     def receive_revision(self, frontend: FrontendMember, revision: int) -> None:
-        """Note that a front end goes by this revision now."""
+        """Note that a front end has this revision now."""
         frontend.revision = max(frontend.revision, revision)
         self.pulse()
 
     async def digested(self, adapter: AdapterId) -> messages.Listing:
-        """A version with its digest: those of the start have none until one is asked for. Raises AdapterError."""
+        """Return a version with its digest. Adapters of the start have no digest until one is asked for.
+        Raises AdapterError."""
         listing = self._of(adapter)
         if not listing.digest:
             digest = await asyncio.to_thread(adapter_digest, Path(listing.path))
-            listing = self._of(adapter)  # others may have asked meanwhile
+            listing = self._of(adapter)  # another call may have changed it in the meantime
             if not digest:
                 raise AdapterError(f"the files in {listing.path} cannot be read", status=404)
             if not listing.digest:
@@ -204,7 +210,7 @@ class Rollout:
         return listing
 
     def pulse(self) -> None:
-        """Wake all that waits for a change."""
+        """Wake all coroutines that wait for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -215,7 +221,7 @@ class Rollout:
         self._uses[adapter] += 1
 
     def unuse(self, adapter: AdapterId) -> None:
-        """Note that one request less names it."""
+        """Note that one live request fewer names the version."""
         self._uses[adapter] -= 1
         if not self._uses[adapter]:
             del self._uses[adapter]
@@ -224,7 +230,7 @@ class Rollout:
     # ------------------------------------------------------------ loads
 
     async def load(self, name: str, path: str, *, replaces: bool) -> messages.Listing:
-        """Have every replica serve the adapter, then every front end know it. Raises AdapterError."""
+        """Have every replica serve the adapter, then send it to every front end. Raises AdapterError."""
         before = self._log.find(name)
         if name in self._busy or (before is not None and not replaces):
             raise AdapterError(f"an adapter named {name!r} is already loaded, or is just being")
@@ -239,7 +245,7 @@ class Rollout:
                 listing = await self._load_everywhere(found)
                 before = self._log.find(name)
                 ends = [] if before is None else [msgspec.structs.replace(before, state="leaving")]
-                # Known to the router first: a front end may name it as soon as it hears of the revision.
+                # The router must know it first: a front end may name it once it has the revision.
                 self._report(Listed(listing.id, listing.rank, listing.num_pages, self.revision + 1))
                 self._append(listing, *ends)
             except BaseException:
@@ -258,7 +264,7 @@ class Rollout:
         for replica in self._members.replicas.values():
             if found.id in replica.asked:
                 replica.drop(found.id)
-        with contextlib.suppress(AdapterError):  # a log that cannot be written: the next router does it
+        with contextlib.suppress(AdapterError):  # the log cannot be written: the next router ends it
             self._append(msgspec.structs.replace(found, state="gone"))
 
     async def _load_everywhere(self, found: messages.Listing) -> messages.Listing:
@@ -290,7 +296,8 @@ class Rollout:
         )
 
     async def unload(self, name: str) -> None:
-        """Refuse new requests for it everywhere; returns when no replica has it any more. Raises AdapterError."""
+        """Refuse new requests for the adapter everywhere, and return when no replica has it any more. Raises
+        AdapterError."""
         before = self._log.find(name)
         if before is None:
             raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
@@ -301,13 +308,13 @@ class Rollout:
         await self._retire(leaving)
 
     async def _retire(self, leaving: messages.Listing) -> None:
-        """Requests that have come are served; then each replica frees the version."""
+        """Wait for the requests that name the version, then have each replica free it."""
         while self._uses[leaving.id]:
             await self._change.wait()
         asked: set[ReplicaMember] = set()
         while holders := [each for each in self._members.replicas.values() if leaving.id in each.asked]:
             for replica in holders:
-                if replica not in asked:  # one may have come meanwhile
+                if replica not in asked:  # a replica may have joined in the meantime
                     asked.add(replica)
                     replica.drop(leaving.id)
             await self._change.wait()
@@ -328,15 +335,15 @@ class Rollout:
 
 
 class AdapterLog:
-    """The log. Used by one thread. ``current``: what is listed or leaving, by version, oldest first."""
+    """The log of revisions. Used by one thread. ``current``: every version that is not gone, oldest first."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where the file cannot be used."""
+        """Open the file, or create it, and read all revisions. Raises ConfigError where it cannot be used."""
         self.current: dict[AdapterId, Listing] = {}
         self.revision = 0
         self._last_id = BASE
         try:
-            path.touch(0o600)  # what SQLite writes beside it has its mode
+            path.touch(0o600)  # the files that SQLite adds get its mode
             self._file = sqlite3.connect(path, isolation_level=None)
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute(_TABLE)
@@ -346,18 +353,18 @@ class AdapterLog:
             raise ConfigError(f"cannot use the registry {path}: {error}") from error
 
     def new_id(self) -> AdapterId:
-        """Number a version as none was before."""
+        """Return a version number that no earlier version has had."""
         self._last_id += 1
         return self._last_id
 
     def find(self, name: str) -> Listing | None:
-        """The version that the name stands for now."""
+        """Return the listed version of this name, or None."""
         found = (each for each in self.current.values() if each.name == name and each.state == "listed")
         return next(found, None)
 
     def append(self, *listings: Listing) -> list[Listing]:
-        """Write one revision of these listings; give them as they are in it. Raises AdapterError where it cannot
-        be written: then nothing has changed."""
+        """Write one revision of these listings, and return them with its number. Raises AdapterError where it
+        cannot be written; the log is then unchanged."""
         revision = self.revision + 1
         numbered = [msgspec.structs.replace(each, revision=revision) for each in listings]
         marks = ", ".join("?" * len(_FIELDS))
@@ -372,8 +379,8 @@ class AdapterLog:
         return numbered
 
     def restore(self, listings: list[Listing], last_id: AdapterId) -> None:
-        """Have what another router had listed, where its file is lost; no later version is given a number of that
-        one's. Raises AdapterError."""
+        """Restore an earlier router's listings where its file is lost. ``last_id``: the highest number it
+        gave; no later version gets one of its numbers. Raises AdapterError."""
         if not self.revision and listings:
             self.append(*listings)
         self._last_id = max(self._last_id, last_id)
@@ -398,12 +405,12 @@ class AdapterLog:
             self.current[listing.id] = listing
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file."""
         self._file.close()
 
 
 async def serve_files(link: Link, registry: Rollout) -> None:
-    """Answer a replica that copies adapters' files, until its link ends."""
+    """Answer a replica that copies adapters' files, until the link ends."""
     while (message := await link.receive()) is not None:
         answer: messages.ToPullerFromRouter
         try:

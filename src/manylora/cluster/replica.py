@@ -1,8 +1,9 @@
-"""A replica's process: an engine, a listener for front ends, and the link to the router under whose lease it
-serves.
+"""Runs a replica's process: an engine, a listener for front ends, and the link to the router that grants its
+lease.
 
-Tokens go from here to the front ends; the router hears how the replica is. Without a lease the process ends,
-whatever it is doing, so that nothing of an epoch that was given up goes on. Does not know what routing decides.
+Tokens go from here to the front ends; the router receives reports of the replica's state. Without a lease the
+process ends, whatever it is doing, so that nothing of an abandoned epoch goes on. This module does not know
+what routing decides.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, Req
 log = logging.getLogger(__name__)
 
 REPORT_S = 0.05
-"""Between two reports where there is news."""
+"""The time between two reports where there is news."""
 HEARTBEAT_S = 0.5
-"""Between two where there is none; at most a tenth of a lease."""
+"""The time between two reports where there is none; at most a tenth of a lease."""
 STATUS_S = 0.25
-"""How long a report waits for the step loop; then the last one is sent again."""
+"""The time that a report waits for the step loop. After it the last report is sent again."""
 SKIP_S = 1.0
-"""An assignment that later ones have overtaken for so long is not waited for any more."""
+"""The time after which an assignment that later ones have overtaken counts as lost."""
 CLOSE_S = 1.5
 
 _from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
@@ -69,12 +70,12 @@ _READ_BYTES_S = 1e9
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Serve until told to stop, or without a lease; return the exit code. Raises ConfigError."""
+    """Serve until a stop or the end of the lease, and return the exit code. Raises ConfigError."""
     folder = Path(launch.folder)
     try:
         note = StepNote(step_file(folder, launch.id, launch.epoch))
     except OSError as error:
-        # Without it a death blames all that the replica had.
+        # Without the note, a death blames every request of the replica.
         log.warning("the replica cannot note its steps: %s", error.strerror)
         note = None
     try:
@@ -94,7 +95,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
 
     def stop() -> None:
         children.end_after(CLOSE_S, 0)
-        driver.close(frees=False)  # what the journal holds is to be written
+        driver.close(frees=False)  # writes the rest of the journal
         children.leave(0)
 
     async def serve() -> int:
@@ -105,7 +106,8 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
 
 
 class _Lease:
-    """The right to serve, from the moments at which it was asked for. Watched by a thread of its own."""
+    """The right to serve, counted from the moments at which the replica asked for it. A thread of its own
+    watches it."""
 
     def __init__(self, lasts_s: float) -> None:
         self._lasts_s = lasts_s
@@ -113,7 +115,7 @@ class _Lease:
         threading.Thread(target=self._watch, name="manylora-lease", daemon=True).start()
 
     def renew(self, asked_s: float) -> None:
-        """Renew it: the router has answered a message of this moment."""
+        """Renew the lease: the router has answered a message that was sent at ``asked_s``."""
         before_s = 0.0 if self._until_s == float("inf") else self._until_s
         self._until_s = max(before_s, asked_s + self._lasts_s)
 
@@ -125,7 +127,8 @@ class _Lease:
 
 
 class _Seen:
-    """The router's assignments that have come: the number up to which all have, or never will."""
+    """The router's assignments that have arrived. ``upto``: the number up to which all have arrived, or count
+    as lost."""
 
     def __init__(self) -> None:
         self.router = 0
@@ -133,7 +136,7 @@ class _Seen:
         self._ahead: dict[int, float] = {}
 
     def begin(self, router: int) -> None:
-        """Begin anew where another router counts."""
+        """Begin at 0 again where another router counts."""
         if router != self.router:
             self.router, self.upto = router, 0
             self._ahead.clear()
@@ -144,7 +147,7 @@ class _Seen:
             self.settle(now)
 
     def settle(self, now: float) -> None:
-        """Go on to the next that is missing, and past what has been overtaken for long."""
+        """Advance over the assignments that have arrived, and over missing ones that were overtaken long ago."""
         while self._ahead:
             if self.upto + 1 in self._ahead:
                 self.upto += 1
@@ -157,7 +160,7 @@ class _Seen:
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """An attempt that a front end has sent: where from, and how many of its samples have not ended."""
+    """An attempt that a front end has sent: its link, and the number of its samples that have not ended."""
 
     link: Link
     attempt: int
@@ -165,6 +168,8 @@ class _Open:
 
 
 class _Replica:
+    """A running replica: its engine, its links and its adapters."""
+
     def __init__(
         self, launch: children.Launch, credentials: Credentials, cache: AdapterCache | None, driver: Driver
     ) -> None:
@@ -191,7 +196,7 @@ class _Replica:
         self._tasks = Tasks()
 
     async def serve(self, starter: children.Starter) -> int:
-        """See ``run``."""
+        """Serve until the engine or a task fails, and return the exit code."""
         loop = asyncio.get_running_loop()
 
         def deliver(deltas: list[Delta]) -> None:
@@ -257,7 +262,8 @@ class _Replica:
             link.send(messages.Stats(call, None))
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Send deltas to the front ends whose requests they are of, as far as these are there."""
+        """Send deltas to the front ends that own their requests. Deltas of requests that are not open are
+        dropped."""
         by_link: dict[int, tuple[Link, list[Delta]]] = {}
         for delta in deltas:
             found = self._open.get(delta.request)
@@ -276,7 +282,7 @@ class _Replica:
     # ------------------------------------------------------------ the router
 
     async def _follow_router(self) -> None:
-        """Keep a link to the router, whichever it is."""
+        """Keep a link to the router, whichever process it is."""
         while True:
             try:
                 link = await redial(self._launch.router, self._credentials, self._hello, _from_router)
@@ -310,7 +316,7 @@ class _Replica:
             case messages.AddAdapter(listing, verify):
                 if (card := self._adapters.get(listing.id)) is not None:
                     link.send(messages.AdapterReady(listing.id, card))
-                elif listing.id not in self._adapters:  # else the answer follows
+                elif listing.id not in self._adapters:  # otherwise it is being added, and the answer follows
                     self._adapters[listing.id] = None
                     self._work.submit(self._add, asyncio.get_running_loop(), listing, verify)
             case messages.KeepAdapter(adapter, is_kept):
@@ -319,7 +325,7 @@ class _Replica:
                 self._work.submit(self._drop, asyncio.get_running_loop(), adapter)
 
     def _add(self, loop: asyncio.AbstractEventLoop, listing: messages.Listing, verify: bool) -> None:
-        """On the thread for adapters."""
+        """Add an adapter, and answer the router. Runs on the thread for adapters."""
         try:
             path = listing.path
             if self._cache is not None:
@@ -338,11 +344,12 @@ class _Replica:
         loop.call_soon_threadsafe(self._send, answer)
 
     def _drop(self, loop: asyncio.AbstractEventLoop, adapter: AdapterId) -> None:
-        """On the thread for adapters, so that an adapter is never dropped before it was added."""
+        """Remove an adapter. Runs on the thread for adapters, so that an adapter is never dropped before it
+        was added."""
         gone = messages.AdapterGone(adapter)
         try:
             freed = self._driver.remove_adapter("", adapter)
-        except AdapterError:  # it was never served here, or was dropped before
+        except AdapterError:  # the adapter was never served here, or was dropped before
             loop.call_soon_threadsafe(self._send, gone)
             return
 
@@ -354,7 +361,7 @@ class _Replica:
         freed.add_done_callback(tell)
 
     def _let_files_go(self, adapter: AdapterId) -> None:
-        """On the thread for adapters."""
+        """Release an adapter's files in the cache. Runs on the thread for adapters."""
         if self._cache is not None:
             self._cache.release(adapter)
 
@@ -378,7 +385,7 @@ class _Replica:
             await asyncio.sleep(REPORT_S)
 
     async def _make_report(self) -> None:
-        """Report the replica's status where the step loop gives it soon, else that the replica lives."""
+        """Report the replica's status if the step loop answers soon; otherwise send a sign of life."""
         link = self._router
         if link is None:
             return
@@ -392,18 +399,18 @@ class _Replica:
         asked, self._asked = self._asked, None
         status = asked.result()
         if link is not self._router:
-            self._is_whole = True  # what has changed went to a router that is gone
+            self._is_whole = True  # the changes went to a router that is gone
             return
         if self._is_whole and not status.is_full:
             self._news.set()
-            return  # a new router asked meanwhile: changes would mean nothing to it
+            return  # a new router has asked since: it cannot use changes
         now = time.monotonic()
         self._seen.settle(now)
         self._last = status
         link.send(messages.Alive(now, self._report_of(status)))
 
     def _send_alive(self) -> None:
-        """Report that the replica lives, with the last counts: a step is long."""
+        """Send a sign of life with the last counts, since a step may take long."""
         report = None
         if self._last is not None and not self._is_whole:
             report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))
@@ -416,11 +423,11 @@ class _Replica:
 
 
 def facts_of(info: EngineInfo, adapter_pages: int) -> ReplicaFacts:
-    """Give a replica's sizes, and first guesses of its speed.
+    """Return a replica's sizes, and first guesses of its speed.
 
-    It has measured nothing when it comes up. Guesses by the device's kind order replicas that are alike. What
-    prompts, copies and reads really take the replica learns and reports. ``adapter_pages``: what of its pool one
-    adapter may take.
+    A new replica has measured nothing. Guesses by the kind of device give replicas of one kind the same
+    order. The replica then measures prompts, copies and reads, and reports their times. ``adapter_pages``:
+    the most pages of its pool that one adapter may take.
     """
     kind = "cuda" if info.device.startswith("cuda") else "cpu"
     return ReplicaFacts(

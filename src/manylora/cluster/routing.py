@@ -1,8 +1,8 @@
-"""The router's process: its start, its end, and the admin socket, which takes an operator's questions.
+"""Runs the router's process: its start, its end, and the admin socket for an operator's questions.
 
-The socket lies in the cluster's folder, for its owner alone. A question is a JSON object with ``do``, in one line;
-the answer says ``error``, or what was done. Both sides reach the socket by the folder's descriptor, since a
-socket's path may be short only.
+The socket is in the cluster's folder, for its owner alone. A question is a JSON object with ``do``, in one
+line. The answer has ``error``, or the result. Both sides reach the socket by the folder's descriptor, since a
+socket's path must be short.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 1.0
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
-    """Route until told to stop; return the exit code. Raises ConfigError."""
+    """Route until the starter stops this process or is gone, and return the exit code. Raises ConfigError."""
     try:
         adapter_log = AdapterLog(Path(launch.folder) / "registry.sqlite")
         adapter_log.restore(launch.listings, launch.last_adapter)
@@ -63,7 +63,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         await stopped.wait()
         tasks.cancel()
         process.close()
-        children.leave(0)  # links end by it
+        children.leave(0)  # this also ends the links
         return 0
 
     tasks = Tasks()
@@ -81,7 +81,7 @@ def _warn_of_shares(launch: children.Launch, adapter_log: AdapterLog) -> None:
 
 
 class Admin:
-    """Answers, as long as the router runs."""
+    """The admin socket, which answers questions as long as the router runs."""
 
     def __init__(self, board: Switchboard, operations: Operations, folder: Path) -> None:
         self._board = board
@@ -89,7 +89,7 @@ class Admin:
         self._folder = folder
 
     async def keep(self) -> None:
-        """Listen again where the socket has vanished."""
+        """Listen again whenever the socket has vanished."""
         while True:
             await asyncio.sleep(LOOK_S)
             if not admin_socket(self._folder).exists():
@@ -97,7 +97,7 @@ class Admin:
                     await self.start()
 
     async def start(self) -> None:
-        """Listen; another router's socket goes. Raises OSError."""
+        """Listen on the socket; another router's socket is removed. Raises OSError."""
         admin_socket(self._folder).unlink(missing_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with short_path(self._folder) as path:
@@ -142,7 +142,7 @@ class Admin:
         return {"error": "the router does not understand the question: is it of another version?"}
 
     async def _trace(self, writer: asyncio.StreamWriter) -> None:
-        """Each decision as a line, until the other side leaves."""
+        """Send each decision as a line, until the other side disconnects."""
         lines: asyncio.Queue[str] = asyncio.Queue(10_000)
         with self._board.trace.traced(lines):
             while not writer.is_closing():

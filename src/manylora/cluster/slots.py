@@ -1,6 +1,6 @@
-"""Where processes of a cluster run one after the other: their starts, whether they live, and the pauses between.
+"""Keeps the places of a cluster in which processes run one after another: starts, signs of life, and pauses.
 
-A replica's place starts what is to run there, and starts it again when it ends.
+A replica's place starts a replica, and starts the next one when it ends.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from manylora.types import EngineInfo
 log = logging.getLogger(__name__)
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.2, 10.0
-"""Before the next start: twice as long each time, until a process settles."""
+"""The shortest and the longest wait before the next start, in seconds. It doubles each time, until a process
+settles."""
 
 SETTLED_S = 30.0
-"""A replica that has run for so long is started again at once when it ends."""
+"""A replica that has run for this many seconds is started again at once when it ends."""
 STOP_S = 2.0
 
 
 class ProcessPlace:
-    """``process``: what runs here; ``was_silent``: the last one was ended because it said nothing."""
+    """A place for one process at a time. ``process``: the present one; ``was_silent``: whether the last one
+    was killed because it was silent."""
 
     def __init__(self, name: str, launcher: Launcher, silence_s: float, settled_s: float = 0.0) -> None:
-        """``name``: for people; ``silence_s``: after which a process is ended; ``settled_s``: how long one has to
-        live that has come up, so that the next is started soon."""
+        """Start without a process. ``name``: for people; ``silence_s``: the silence after which a process is
+        killed; ``settled_s``: the time that a started process must live so that the next start comes soon."""
         self.process: Started | None = None
         self.was_silent = False
         self._name = name
@@ -58,11 +60,11 @@ class ProcessPlace:
         self._began_s = time.monotonic()
         try:
             self.process = await self._launcher.start(launch, descriptors)
-        except (OSError, RuntimeError, MemoryError) as error:  # the second where no thread can be had
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread can be started
             raise self._not_started(NotStarted(getattr(error, "strerror", None) or str(error))) from error
 
     async def begun(self) -> messages.ChildReady | Failed | None:
-        """See Started. Raises NotStarted."""
+        """Wait for the process's report of its start (see Started). Raises NotStarted."""
         assert self.process is not None
         try:
             said = await self.process.begun()
@@ -77,7 +79,7 @@ class ProcessPlace:
         return NotStarted(f"{self._name} cannot be started: {error}")
 
     async def ended(self) -> int:
-        """Wait for the end of the process; its exit code."""
+        """Wait for the end of the process, and return its exit code. A silent process is killed."""
         process = self.process
         assert process is not None
         self.was_silent = not await process.live(self._silence_s)
@@ -97,7 +99,8 @@ class ProcessPlace:
 
 
 class ReplicaPlace:
-    """A place where ``run`` keeps a replica until ``end``. ``folder``: the cluster's, for the next start."""
+    """A place in which ``run`` keeps a replica until ``end``. ``folder``: the cluster's folder, for the next
+    start."""
 
     def __init__(
         self,
@@ -108,8 +111,8 @@ class ReplicaPlace:
         changed: Callable[[], None],
         exited: Callable[[messages.Exited], None],
     ) -> None:
-        """``epoch``: the last that was there before. ``changed``, ``exited``: called on the event loop's thread
-        when the state is another, and when a process has ended."""
+        """Start without a replica. ``epoch``: the last epoch of this place so far. ``changed``, ``exited``:
+        called on the event loop's thread when the state changes, and when a process has ended."""
         self.id = replica
         self.epoch = epoch
         self.state = "starting"
@@ -123,7 +126,7 @@ class ReplicaPlace:
         self._changed = changed
         self._exited = exited
         self._is_wanted = True
-        self._is_ended = False  # the present process, by this one
+        self._is_ended = False  # this process ended the present one
 
     def as_slot(self) -> messages.Slot:
         """Describe the place for the router."""
@@ -132,7 +135,7 @@ class ReplicaPlace:
         return messages.Slot(self.id, self.epoch, pid, self.state, self.drains_to, self.why)
 
     async def run(self) -> None:
-        """Start replicas one after the other until ``end``."""
+        """Run replicas, one after another, until ``end``."""
         while self._is_wanted:
             self.epoch += 1
             await self._live()
@@ -181,7 +184,7 @@ class ReplicaPlace:
             settings,
             journal=journal,
             cache=dataclasses.replace(settings.cache, trace=trace),
-            # The registry says which adapters there are.
+            # Adapters come from the registry, not from the settings.
             adapters=AdapterSettings(max_adapter_rank=settings.adapters.max_adapter_rank),
         )
         return msgspec.structs.replace(
@@ -199,7 +202,7 @@ class ReplicaPlace:
             self._place.process.kill()
 
     async def end(self) -> None:
-        """End what runs here, and start nothing more."""
+        """End the present replica, and start no further one."""
         self._is_wanted = False
         process = self._place.process
         if process is None:

@@ -1,7 +1,7 @@
-"""``manylora serve --replicas N``: starts a cluster's processes, and starts again those that end.
+"""Runs ``manylora serve --replicas N``: starts a cluster's processes, and restarts those that end.
 
-The only process that a user starts, that signals reach, and that speaks to a launcher. It takes part in no
-request: the router decides, front ends and replicas serve.
+The supervisor is the only process that a user starts, that signals reach, and that speaks to a launcher. It
+takes part in no request: the router decides, and front ends and replicas serve.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from manylora.types import BASE, AdapterId
 log = logging.getLogger("manylora")
 
 MEND_S = 1.0
-"""How often it is looked whether the cluster's folder is there."""
+"""The time between two checks that the cluster's folder exists."""
 LEFT_S = 10.0
-"""By then nothing is left of a cluster whose supervisor has died."""
+"""How long to wait for the port after a supervisor's death. By then all its processes have ended."""
 LAST_S = 5.0
-"""What front ends may take beyond the time for draining."""
+"""The time that front ends may take beyond the time for draining."""
 
 _from_router = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
 
 
 def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOptions) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError where the settings cannot work."""
+    """Serve until a signal ends the cluster, and return the exit code. Raises ConfigError where the settings
+    cannot work."""
     configure_logging()
     scheduler = dataclasses.replace(engine.scheduler, max_waiting=http.max_waiting)
     engine = dataclasses.replace(engine, scheduler=scheduler)
@@ -65,10 +66,10 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
             "--uds with several replicas needs --cluster-dir: a cluster's own folder is by port"
         )
     with contextlib.ExitStack() as stack:
-        sock = _bind(stack, http, cluster)  # first: a taken port must not cost a model load
+        sock = _bind(stack, http, cluster)  # done first, so that a taken port costs no model load
         check_model(engine.model.model)
         check_named_adapters(engine)
-        Router(cluster.router_config())  # a policy that is not there, or lacks settings
+        Router(cluster.router_config())  # raises ConfigError for an unknown policy or missing settings
         port = sock.getsockname()[1]
         path = default_folder(port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
         remove_left(default_folder(port).parent)
@@ -93,7 +94,8 @@ def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOpti
 
 
 def _bind(stack: contextlib.ExitStack, http: HttpSettings, cluster: ClusterOptions) -> socket.socket:
-    """The port; where front ends of a supervisor that has died have it, once they end. Raises ConfigError."""
+    """Bind the server's port. Where front ends of a dead supervisor still have it, wait for their end. Raises
+    ConfigError."""
     folder = default_folder(http.port) if cluster.cluster_dir is None else Path(cluster.cluster_dir)
     until_s = time.monotonic() + LEFT_S
     while True:
@@ -123,6 +125,8 @@ async def _serve(launch: children.Launch, sock: socket.socket, folder: Folder) -
 
 
 class _Supervisor:
+    """The processes of one cluster, and the link to its router."""
+
     def __init__(
         self, launch: children.Launch, launcher: Launcher, sock: socket.socket, folder: Folder
     ) -> None:
@@ -133,14 +137,14 @@ class _Supervisor:
         self._launch = msgspec.structs.replace(launch, router=self._router_sock.getsockname()[:2])
         self._credentials = credentials_of(launch.secret, launch.cluster.tls)
         self._slots: dict[ReplicaId, ReplicaPlace] = {}
-        self._epochs: dict[ReplicaId, int] = {}  # the last of each place that is no more
-        self._listings: dict[AdapterId, messages.Listing] = {}  # from the router, should its file vanish
+        self._epochs: dict[ReplicaId, int] = {}  # the last epoch of each place that has been removed
+        self._listings: dict[AdapterId, messages.Listing] = {}  # for the next router
         self._last_adapter: AdapterId = BASE
         self._frontends: dict[int, ProcessPlace] = {}
         lease_s = launch.cluster.lease
         self._router = ProcessPlace(
             "the router", launcher, max(1.0, 0.6 * lease_s)
-        )  # replicas live by its word
+        )  # replicas end without its leases
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
@@ -150,7 +154,8 @@ class _Supervisor:
         self._tasks = Tasks()
 
     async def serve(self) -> int:
-        """See ``run_cluster``."""
+        """Serve until a signal, a failed start or a failed task, and return the exit code. Raises ConfigError
+        where the settings cannot work."""
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         for number in stop_signals():
@@ -180,10 +185,10 @@ class _Supervisor:
         (self._hurried if self._stopped.is_set() else self._stopped).set()
 
     async def _keep_folder(self) -> None:
-        """Make it again where it vanishes."""
+        """Make the cluster's folder again whenever it vanishes."""
         while True:
             await asyncio.sleep(MEND_S)
-            with contextlib.suppress(ConfigError):  # what needs it says so
+            with contextlib.suppress(ConfigError):  # the process that needs the folder reports the error
                 self._folder.mend()
             self._launch = msgspec.structs.replace(self._launch, folder=str(self._folder.path))
             for slot in self._slots.values():
@@ -205,7 +210,8 @@ class _Supervisor:
         self._tasks.spawn(slot.run())
 
     def _changed(self) -> None:
-        """A replica's state is another."""
+        """React to a change of a replica's state: forget replicas that are gone, and start the front ends
+        once one is ready."""
         for replica, slot in list(self._slots.items()):
             if slot.state == "gone":
                 self._epochs[replica] = slot.epoch
@@ -228,7 +234,7 @@ class _Supervisor:
             self._link.send(exited)
 
     def _fail(self, failed: Failed) -> None:
-        """End the cluster if it does not serve yet; the first reason counts."""
+        """End the cluster if it does not serve yet. The first reason counts."""
         if not self._is_serving and not self._failed.done():
             self._failed.set_result(failed)
 
@@ -355,7 +361,7 @@ class _Supervisor:
     # ------------------------------------------------------------ the end
 
     async def _end(self) -> None:
-        """Front ends drain; then nothing needs replicas, nor a router."""
+        """Let the front ends drain, then end the replicas and the router, which nothing needs any more."""
         self._is_stopping = True
         frontends = [place.process for place in self._frontends.values() if place.process is not None]
         if self._is_serving:

@@ -1,7 +1,8 @@
-"""The router between its links: the machine of ``router.router`` between front ends, replicas and the supervisor.
+"""Connects the router (``router.router``) with front ends, replicas and the supervisor.
 
-Tells it what comes over the links, and carries out what it commands. It keeps nothing that the others do not have:
-another router takes its place from full reports and from what front ends have open. Tokens do not pass here.
+Gives the router each event that arrives over the links, and carries out its commands. All its state exists
+elsewhere, too: another router rebuilds it from full reports and from the open requests of front ends. Tokens
+do not pass here.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ from manylora.types import AdapterId, RequestError, RequestId
 log = logging.getLogger(__name__)
 
 SETTLE_S = 2.0
-"""A router that takes another's place waits so long for replicas and front ends before it decides."""
+"""The time that a router which replaces another waits for replicas and front ends before it decides."""
 SOLVE_S = 2.0
 HINT_S = 5.0
-"""How much later than it may a router repeats a hint."""
+"""The time, in seconds, that a hint stays fresh beyond ``scale_down_s``, in which the router repeats a hint
+that still holds."""
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
@@ -69,13 +71,14 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 
 
 class Switchboard:
-    """``members``: what is linked; ``table``: what the supervisor has started; ``moved``: by reason;
-    ``trace``: decisions as lines."""
+    """The router's process at its links. ``members``: the linked processes; ``table``: the processes that the
+    supervisor has started; ``moved``: numbers of moves by reason; ``trace``: decisions as lines."""
 
     def __init__(
         self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
     ) -> None:
-        """``named``: adapters of the start, and their folders. Raises ConfigError."""
+        """Build the router and its registry. ``named``: adapters of the start, and their folders. Raises
+        ConfigError."""
         self.config = launch.cluster.router_config()
         self.epoch = launch.epoch
         self.router = Router(self.config)
@@ -110,7 +113,7 @@ class Switchboard:
         self.trace = TraceLines(trace)
 
     async def start(self, launch: children.Launch) -> None:
-        """Listen, and take over what another router has left."""
+        """Listen, and take over the state of an earlier router."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         self._tasks.spawn(self.registry.retry())
@@ -129,7 +132,7 @@ class Switchboard:
             self._loop.call_later(SETTLE_S, self._settle)
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the remaining lines of the journal and the trace, and close them."""
         if self._journal is not None:
             self._journal.close()
         self.trace.close()
@@ -138,7 +141,7 @@ class Switchboard:
 
     @property
     def hint(self) -> ScaleHint | None:
-        """Give the router's last hint, while it is fresh: the router repeats it at least so often."""
+        """The router's last hint, or None where it is stale: the router repeats a hint that still holds."""
         is_fresh = time.monotonic() - self._hint_s <= self.config.scale_down_s + HINT_S
         return self._hint if is_fresh else None
 
@@ -209,7 +212,7 @@ class Switchboard:
             link.send(each)
 
     def send_to_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
-        """Send a message; without a link the cluster is ending, and it is dropped."""
+        """Send a message. Without a link the cluster is ending, and the message is dropped."""
         if self.members.supervisor is not None:
             self.members.supervisor.send(message)
 
@@ -239,13 +242,13 @@ class Switchboard:
 
     def _send_endpoints(self) -> None:
         if self._held_back is not None:
-            return  # what is not linked yet may serve: front ends keep their links to it
+            return  # replicas without a link may serve: front ends keep theirs
         endpoints = self.members.endpoints(self.router.fleet.up)
         self._could_serve = endpoints.can_serve
         self.members.send_to_frontends(endpoints)
 
     def look(self) -> None:
-        """Tell front ends where replicas have become silent, drain, or serve again."""
+        """Send front ends the endpoints again where the answer to whether a replica can serve has changed."""
         if can_serve(self.router.fleet.up) != self._could_serve:
             self._send_endpoints()
 
@@ -256,7 +259,7 @@ class Switchboard:
             slot = next((slot for slot in self.table.slots if slot.id == hello.id), None)
             least = max(self._fenced.get(hello.id, 0) + 1, 0 if slot is None else slot.epoch)
             is_left = slot is not None and slot.epoch == hello.epoch and slot.pid not in (0, hello.pid)
-            if hello.epoch < least or is_left:  # or of a supervisor that has died
+            if hello.epoch < least or is_left:  # or its supervisor has died
                 return f"epoch {hello.epoch} of replica {hello.id} is over"
         return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self._model)
 
@@ -292,7 +295,7 @@ class Switchboard:
                 case messages.AdapterReady() | messages.AdapterGone():
                     self.registry.receive(member, message)
                     self._see_if_up(member)
-        # One that is up may come back. If it does not, the supervisor says so, or its lease runs out.
+        # A replica that was up may link again. Otherwise the supervisor reports its end, or its lease ends.
         if self.members.replicas.get(hello.id) is member and not self._is_up(member):
             del self.members.replicas[hello.id]
             self.registry.pulse()
@@ -329,7 +332,7 @@ class Switchboard:
         while (message := await link.receive()) is not None:
             match message:
                 case messages.ProcessTable():
-                    if not self.table.supervisor:  # the first one: of what another router has left
+                    if not self.table.supervisor:  # the first table: of an earlier router's processes
                         self._loop.call_later(1.2 * self.config.lease_s, self._end_unlinked, message.slots)
                     self.table = message
                     self._settle_if_all_are_there()
@@ -346,7 +349,7 @@ class Switchboard:
     async def _serve_newcomer(self, link: Link) -> None:
         timeout_s = self.config.queue_timeout_s
         link.send(messages.Joining(self._engine, self.table.info, self._model, timeout_s))
-        await link.receive()  # nothing: it comes again as a front end
+        await link.receive()  # no message follows: it links again as a front end
 
     async def _serve_frontend(self, link: Link) -> None:
         await self._is_served.wait()
@@ -400,7 +403,8 @@ class Switchboard:
                 self.handle(end)
 
     def _own(self, member: FrontendMember, asked: Asked) -> bool:
-        """Tell whether the request is this front end's; refuse it if another front end has one of the same id."""
+        """Return whether the request is this front end's. Refuse it if another front end has one with the
+        same id."""
         owner = self._owners.get(asked.request)
         if owner is None:
             self._owners[asked.request] = member, asked.adapter
@@ -412,7 +416,7 @@ class Switchboard:
         return True
 
     def _disown(self, request: RequestId, member: FrontendMember | None = None) -> bool:
-        """Forget a request that has ended; False where it is not the front end's."""
+        """Forget a request that has ended. Returns False where it is not the front end's."""
         owner = self._owners.get(request)
         if owner is None or (member is not None and owner[0] is not member):
             return False
@@ -421,7 +425,7 @@ class Switchboard:
         return True
 
     def _lose_frontend(self, member: FrontendMember) -> None:
-        """Cancel all its requests."""
+        """Cancel all requests of a front end."""
         if self._held_back is not None:
             self._held_back = [each for each in self._held_back if each[0] is not member]
         for request, (owner, _) in list(self._owners.items()):
@@ -453,14 +457,15 @@ class Switchboard:
             self._settle()
 
     def _end_unlinked(self, slots: list[messages.Slot]) -> None:
-        """Of those that ran before this router did. Each has had the time of a lease to come back, or to end."""
+        """End replicas that ran before this router did and have not linked to it. Each has had the time of a
+        lease to link again, or to end."""
         for slot in self.members.unlinked(slots):
             if slot.epoch > self._fenced.get(slot.id, 0):
                 log.error("replica %d has not come back to the router: it is ended", slot.id)
                 self._fence(slot.id, slot.epoch)
 
     def _settle(self) -> None:
-        """Begin to decide, with the notes that front ends have sent meanwhile first."""
+        """Begin to decide, first on the notes that front ends have sent so far."""
         if self._held_back is None:
             return
         held_back, self._held_back = self._held_back, None
@@ -470,7 +475,7 @@ class Switchboard:
         self._send_endpoints()
 
     def status(self) -> dict[str, Any]:
-        """See ``cluster.status``."""
+        """Describe the cluster as JSON (``members.status``)."""
         return status(
             self.router,
             self.members,

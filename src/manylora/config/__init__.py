@@ -1,1 +1,2 @@
-"""Settings in sections: what users set, what the policy is given. A section checks its values when it is made."""
+"""Collects the settings in sections, for users and for the policy. A section checks its values when it is
+created."""

@@ -1,4 +1,4 @@
-"""What users set of a cluster: how many processes of each kind, what decides between them, what ends them."""
+"""Declares the settings of a cluster: its processes, its router, its links and its limits."""
 
 import dataclasses
 import ipaddress
@@ -24,7 +24,7 @@ def _is_address(text: str) -> bool:
 
 
 class TlsFiles(NamedTuple):
-    """The files, all PEM, of this machine's certificate, its key, and the authorities that it believes."""
+    """The PEM files of this machine's certificate, its key, and the authorities that it trusts."""
 
     cert: str
     key: str
@@ -35,7 +35,7 @@ TLS_OPTIONS = ("--cluster-tls-cert", "--cluster-tls-key", "--cluster-tls-ca")
 
 
 def tls_files(*paths: str | None) -> TlsFiles | None:
-    """Take all of them or none. Raises ConfigError."""
+    """Return the three files, or None where none is given. Raises ConfigError where some are missing."""
     given = [path for path in paths if path is not None]
     if not given:
         return None
@@ -46,7 +46,8 @@ def tls_files(*paths: str | None) -> TlsFiles | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClusterOptions(Section):
-    """``settings``: parameters of the routing policy, as texts of the form ROUTER.KEY=VALUE."""
+    """The settings of a cluster. ``settings``: parameters of the routing policy, as texts of the form
+    ROUTER.KEY=VALUE."""
 
     replicas: Replicas = setting(1, "engines, each a process with a pool of its own, behind one port")
     router: RouterName = setting("manylora", "what decides which replica serves a request", "NAME")
@@ -130,7 +131,7 @@ class ClusterOptions(Section):
 
     @property
     def tls(self) -> TlsFiles | None:
-        """None: links are not encrypted. Raises ConfigError."""
+        """The TLS files; None: links are not encrypted. Raises ConfigError."""
         return tls_files(self.cluster_tls_cert, self.cluster_tls_key, self.cluster_tls_ca)
 
     @property
@@ -144,16 +145,16 @@ class ClusterOptions(Section):
 
     @property
     def silence_s(self) -> float:
-        """After which a link ends: later than the router gives a silent replica up."""
+        """The silence, in seconds, after which a link ends: later than the router gives a silent replica up."""
         return self.lease + 1.0
 
     @property
     def num_at_start(self) -> int:
-        """The replicas that are started."""
+        """The number of replicas that are started first."""
         return max(self.replicas, self.bounds[0])
 
     def router_config(self) -> RouterConfig:
-        """The router's own settings. Raises ConfigError."""
+        """Build the router's own settings. Raises ConfigError."""
         pairs = []
         for text in self.settings:
             router, key, value = split_setting(text)

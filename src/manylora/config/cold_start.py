@@ -1,4 +1,4 @@
-"""Whether a step may begin while what some of its rows read is still on its way to the device."""
+"""Declares when a step may begin although pages that its rows read are still being copied to the device."""
 
 import dataclasses
 import os
@@ -15,12 +15,14 @@ _GROUPS = 8
 _NUM_GROUPS = {"wait": 0, "block": 1, "layerwise": _GROUPS, "cpu": _GROUPS, "auto": _GROUPS}
 
 MOST_CPU_TOKENS = 512
-"""Tokens of one step whose adapters' products the CPU computes: what its threads' memory has room for."""
+"""The most tokens of one step whose adapter products the CPU computes: its threads' memory has room for these."""
 SLICE_SHARE = 0.25
-"""A thread takes so many tokens that their arithmetic takes this share of what handing them over and reading the
-adapter take: with fewer another thread would save little, with more cores stand still that nothing else uses."""
+"""The arithmetic of a thread's tokens, as a share of the time to pass them on and to read the adapter. It
+sets the number of tokens for each thread. With fewer tokens another thread would save little. With more,
+cores would be idle that nothing else uses."""
 _MOST_AUTO_WORKERS = 16
-"""A step has few tokens for them, of which each takes dozens; a machine may have hundreds of cores."""
+"""The most threads by default. A step has few tokens for threads, of which each takes dozens; a machine may
+have hundreds of cores."""
 MOST_WORKERS = 256
 _AUTO = "auto"
 
@@ -30,16 +32,16 @@ def _is_worker_count(text: str) -> bool:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not every system tells
+    except AttributeError:  # not every system reports it
         return os.cpu_count() or 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ColdStartConfig(Section):
-    """The start of a request whose adapter, or whose cached KV, has to come from the host (CaraServe §4)."""
+    """The start of a request whose adapter, or cached KV, must be copied from the host (CaraServe §4)."""
 
     mode: Annotated[str, one_of(COLD_START_MODES)] = setting(
         "wait",
@@ -68,13 +70,13 @@ class ColdStartConfig(Section):
         takes_numbers=True,
     )
     num_workers: Annotated[int, at_least(0)] = 0
-    """The number of threads: ``cpu_workers`` on this machine, as the policy gets it."""
+    """The number of threads on this machine, computed from ``cpu_workers``, as the policy receives it."""
     cores_before: Annotated[int, at_least(0)] = 0
-    """The number of this machine's last cores that other engines' threads are bound to."""
+    """The number of this machine's last cores to which other engines' threads are bound."""
     lands_whole: bool = False
-    """Copies land in no groups of layers: no kernel brings them."""
+    """Whether copies arrive whole, not in groups of layers, because no kernel copies them."""
     follows_device: bool = False
-    """No mode was given: where the engine runs decides (``on_device``)."""
+    """Whether no mode was given, so that the engine's device decides (``on_device``)."""
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -84,19 +86,19 @@ class ColdStartConfig(Section):
             raise ConfigError(f"--cpu-lora-workers {self.cpu_workers} needs --cold-start cpu")
 
     def on_device(self, has_gates: bool) -> "ColdStartConfig":
-        """As an engine has it. ``has_gates``: it runs on a GPU whose steps may await what comes later, and merges
-        nothing."""
+        """Return the settings with the mode for an engine's device. ``has_gates``: it is a GPU whose steps
+        may await copies, and the engine merges nothing."""
         if not self.follows_device:
             return self
         return dataclasses.replace(self, mode="auto" if has_gates else self.mode, follows_device=False)
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers in which a copy lands that steps may await; 0: none does."""
+        """The number of groups of layers in which a copy arrives that steps may await; 0: no step awaits one."""
         return min(_NUM_GROUPS[self.mode], 1) if self.lands_whole else _NUM_GROUPS[self.mode]
 
     def begins(self, has_host: bool) -> tuple[str, ...]:
-        """How requests may begin whose adapter is not on the device: mode and source with a slash between."""
+        """List the ways in which a request may begin whose adapter is not on the device, as mode/source."""
         modes = dict.fromkeys(("wait", "layerwise" if self.mode == "auto" else self.mode))
         sources = (*("host",) * has_host, "files")
         return tuple(f"{mode}/{source}" for mode in modes for source in sources)
@@ -107,7 +109,7 @@ class ColdStartConfig(Section):
         return self.workers_of(num_cores())
 
     def workers_of(self, cores: int) -> int:
-        """Count the threads on a machine of so many cores."""
+        """Count the threads on a machine of ``cores`` cores."""
         if self.mode != "cpu":
             return 0
         if self.cpu_workers != _AUTO:
@@ -115,7 +117,7 @@ class ColdStartConfig(Section):
         return max(1, min(cores // 2, _MOST_AUTO_WORKERS))
 
     def share(self, replica: int, cores: int) -> "ColdStartConfig":
-        """Give one of several engines of a machine its share: of cores, ``cores``."""
+        """Return the settings of one of several engines of a machine. ``cores``: the cores of its share."""
         if self.mode != "cpu":
             return self
         count = self.workers_of(cores)
@@ -123,7 +125,7 @@ class ColdStartConfig(Section):
 
 
 def check_host_pool(config: ColdStartConfig, host_pool: int | None) -> None:
-    """``host_pool``: its bytes, or pages; None: not known yet. Raises ConfigError where the CPU has nothing to
-    compute from."""
+    """Raise ConfigError where the CPU would have no host pool to compute from. ``host_pool``: its size in
+    bytes or pages; None: not known yet."""
     if config.mode == "cpu" and host_pool == 0:
         raise ConfigError("--cold-start cpu needs a host pool, and there is none")

@@ -1,4 +1,4 @@
-"""How a section declares its settings, and the one error for what cannot work, missing packages among it."""
+"""Declares settings in sections, and the one error for settings that cannot work, missing packages included."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _UNITS = {
 
 
 LARGEST_NUMBER = 2**62
-"""No size and no count may be larger, so that each can cross to another process."""
+"""The largest size and count, so that each can be sent to another process."""
 
 Count = Annotated[int, at_least(1), at_most(LARGEST_NUMBER)]
 Seconds = Annotated[float, more_than(0), FINITE]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; one line for the user."""
+    """A setting that cannot work; the message is one line for the user."""
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes from an int or from text such as "512MiB", "10GB", "4096"; raises ConfigError."""
+    """Parse bytes from an int or from text such as "512MiB", "10GB", "4096". Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
         if found is None or found[2].lower() not in _UNITS:
             raise ConfigError(f"{value!r} is not a size; write it as 512MiB or 10GB")
-        # Bounded before it becomes an int: it may be infinite.
+        # Bounded before the conversion to int, since it may be infinite.
         size = int(min(float(found[1]) * _UNITS[found[2].lower()], LARGEST_NUMBER + 1))
     if not 0 <= size <= LARGEST_NUMBER:
         raise ConfigError(f"{value!r} is not a size; it must lie between 0 and {LARGEST_NUMBER}")
@@ -50,25 +50,26 @@ def parse_size(value: str | int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UserSetting:
-    """A field as users set it: as a flag, in a config file, or as a keyword of ``LLM``."""
+    """The form in which users set a field: as a flag, in a config file, or as a keyword of ``LLM``."""
 
     help: str
     metavar: str | None
-    """None: as is usual for its type."""
+    """Its value's name in help texts; None: the usual one for its type."""
     name: str | None
-    """Its name for users, where that is not the field's."""
+    """Its name for users, where it differs from the field's."""
     is_size: bool
     """Whether it may be given as text, such as 512MiB."""
     takes_numbers: bool
-    """Whether a number stands for its text, as a file has it: 2 beside "auto"."""
+    """Whether a number is accepted in place of text, as a config file has it: 2 beside "auto"."""
     default_follows: bool
     """Whether its default depends on other settings, as ``help`` says."""
     takes_several: bool
-    """Whether one flag has several values after it."""
+    """Whether several values may follow one flag."""
     is_internal: bool
-    """Whether experiments alone set it (``manylora bench``): no flag of ``serve``, key of a file or keyword."""
+    """Whether only experiments set it (``manylora bench``). It is then no flag of ``serve``, key of a file or
+    keyword."""
     needs: tuple[str, Rule] | None
-    """Another field of the section, and what it must be for this one to say anything."""
+    """Another field of the section, and the rule it must satisfy for this setting to have an effect."""
 
 
 def setting(
@@ -84,7 +85,7 @@ def setting(
     is_internal: bool = False,
     needs: tuple[str, Rule] | None = None,
 ) -> _Value:
-    """Declare a field of a section that users set; its type and rules are its annotation."""
+    """Declare a field of a section that users set. Its annotation gives its type and rules."""
     about = UserSetting(
         help, metavar, name, is_size, takes_numbers, default_follows, takes_several, is_internal, needs
     )
@@ -93,7 +94,7 @@ def setting(
 
 
 def setting_of(field: Field) -> UserSetting | None:
-    """Find the setting of a field; None where users cannot set it."""
+    """Return the setting of a field, or None where users cannot set it."""
     return field.metadata.get(UserSetting)
 
 
@@ -102,16 +103,17 @@ def option_of(name: str) -> str:
 
 
 def only(value: str) -> Rule:
-    """Make the rule that a setting which others need has this value."""
+    """Make the rule that a setting has exactly this value."""
     return Rule(value, lambda given: given == value)
 
 
 GIVEN = Rule("", lambda given: given is not None)
-"""The same where any value will do."""
+"""The rule that a setting has any value at all."""
 
 
 def check_rules(section: object) -> None:
-    """Raise ConfigError, naming a field as users do, where it breaks a rule or lacks another that it needs."""
+    """Raise ConfigError where a field breaks a rule or lacks another that it needs. The error uses the users'
+    names."""
     if broken := broken_rule(section):
         field, must = broken
         raise ConfigError(f"{_shown(field)} {must}")
@@ -131,7 +133,7 @@ def _shown(field: Field) -> str:
 
 
 class Section:
-    """A dataclass whose values are checked when it is made. Raises ConfigError."""
+    """A dataclass that checks its values when it is created. Raises ConfigError."""
 
     __slots__ = ()
 
@@ -140,12 +142,13 @@ class Section:
 
 
 _DISTRIBUTIONS = {"opentelemetry": "opentelemetry-api", "yaml": "pyyaml"}
-"""By the package that is imported, where the name for pip is another."""
+"""The name for pip, by the imported package, where the two differ."""
 
 
 @contextlib.contextmanager
 def naming_what_is_missing() -> Iterator[None]:
-    """Raise ConfigError for an import within that fails in another distribution; manylora's own are bugs."""
+    """Raise ConfigError for an import in the block that fails in another distribution. Failing imports of
+    manylora itself are bugs, and stay as they are."""
     try:
         yield
     except ImportError as error:
@@ -156,7 +159,7 @@ def naming_what_is_missing() -> Iterator[None]:
 
 
 def _reason(error: ImportError, package: str) -> str:
-    if not package:  # raised by hand, in a package that lacks another one
+    if not package:  # raised explicitly, by a package that lacks another one
         return " ".join(str(error).split())
     distribution = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
     if isinstance(error, ModuleNotFoundError):

@@ -1,5 +1,4 @@
-"""The settings of merging: whether an adapter's weights join the base's while it has the requests, by which
-rules."""
+"""Declares the settings of merging: whether and when an adapter's weights are merged into the base's."""
 
 import dataclasses
 from typing import Annotated, Any, NamedTuple
@@ -11,11 +10,11 @@ from manylora.rules import FINITE, Rule, at_least, less_than, more_than, one_of
 _HERE = "manylora.policy.merging"
 
 MERGE_POLICIES = {"dlora": f"{_HERE}.dlora:DloraMerging", "manylora": f"{_HERE}.regret:RegretMerging"}
-"""By mode, each with its ``module:Class``."""
+"""The merge policies by mode, each with its ``module:Class``."""
 MERGE_MODES = ("unmerged", *MERGE_POLICIES)
 
 _MERGING = "mode", Rule(" or ".join(MERGE_POLICIES), lambda mode: mode != "unmerged")
-"""Another distribution's modes merge, too."""
+"""The condition that a mode merges. Modes of other distributions merge, too."""
 
 _MODE = Rule(
     f"one of {', '.join(MERGE_MODES)}, or a baseline of manylora-lab (pip install manylora-lab)",
@@ -23,14 +22,14 @@ _MODE = Rule(
 )
 Ratio = Annotated[float, more_than(0), FINITE]
 _OF_DLORA: dict[str, Any] = {"is_internal": True, "needs": ("mode", only("dlora"))}
-"""Its numbers: experiments alone set them."""
+"""The options of dLoRA's numbers, which only experiments set."""
 
 
 class StepTimes(NamedTuple):
     """Seconds of a step of ``num_rows`` rows and ``num_tokens`` tokens, measured before serving.
 
-    ``unmerged_s``: all rows of one adapter, none merged; ``merged_s``: of the merged adapter, so as of the base
-    alone. ``mixed_s`` says nothing: journals of earlier releases have it.
+    ``unmerged_s``: all rows use one adapter, none merged; ``merged_s``: all rows use the merged adapter,
+    which takes as long as the base alone. ``mixed_s`` is unused: journals of earlier releases have it.
     """
 
     num_rows: int
@@ -44,8 +43,9 @@ class StepTimes(NamedTuple):
 class MergeTimes:
     """The times of the device, measured before serving; users cannot set them.
 
-    ``steps_wait``: no step may be commanded between SetMerged and its SwitchDone, since the copy of the pristine
-    weights is in host memory. ``merge_s``: a switch from the base to an adapter; ``restore_s``: back.
+    ``steps_wait``: no step may be commanded between SetMerged and its SwitchDone, since the copy of the
+    pristine weights is in host memory. ``merge_s``: seconds of a switch from the base to an adapter;
+    ``restore_s``: of the way back.
     """
 
     steps_wait: bool = False
@@ -56,7 +56,8 @@ class MergeTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergeConfig(Section):
-    """When an adapter is merged (dLoRA §4). The numbers of ``dlora`` are its authors', where they give any."""
+    """The rules for merging an adapter (dLoRA §4). The numbers of ``dlora`` are its authors', where they give
+    any."""
 
     mode: Annotated[str, _MODE] = setting(
         "unmerged",

@@ -1,10 +1,10 @@
-"""Policies that settings name, and what other distributions add to ``manylora`` as entry points.
+"""Finds policies by name, and the entry points that other distributions add to ``manylora``.
 
-A policy is the product's own, another distribution's, or any class as ``module:Class``. ``manylora.commands``:
-functions that add a parser to the command line's subparsers. The parser's default ``run`` is given the arguments
-and returns the exit code. ``manylora.policies``: tables that say, by kind (cache, router, merge) and name, where a
-policy is. The laboratory is also found where it can be imported but is not installed, as in a checkout on
-PYTHONPATH.
+A policy is the product's own, another distribution's, or any class as ``module:Class``. Entry points of
+``manylora.commands`` are functions that add a parser to the command line's subparsers. The parser's default
+``run`` takes the arguments and returns the exit code. Entry points of ``manylora.policies`` are tables of the
+places of policies, by kind (cache, router, merge) and name. The laboratory is also found where it can be
+imported but is not installed, as in a checkout on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AddParser = Callable[[Any], None]
 
 
 def find_commands() -> dict[str, AddParser]:
-    """Find the commands by name."""
+    """Return other distributions' commands by name."""
     found = _loaded(GROUP)
     if importlib.util.find_spec("manylora_lab") is not None:
         found |= importlib.import_module("manylora_lab.commands").COMMANDS
@@ -38,7 +38,7 @@ def find_commands() -> dict[str, AddParser]:
 
 @functools.cache
 def find_policies(kind: str) -> dict[str, str]:
-    """Find the ``module:Class`` of each policy of a kind, by name."""
+    """Return the ``module:Class`` of each policy of a kind in other distributions, by name."""
     tables = _loaded(POLICIES)
     if importlib.util.find_spec("manylora_lab") is not None:
         tables["lab"] = importlib.import_module("manylora_lab.baselines").POLICIES
@@ -46,7 +46,7 @@ def find_policies(kind: str) -> dict[str, str]:
 
 
 def _loaded(group: str) -> dict[str, Any]:
-    """Load the entry points of a group, but for one whose package is gone."""
+    """Load the entry points of a group, without those whose package is gone."""
     found = {}
     for point in importlib.metadata.entry_points(group=group):
         with contextlib.suppress(ModuleNotFoundError):
@@ -55,13 +55,13 @@ def _loaded(group: str) -> dict[str, Any]:
 
 
 def is_import_name(name: str) -> bool:
-    """Tell whether it names an attribute of a module, as ``module:Class``."""
+    """Return whether the name has the form ``module:Class``."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def place_of(kind: str, own: Mapping[str, str], name: str) -> str:
-    """Find the class of a policy, as ``module:Class``; "" where the name is not known."""
+    """Return the class of a policy as ``module:Class``, or "" where the name is unknown."""
     if is_import_name(name):
         return name
     return own.get(name) or find_policies(kind).get(name, "")
@@ -77,12 +77,12 @@ _Base = TypeVar("_Base")
 
 
 def imported_class(what: str, name: str, base: type[_Base]) -> type[_Base]:
-    """Import the class ``name``, of ``base``. ``what``: it is in errors. Raises ConfigError where there is
-    none."""
+    """Import the class ``name``, a subclass of ``base``. ``what``: the kind of class, for error messages.
+    Raises ConfigError where there is none."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a module raises that is imported
+    except Exception as error:  # an imported module may raise anything
         raise ConfigError(f"{what} {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{what} {name!r} is no subclass of manylora's {base.__name__}")

@@ -1,4 +1,4 @@
-"""The settings of the policy, and its rules."""
+"""Declares the settings of the policy, and their rules."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ CACHE_POLICIES = {
     "lru-ahead": f"{_HERE}:LruAhead",
     "lru-drop": f"{_HERE}:LruDrop",
 }
-"""By name, each with its ``module:Class``."""
+"""The cache policies by name, each with its ``module:Class``."""
 
 CACHE_NUMBERS = ("high_mark", "low_mark", "interval_s", "tau_s", "window_s", "adapter_share")
 CACHE_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -32,13 +32,14 @@ CACHE_SETTINGS: dict[str, tuple[str, ...]] = {
     "static-lru": ("adapter_share",),
     "lru-ahead": ("high_mark",),
 }
-"""The numbers of ``CacheConfig`` that each reads, by name; a policy from elsewhere may read all."""
+"""The numbers of ``CacheConfig`` that each policy reads, by the policy's name. A policy from elsewhere may
+read all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheConfig(Section):
-    """The cache policy, and its numbers. ``tau_s`` and ``window_s`` are assumptions of ours where the
-    FastLibra paper is silent (its equation 5): the scale of its time decay, and how long a visit counts."""
+    """The cache policy and its numbers. ``tau_s`` and ``window_s`` are our assumptions where the FastLibra
+    paper is silent (its equation 5): the scale of its time decay, and the time that a visit counts."""
 
     policy: Annotated[str, named_policy("cache", CACHE_POLICIES)] = setting(
         "manylora",
@@ -52,7 +53,8 @@ class CacheConfig(Section):
     window_s: Seconds = 60.0
     interval_s: Seconds = 0.1
     high_mark: Annotated[float, more_than(0)] | None = None
-    """None: the policy's own, 0.95 in the paper; of ``manylora`` 0.90 to 0.98, by what steps take."""
+    """None: the policy's own mark. That is 0.95 in the paper; ``manylora`` uses 0.90 to 0.98, depending on
+    the pages that steps take."""
     low_mark: float = 0.70
     trace: bool = False
 
@@ -63,12 +65,13 @@ class CacheConfig(Section):
 
 
 def cache_numbers(policy: str) -> tuple[str, ...]:
-    """The numbers that users may give this cache policy."""
+    """Return the names of the numbers that users may set for this cache policy."""
     return CACHE_SETTINGS.get(policy, CACHE_NUMBERS)
 
 
 def cache_config(policy: str, texts: Iterable[str], trace: bool) -> CacheConfig:
-    """A cache policy with numbers from texts of the form KEY=VALUE; later ones win. Raises ConfigError."""
+    """Build the settings of a cache policy from texts of the form KEY=VALUE; later ones win. Raises
+    ConfigError."""
     config, known = CacheConfig(policy, trace=trace), cache_numbers(policy)
     values = {}
     for text in texts:
@@ -91,13 +94,13 @@ def cache_config(policy: str, texts: Iterable[str], trace: bool) -> CacheConfig:
 KEPT_SHARE = 0.1
 ADMISSIONS = ("fcfs", "lcfs", "early-abort")
 FIRST_STEP_S = 0.5
-"""What early abort allows for the step that gives the first token."""
+"""The time that early abort allows for the step of the first token, in seconds."""
 
 Admission = Annotated[str, one_of(ADMISSIONS)]
 Objective = Annotated[float, more_than(FIRST_STEP_S, " seconds"), FINITE]
-"""When a request's first token should have come, after its arrival; early-abort only."""
+"""The time from a request's arrival to its first token that should be met, in seconds; early-abort only."""
 PipelineDepth = Annotated[int, Rule("1 or 2", lambda depth: depth in (1, 2))]
-"""Steps in flight at most. With 2, a step is decided while the one before it still runs."""
+"""The most steps in flight. With 2, a step is decided while the one before it still runs."""
 Positive = Annotated[int, at_least(1)]
 
 
@@ -108,14 +111,15 @@ def check_objective(admission: str, slo_ttft_s: float | None) -> None:
 
 
 def check_cold_start(cold_start: ColdStartConfig, merge: MergeConfig) -> None:
-    """Refuse layer groups with merging: a step on merged weights awaits nothing. Raises ConfigError."""
+    """Refuse layer groups together with merging, since a step on merged weights awaits no copy. Raises
+    ConfigError."""
     if cold_start.num_groups and merge.is_on:
         raise ConfigError(f"--cold-start {cold_start.mode} does not go with --merge {merge.mode}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyConfig(Section):
-    """The settings of the policy. Lengths in tokens. Without host pages there is one tier."""
+    """The settings of the policy. Lengths are in tokens. Without host pages there is one tier."""
 
     num_pages: Positive
     page_tokens: Positive
@@ -129,16 +133,17 @@ class PolicyConfig(Section):
     slo_ttft_s: Objective | None = None
     pipeline_depth: PipelineDepth = 1
     max_waiting: Positive | None = None
-    """Requests that may wait for their first admission; more are refused. None: any number."""
+    """The most requests that wait for their first admission; further ones are refused. None: any number."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
     max_prefills_per_step: Positive | None = None
-    """Prompts of which one step computes a part. None: as many as its tokens allow."""
+    """The most prompts of which one step computes a part. None: as many as its tokens allow."""
     cold_start: ColdStartConfig = ColdStartConfig()
     long_from: Positive | None = None
-    """A sequence of more tokens has other keys (longrope): its KV is computed anew, and shared with such alone."""
+    """The length in tokens above which a sequence has other rotary keys (longrope). Its KV is then computed
+    anew, and shared only with other such sequences."""
     kept_share: Annotated[float, at_least(0), at_most(1)] = KEPT_SHARE
-    """Of the device's pages: what copies that a router wants kept may take."""
+    """The share of the device's pages that copies may take which a router wants kept."""
 
     def __post_init__(self) -> None:
         check_rules(self)

@@ -1,4 +1,5 @@
-"""Whose turn it is among requests that wait: priorities, fairness, and how many adapters run at once."""
+"""Declares the order among waiting requests: priorities, fairness, and the number of adapters that run at
+once."""
 
 import dataclasses
 import fractions
@@ -10,7 +11,7 @@ from manylora.config.declaring import ConfigError, Seconds, Section, check_rules
 from manylora.rules import Rule, between, one_of
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
-"""What a request's ``priority`` may be, as in vLLM; lower comes first."""
+"""The bounds of a request's ``priority``, as in vLLM. A lower priority comes first."""
 
 _LIMIT = re.compile(r"([1-9][0-9]{0,5})(:hard)?")
 _WEIGHTS = re.compile(r"[0-9]{1,6},[0-9]{1,6},[0-9]{1,6}")
@@ -24,7 +25,7 @@ def _are_shares(texts: tuple[str, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueConfig(Section):
-    """The order of the queue (``policy.queue``), before the one that ``admission`` gives."""
+    """The order of the queue (``policy.queue``), which takes precedence over that of ``admission``."""
 
     scheduling_policy: Annotated[str, one_of(("fcfs", "priority"))] = setting(
         "fcfs",
@@ -101,23 +102,24 @@ class QueueConfig(Section):
 
     @property
     def weights(self) -> tuple[int, int, int]:
-        """Service of a token of input, of output, and of input from the cache."""
+        """The service of a token of input, of output, and of input from the cache."""
         of_input, of_output, of_cached = map(int, self.fair_weights.split(","))
         return of_input, of_output, of_cached
 
     @property
     def shares(self) -> dict[str, float]:
-        """The shares by client that are not 1."""
+        """The shares by client, without the usual share, 1."""
         return dict(_pairs(self.fair_share))
 
     @property
     def share_scale(self) -> int:
-        """A number that every share of these divides to a whole one, so that counters are integers."""
+        """The number that gives a whole number when divided by any of these shares, so that counters are
+        integers."""
         return math.lcm(*(as_share(share).numerator for share in self.shares.values()))
 
     @property
     def adapter_limit(self) -> tuple[int, bool] | None:
-        """The number of adapters, and whether no more may run."""
+        """The limit on adapters, and whether it is hard; None: no limit."""
         if self.adapter_batch_limit is None:
             return None
         number, colon, _ = self.adapter_batch_limit.partition(":")
@@ -129,5 +131,5 @@ def _pairs(texts: tuple[str, ...]) -> list[tuple[str, float]]:
 
 
 def as_share(share: float) -> fractions.Fraction:
-    """The number that was written, exactly: it has at most three decimals."""
+    """Return the number exactly as it was written: it has at most three decimals."""
     return fractions.Fraction(share).limit_denominator(1000)

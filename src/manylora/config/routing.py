@@ -1,7 +1,8 @@
-"""The settings of a router: its own numbers, and the parameters of each routing policy.
+"""Declares the settings of a router: its own numbers, and the parameters of each routing policy.
 
-Each parameter is declared once: name, default, bounds and help. Experiments alone set what is no
-``setting``. A router takes its policy's as texts, so that flags and journals know one form. Times in seconds.
+Each parameter is declared once: name, default, bounds and help. Only experiments set a parameter that is no
+``setting``. A router receives its policy's parameters as texts, so that flags and journals have one form.
+Times are in seconds.
 """
 
 import dataclasses
@@ -37,9 +38,9 @@ Number = Annotated[float, at_least(0), FINITE]
 class RouterConfig(Section):
     """The router's own numbers. ``settings``: parameters of the policy, as (key, value) in texts.
 
-    A replica whose last report is older than ``suspect_s`` gets no new work, and one of ``lease_s`` is down. A
-    request that may be to blame for ``poison_deaths`` deaths of replicas is served alone, and refused after one
-    more.
+    A replica whose last report is older than ``suspect_s`` gets no new work; with one older than ``lease_s``
+    it counts as down. A request that may be to blame for ``poison_deaths`` deaths of replicas is served
+    alone, and refused after one more.
     """
 
     policy: RouterName = setting("manylora", "", name="router")
@@ -51,11 +52,11 @@ class RouterConfig(Section):
     poison_deaths: Count = 2
     queue_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 60.0
-    """After which the requests of a replica that drains are moved."""
+    """The time after which the requests of a draining replica are moved."""
     move_cooldown_s: Seconds = 10.0
-    """Between two moves of a request that are made for a gain; each later one needs twice the gain."""
+    """The least time between two moves of a request for a gain. Each later move needs twice the gain."""
     prefix_blocks: Count = 2**17
-    """Blocks of prompts that the router remembers, with where it sent them."""
+    """The number of blocks of prompts that the router remembers, with the replicas that got them."""
     scale_up_s: Seconds = 5.0
     scale_down_s: Seconds = 30.0
     trace: bool = False
@@ -70,7 +71,7 @@ class RouterConfig(Section):
 
 
 class RouterParameters:
-    """Parameters of a routing policy, checked when they are made. Raises ConfigError."""
+    """Parameters of a routing policy, checked when they are created. Raises ConfigError."""
 
     __slots__ = ()
 
@@ -98,15 +99,18 @@ class ConsolidateParameters(BatchParameters):
 
     interval_s: Seconds = setting(10.0, "how often the smallest replica is looked at")
     cooldown_s: Seconds = 30.0
-    """How long both sides of a move are left alone."""
+    """The time for which both sides of a move take part in no other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaraServeParameters(RouterParameters):
-    """The parameters of caraserve. The coefficients are a device's and have no defaults: ``manylora profile``
-    prints them. A decode step takes ``decode_slope_s`` for each unit of rank and ``decode_base_s``, a prefill
-    ``prefill_slope_s`` a token and ``prefill_base_s``. Units: requests times the largest rank (bgmv), or the
-    sum of ranks (mbgmv)."""
+    """The parameters of caraserve.
+
+    The coefficients belong to a device and have no defaults: ``manylora profile`` prints them. A decode step
+    takes ``decode_slope_s`` for each unit of rank, plus ``decode_base_s``. A prefill takes
+    ``prefill_slope_s`` for each token, plus ``prefill_base_s``. Units of rank: requests times the largest
+    rank (bgmv), or the sum of ranks (mbgmv).
+    """
 
     kernel: Literal["bgmv", "mbgmv"] = setting(
         "bgmv", "whether ranks are padded to the largest (bgmv) or not"
@@ -117,7 +121,7 @@ class CaraServeParameters(RouterParameters):
     prefill_base_s: Number | None = setting(None, "seconds of a prefill besides")
     slo_s: Seconds | None = setting(None, "the objective for the time per token")
     penalty_s: Number = 1000.0
-    """What a decode step beyond the objective costs."""
+    """The cost, in seconds, of a decode step that misses the objective."""
 
     def __post_init__(self) -> None:
         RouterParameters.__post_init__(self)
@@ -132,7 +136,7 @@ class DloraParameters(RouterParameters):
 
     replan_s: Seconds = setting(60.0, "how often the placement is planned anew")
     half_life_s: Seconds = 300.0
-    """Of adapters' rates."""
+    """The half-life of adapters' request rates."""
     reserve: Share = 0.1
     """The share of a replica's pages that placed copies may take."""
 
@@ -142,21 +146,22 @@ class ReactiveParameters(DloraParameters):
     """The parameters of dlora."""
 
     check_s: Seconds = 1.0
-    """How often overload is looked for."""
+    """The time between two checks for overload."""
     solve_interval_s: Seconds = 10.0
     """The least time between two solutions."""
     solve_wait_s: Seconds = 2.0
-    """After which a plan is made without the solver."""
+    """The time after which a plan is made without the solver."""
     most_kv_use: Share = 0.9
-    """A replica is overloaded above this use of pages."""
+    """The share of used pages above which a replica is overloaded."""
     most_delay_ratio: Ratio = 2.0
-    """A replica is overloaded, too, by a queueing delay of so many medians,"""
+    """The queueing delay, in medians, above which a replica is overloaded, if it also exceeds
+    ``least_delay_s``."""
     least_delay_s: Number = 1.0
-    """and of so many seconds."""
+    """The least queueing delay of an overloaded replica."""
     most_replicas: Count = 2
-    """Overloaded and underloaded replicas in one programme, of each."""
+    """The most overloaded replicas in one programme, and the most underloaded ones."""
     eta_steps: Number = 0.05
-    """What an adapter adds to a replica, in steps."""
+    """The cost of an adapter on a replica, in decode steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,19 +178,19 @@ class ManyloraParameters(RouterParameters):
     """The parameters of manylora."""
 
     idle_candidates: Count = 8
-    """How many of the least loaded replicas are looked at."""
+    """The number of the least loaded replicas among the candidates."""
     holder_candidates: Count = 8
-    """How many of the replicas that have the adapter."""
+    """The number of candidates that have the adapter."""
     prefix_candidates: Count = 4
-    """How many of the replicas that have most of the prompt."""
+    """The number of candidates that have most of the prompt."""
     home_queue_s: Number = setting(0.5, "an adapter gets another home where all have a longer queue")
     home_half_life_s: Seconds = 60.0
-    """Of the number of an adapter's homes beyond its first."""
+    """The half-life of the number of an adapter's homes beyond its first."""
     balance_s: Seconds = 1.0
-    """How often moves are looked for."""
+    """The time between two searches for moves."""
     move_gain: Ratio = setting(3.0, "a move must save so many times what it costs")
     most_moves: Count = 4
-    """Moves at one time."""
+    """The most moves at one time."""
 
 
 def parameter_lines(router: str, kind: type[RouterParameters]) -> list[str]:

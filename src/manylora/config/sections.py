@@ -1,7 +1,8 @@
-"""What users set, one frozen section a reader: each part of the engine receives only its own.
+"""Declares the settings that users give, in one frozen section for each reader: each part of the engine
+receives only its own.
 
-Each setting is declared here (or in ``CacheConfig``) alone: its type, default, bounds and help text, and
-the name that users give it. Does not know where values come from (``manylora.flags``), nor what a device has free.
+Each setting is declared only here (or in ``CacheConfig``): its type, default, bounds, help text and name for
+users. This module does not know where values come from (``manylora.flags``), nor what a device has free.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, between, more_than
 
 MOST_SEQS = 2**15
-"""No engine runs more sequences at once: each has a row in the executor's tables and a token on the device."""
+"""The most sequences that an engine runs at once. Each has a row in the executor's tables and a token on the
+device."""
 
 
 LoraSharding = Literal["sharded", "replicated"]
@@ -43,15 +45,17 @@ LORA_SHARDINGS: tuple[LoraSharding, ...] = ("sharded", "replicated")
 
 
 def lora_sharding_of(wanted: str, count: int) -> LoraSharding:
-    """Say what ``--lora-sharding`` means with so many ranks. ``auto``: two replicate, which costs no exchange
-    and a third more bytes; more shard, since replicated adapters would take more than twice the memory."""
+    """Return the sharding that ``--lora-sharding`` means with ``count`` ranks. With ``auto``, two ranks
+    replicate, which costs no exchange and a third more bytes. More ranks shard, since replicated adapters
+    would take more than twice the memory."""
     if wanted == "auto":
         return "sharded" if count > 2 else "replicated"
     return "sharded" if wanted == "sharded" else "replicated"
 
 
 def _are_filled(texts: tuple[str, ...]) -> bool:
-    """An empty one, such as from an unset variable, would let in every client that sends an empty key."""
+    """Return whether no text is empty. An empty API key, such as from an unset variable, would admit every
+    client that sends an empty key."""
     return all(text.strip() for text in texts)
 
 
@@ -122,7 +126,7 @@ class ModelSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterSettings(Section):
-    """Adapters served from the start, by name, and what may be loaded later."""
+    """The adapters that are served from the start, by name, and those that may be loaded later."""
 
     adapters: tuple[tuple[str, str], ...] = setting(
         (), "serve this adapter under this name; may be repeated", "NAME=PATH", name="adapter"
@@ -141,7 +145,7 @@ class AdapterSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings(Section):
-    """The amount that runs at once (None: chosen for the device), and the order of admission."""
+    """The number of requests that run at once (None: chosen for the device), and the order of admission."""
 
     max_num_seqs: Annotated[int, at_least(1), at_most(MOST_SEQS)] | None = setting(
         None, "most sequences that run at once (default: 64 on a CPU, else 256)"
@@ -177,7 +181,7 @@ class SchedulerSettings(Section):
         is_internal=True,
     )
     max_waiting: Positive | None = None
-    """The server's own setting, as the policy gets it. None: any number may wait."""
+    """The server's own setting, passed to the policy. None: any number of requests may wait."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
     cold_start: ColdStartConfig = ColdStartConfig(follows_device=True)
@@ -188,8 +192,8 @@ class SchedulerSettings(Section):
         check_cold_start(self.cold_start, self.merge)
 
     def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
-        """Sequences, tokens a step and steps in flight, at most, on such a device. A default gives way to what was
-        set beside it."""
+        """Return the most sequences, tokens of a step, and steps in flight on a device of this kind. A
+        default yields to the other settings that are given."""
         num_seqs, batch_tokens = self.max_num_seqs, self.max_batch_tokens
         if num_seqs is None:
             num_seqs = min(_NUM_SEQS[kind], batch_tokens or _NUM_SEQS[kind])
@@ -201,7 +205,8 @@ class SchedulerSettings(Section):
 _NUM_SEQS = {"cpu": 64, "cuda": 256}
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
-"""A step on a CPU is run by the loop that decides on it."""
+"""The steps in flight by kind of device. A step on a CPU is run by the loop that decides on it, so there is
+one."""
 
 
 def _cache_settings() -> str:
@@ -210,7 +215,8 @@ def _cache_settings() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSettings(Section):
-    """The two pools of pages, in bytes; None: chosen from free memory. A host pool of 0: one tier."""
+    """The two pools of pages, in bytes; None: chosen from free memory. With a host pool of 0 there is one
+    tier."""
 
     page_tokens: Count = setting(
         16,
@@ -242,13 +248,13 @@ class CacheSettings(Section):
         "KEY=VALUE",
         name="cache_set",
     )
-    """As texts, what ``policy`` was made with."""
+    """The texts from which ``policy`` was built."""
     trace: str | None = setting(None, "write every cache decision as a line that a person can read", "FILE")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings(Section):
-    """Everything that makes one engine."""
+    """The settings of one engine."""
 
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
@@ -300,7 +306,7 @@ class EngineSettings(Section):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpSettings(Section):
-    """The server's own side."""
+    """The settings of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: Annotated[int, between(0, 65535)] = setting(8000, "port to listen on")

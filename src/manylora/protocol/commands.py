@@ -1,6 +1,6 @@
-"""What a replica commands, and what engines command an executor beside it.
+"""Declares the commands of a replica, and the further commands that engines send to an executor.
 
-A new command is declared here, in the union of those that carry it out, and carried out by a method of its name
+A new command is declared here and added to the union of its receivers. A method of its name carries it out
 (``handlers``).
 """
 
@@ -27,18 +27,19 @@ from manylora.types import (
 )
 
 Tier = Literal["device", "host"]
-"""Where pages are: each tier counts its own page ids from 0."""
+"""The place of pages: each tier counts its own page ids from 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """All an executor must know to run a sequence: on admission, on resumption after preemption, as a fork.
+    """The data with which an executor starts a sequence: on admission, on resumption after preemption, or as
+    a fork.
 
-    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` holds positions ``[i * page_tokens, (i+1) *
-    page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``: for people to read,
-    should the step be the executor's last. ``first_rotary_row``: the row of the rotary tables for position 0.
-    ``num_scored``: where ``params.prompt_logprobs`` is set, the log-probabilities of the tokens after the first
-    so many positions are known, and not asked for.
+    ``tokens`` = prompt + tokens generated so far; ``pages[i]`` has the positions ``[i * page_tokens, (i+1) *
+    page_tokens)``. The first ``num_computed`` positions are in the pages. ``request``: for people to read, if
+    the step is the executor's last. ``first_rotary_row``: the row of the rotary tables for position 0.
+    ``num_scored``: where ``params.prompt_logprobs`` is set, the log-probabilities of this number of tokens
+    after the first are known already, and not asked for.
     """
 
     sequence: SequenceId
@@ -56,7 +57,8 @@ class SequenceStart:
 
 
 class StepRow(NamedTuple):
-    """Compute positions ``[start, start + num_tokens)`` of a sequence, then draw ``num_samples`` tokens.
+    """The computation of positions ``[start, start + num_tokens)`` of a sequence, and the draw of
+    ``num_samples`` tokens.
 
     ``pages``: changes to its page table since the last step, as (index, page). ``num_samples`` is 0 for a
     chunk that does not reach the end of the tokens, 1 normally, and n where a request's samples fork.
@@ -71,18 +73,18 @@ class StepRow(NamedTuple):
 
 step_row: Callable[[tuple[SequenceId, int, int, int, tuple[tuple[int, PageId], ...]]], StepRow]
 step_row = functools.partial(tuple.__new__, StepRow)
-"""Makes a StepRow of a tuple of its fields in little more than half the time: there is one for every token."""
+"""Makes a StepRow from a tuple of its fields in little more than half the time. There is one for every token."""
 
 
 class Await(NamedTuple):
-    """These sequences of a step read what a copy, a SwapPages with ``groups``, brings."""
+    """A wait of sequences of a step for a copy whose pages they read: a SwapPages with ``groups``."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
 
 
 class CpuRows(NamedTuple):
-    """Rows of sequences whose adapter's part the CPU computes, from the sources of the adapter's copy."""
+    """The sequences of a step whose adapter the CPU computes, from the sources of the adapter's copy."""
 
     copy: CopyId
     sequences: tuple[SequenceId, ...]
@@ -90,13 +92,13 @@ class CpuRows(NamedTuple):
 
 @dataclasses.dataclass(slots=True)  # like StepDone
 class RunStep:
-    """Run one batch. ``starts`` come before the rows that use them.
+    """A command to run one batch. ``starts`` come before the rows that use them.
 
-    ``merged``: the adapter whose merged weights it runs on, which the last SetMerged named; BASE: none.
-    ``awaits``: copies, commanded before, whose answer had not come when this was decided. No layer of the step
-    begins before what these bring of it has landed, within a bound.
-    ``cpu``: copies of adapters, likewise, which the step need not outlast: their sources hold what they hold
-    until it has ended, whatever became of the copy.
+    ``merged``: the adapter whose merged weights the step uses, named by the last SetMerged; BASE: none.
+    ``awaits``: copies, commanded before, whose answer had not arrived when the step was decided. No layer of
+    the step begins before its part of these copies has arrived, within a bound. ``cpu``: copies of adapters,
+    likewise, which may end before or after the step. Their sources keep their content until the step has
+    ended, whatever happens to the copy.
     """
 
     step: int
@@ -109,23 +111,23 @@ class RunStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndSequence:
-    """Forget the sequence; its pages may be given to others from the next command on."""
+    """A command to forget the sequence. Its pages may be given to others from the next command on."""
 
     sequence: SequenceId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyPages:
-    """Copy whole pages inside the device pool, ordered against compute: (source, destination)."""
+    """A command to copy whole pages inside the device pool, ordered against compute: (source, destination)."""
 
     pairs: tuple[tuple[PageId, PageId], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """Read the adapter from its source into these pages, off the step loop; answer with AdapterRead.
+    """A command to read the adapter from its source into these pages, off the step loop; AdapterRead answers it.
 
-    On the device it is then resident; in host pages it waits for a SwapPages that names it.
+    On the device the adapter is then resident; in host pages it waits for a SwapPages that names it.
     """
 
     adapter: AdapterId
@@ -135,13 +137,13 @@ class ReadAdapter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwapPages:
-    """Copy pages between the tiers beside compute; answer with CopyDone.
+    """A command to copy pages between the tiers beside compute; CopyDone answers it.
 
     ``pairs``: (source, destination); the sources are the host's when ``to_device``, else the device's. The
-    destinations are this copy's alone until the answer, and no issued step touches them but one that awaits it.
-    ``adapter``: these are all the pages of this adapter, in order, and it is resident once they have landed.
-    ``groups``: steps may await the copy, which lands in so many groups of layers, the first layers' first; 0:
-    none does.
+    destinations belong to this copy alone until the answer. Only an issued step that awaits the copy uses
+    them before. ``adapter``: the pages are all pages of this adapter, in order, and it is resident once they
+    have arrived. ``groups``: the number of groups of layers in which the copy arrives, the first layers'
+    first, so that steps may await it; 0: no step does.
     """
 
     copy: CopyId
@@ -153,11 +155,11 @@ class SwapPages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetMerged:
-    """From the next step on the base's weights are with this adapter merged into them; BASE: as they were
+    """A command to merge this adapter into the base's weights from the next step on; BASE: restore them as
     loaded.
 
-    Ordered after the steps issued before and before those issued later; answered with SwitchDone. The adapter
-    is resident from now until the answer to the SetMerged that ends this.
+    It is ordered after the steps issued before and before those issued later; SwitchDone answers it. The
+    adapter is resident from now until the answer to the SetMerged that ends this.
     """
 
     switch: SwitchId
@@ -166,30 +168,31 @@ class SetMerged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Answer with Timer at ``at`` (on the clock of ``now``); replaces the one set before."""
+    """A request for a Timer at ``at`` (on the clock of ``now``). It replaces the timer set before."""
 
     at: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvictAdapter:
-    """Drop an adapter from the device; no step issued from now on reads it."""
+    """A command to drop an adapter from the device. No step issued from now on reads it."""
 
     adapter: AdapterId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterFreed:
-    """A removed adapter holds no page and no request any more."""
+    """The notice that a removed adapter has no page and no request any more."""
 
     adapter: AdapterId
 
 
 class Emit(NamedTuple):
-    """A generated token; ``position`` counts from 0 at the sample's first. Emitted once, whatever moved.
+    """A generated token. ``position`` counts from 0 at the sample's first token. Each is emitted once,
+    however often the request moved.
 
-    ``sampled_by``: (sequence, index among the tokens it drew in its last step), where a driver finds what the
-    executor said beside the token. A fork's first token is sampled by sample 0's sequence.
+    ``sampled_by``: (sequence, index among the tokens it drew in its last step). There a driver finds the
+    executor's results beside the token. A fork's first token is sampled by sample 0's sequence.
     """
 
     request: RequestId
@@ -201,14 +204,17 @@ class Emit(NamedTuple):
 
 emit: Callable[[tuple[RequestId, int, int, int, tuple[SequenceId, int]]], Emit]
 emit = functools.partial(tuple.__new__, Emit)
-"""Makes an Emit of a tuple of its fields, likewise."""
+"""Makes an Emit from a tuple of its fields, as fast as ``step_row``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptScored:
-    """More of the prompt's log-probabilities count: those that the executor said beside the sequence's last
-    row. The first is of the token after position ``start``. Each counts once, in order, whatever moved, and all
-    of them before the request's first Emit."""
+    """The notice that further log-probabilities of the prompt count: those that the executor reported with
+    the sequence's last row.
+
+    The first is of the token after position ``start``. Each counts once, in order, however often the request
+    moved, and all of them before the request's first Emit.
+    """
 
     request: RequestId
     sequence: SequenceId
@@ -217,8 +223,8 @@ class PromptScored:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """Announce that the request left the queue for the first time; ``num_cached`` of its prompt's tokens were
-    reused."""
+    """The notice that the request left the queue for the first time. ``num_cached`` of its prompt's tokens
+    were reused."""
 
     request: RequestId
     num_cached: int
@@ -226,10 +232,11 @@ class Admitted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """All that an admitted request reuses is on the device, for the first time; its prefill begins.
+    """The notice that all reused pages of an admitted request are on the device for the first time. Its
+    prefill begins.
 
-    ``adapter_s``: how long it waited for its adapter since it was admitted; ``kv_s``: and for cached KV after
-    that. Both 0 where nothing had to come.
+    ``adapter_s``: its wait for its adapter since its admission, in seconds; ``kv_s``: its wait for cached KV
+    after that. Both are 0 where nothing had to be copied.
     """
 
     request: RequestId
@@ -242,8 +249,8 @@ class Decided:
     """One decision of the cache policy, for people; only with ``CacheConfig.trace``.
 
     ``action``: "evict", "save", "drop", "load", "read", "prefetch", "drop-host", "preempt", ...; ``depth``: 0
-    for an adapter, else which page of its prefix; ``value``: the node's value to the policy (log
-    seconds), None where it was not asked; ``reason``: "demand", "busy", "idle", "queue", ...
+    for an adapter, else the number of the page in its prefix; ``value``: the node's value to the policy (log
+    seconds), or None where it was not computed; ``reason``: "demand", "busy", "idle", "queue", ...
     """
 
     action: str
@@ -256,7 +263,7 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """One sample has ended: "stop", "length", "abort" or "error" (then ``error`` says why)."""
+    """The end of one sample: "stop", "length", "abort" or "error" (then ``error`` gives the reason)."""
 
     request: RequestId
     sample: int
@@ -266,7 +273,7 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reject:
-    """Reject a request; nothing was or will be emitted for it."""
+    """The refusal of a request; nothing was or will be emitted for it."""
 
     request: RequestId
     error: RequestError
@@ -276,7 +283,7 @@ class Reject:
 class Released:
     """The answer to LetGo, or to an Arrive of a later attempt: this attempt at the request is over.
 
-    ``positions``: how many tokens each sample has, those that have ended included; its open samples get no
+    ``positions``: the number of tokens of each sample, also of those that have ended. Its open samples get no
     Finish. Empty where there is no such attempt.
     """
 
@@ -287,7 +294,7 @@ class Released:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Answer ReportDue with the replica's gauges and its counts since the start."""
+    """The answer to ReportDue: the replica's gauges, and its counts since the start."""
 
     gauges: Snapshot
     counters: Counters
@@ -297,12 +304,12 @@ class Report:
 class Status:
     """The state of a replica for a router. Counts are totals; ``residency`` and ``evicted`` are changes.
 
-    ``seq``: from 1, one more each time. ``free_pages`` are empty, ``reclaimable_pages`` hold what no request
-    uses. ``waiting_tokens``: of prompts still to be computed. ``residency``: (adapter, tier) as it changed
-    since the last Status; all adapters that are anywhere where ``is_full``. ``evicted``: hashes of blocks that
-    can be reused no more, since then. ``page_price_s``: seconds that the loss of a reclaimable page costs, by
-    the replica's own values. ``is_exhausted``: a running request finds no page. ``token_s``, ``page_in_s``,
-    ``page_read_s``: as learnt here; 0 means as in the replica's facts.
+    ``seq``: from 1, one more each time. ``free_pages`` are empty; ``reclaimable_pages`` are used by no
+    request. ``waiting_tokens``: tokens of prompts still to be computed. ``residency``: (adapter, tier) as
+    changed since the last Status; where ``is_full``, every adapter on any tier. ``evicted``: hashes of blocks
+    that have become unusable since then. ``page_price_s``: the cost of losing a reclaimable page, in seconds,
+    by the replica's own values. ``is_exhausted``: a running request finds no page. ``token_s``,
+    ``page_in_s``, ``page_read_s``: as measured here; 0 means as in the replica's facts.
     """
 
     seq: int
@@ -322,13 +329,13 @@ class Status:
     page_read_s: float = 0.0
 
 
-# What only engines command: a replica learns of an adapter when it has been looked at.
+# Only engines send these: a replica learns of an adapter after its check.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InspectAdapter:
-    """Check by its headers that the adapter in ``path`` fits the model, and remember where it lies; answer with
-    AdapterChecked."""
+    """A command to check by its headers that the adapter in ``path`` fits the model, and to remember the
+    path; AdapterChecked answers it."""
 
     adapter: AdapterId
     path: str
@@ -336,34 +343,34 @@ class InspectAdapter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyAdapter:
-    """Read all weights of an inspected adapter; answer with AdapterChecked."""
+    """A command to read all weights of an inspected adapter; AdapterChecked answers it."""
 
     adapter: AdapterId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForgetAdapter:
-    """Forget an adapter that is not resident; unknown ids are ignored."""
+    """A command to forget an adapter that is not resident. Unknown ids are ignored."""
 
     adapter: AdapterId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportState:
-    """Answer with ExecutorState."""
+    """A command to report the executor's state; ExecutorState answers it."""
 
 
 DeviceCommand = (
     RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | SetMerged
     | InspectAdapter | VerifyAdapter | ForgetAdapter | ReportState
 )  # fmt: skip
-"""An executor carries these out."""
+"""The commands that an executor carries out."""
 
 ClientCommand = Emit | PromptScored | Admitted | Ready | Finish | Reject | Released
-"""News of a request."""
+"""The news of a request."""
 
 EngineCommand = SetTimer | AdapterFreed | Decided | Report | Status
-"""The driver carries these out, or has its engine do it."""
+"""The commands that the driver carries out, or has its engine carry out."""
 
 Command = (
     RunStep
@@ -384,7 +391,7 @@ ENGINE_COMMANDS: frozenset[type] = frozenset(get_args(EngineCommand))
 
 
 def handlers(port: object, commands: Iterable[type]) -> dict[type, Callable[..., Any]]:
-    """The port's methods by the command that each carries out: ``run_step`` for RunStep.
+    """Return the port's methods by the command that each carries out: ``run_step`` for RunStep.
 
     Raises TypeError where one is missing.
     """
@@ -406,8 +413,8 @@ def _method_of(kind: type) -> str:
 
 
 Ask = tuple[str, int]
-"""What is answered: ("step", its number), ("copy", its number), ("read", the adapter), ("switch", its number),
-("timer", 0)."""
+"""The key of a question: ("step", its number), ("copy", its number), ("read", the adapter), ("switch", its
+number), ("timer", 0)."""
 
 
 @overload
@@ -415,7 +422,8 @@ def ask_of(message: SwapPages | ReadAdapter | SetMerged | CopyDone | AdapterRead
 @overload
 def ask_of(message: Command | DeviceCommand | Event) -> Ask | None: ...
 def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
-    """What a command asks for, or an event answers, where another event or command is the counterpart."""
+    """Return the key that a command and its answering event share. Returns None where a message has no
+    counterpart."""
     match message:
         case RunStep() | StepDone():
             return "step", message.step
@@ -431,8 +439,8 @@ def ask_of(message: Command | DeviceCommand | Event) -> Ask | None:
 
 
 class Machine(Protocol):
-    """A state machine: a replica's policy, or any other of its form."""
+    """A state machine: a replica's policy, or another of the same form."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """React to one event at time ``now`` (seconds, any origin, never decreasing): commands, in their
-        order."""
+        """React to one event at time ``now`` (seconds, any origin, never decreasing). Returns commands in
+        their order."""

@@ -1,4 +1,4 @@
-"""The events of a replica."""
+"""Declares the events of a replica."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from manylora.types import AdapterId, CopyId, Request, RequestId, SequenceId, Sw
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrive:
-    """The arrival of a request. ``more``: others follow at once, and no step starts before the last of them is
-    known, so that requests which come together start together.
+    """The arrival of a request. ``more``: others follow at once. No step starts before the last one is known,
+    so that requests which arrive together start together.
 
-    Of a request that was elsewhere before, ``resume``: for each sample the tokens that it has, empty where no
-    sample has any; they count as output, and are computed again like a prompt. ``closed``: samples that ended.
-    ``waited_s``: since it first came, wherever that was; it waits in line accordingly. ``attempt``: a live
-    request gives way to a later attempt of its own.
+    For a request that was elsewhere before: ``resume``: the tokens that each sample has, empty where no
+    sample has any. They count as output, and are computed again like a prompt. ``closed``: samples that have
+    ended. ``waited_s``: time since its first arrival on any replica, which counts for its place in the queue.
+    ``attempt``: a live request gives way to a later attempt of its own.
     """
 
     request: Request
@@ -29,7 +29,8 @@ class Arrive:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abort:
-    """Stop a request, or one of its samples; ``reason`` becomes its finish reason ("abort", "stop")."""
+    """An order to stop a request, or one of its samples. ``reason`` becomes its finish reason ("abort",
+    "stop")."""
 
     request: RequestId
     sample: int | None = None
@@ -38,8 +39,8 @@ class Abort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LetGo:
-    """Another replica is to serve the request: it is given no step any more, and when those in flight have
-    ended, Released says how far it came. Its tokens until then are emitted as ever."""
+    """An order to release the request for another replica. It gets no further step. When its steps in flight
+    have ended, Released reports its progress. Its tokens until then are emitted as usual."""
 
     request: RequestId
     attempt: int = 0
@@ -47,25 +48,25 @@ class LetGo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
-    """A router wants a copy of the adapter to stay on the device, whether or not a request names it;
-    ``is_kept`` False: not any more. Ignored where the share of such copies is full, and of an unknown
+    """A router's order to keep a copy of the adapter on the device, whether or not a request names it;
+    ``is_kept`` False ends it. It is ignored where the share of such copies is full, and for an unknown
     adapter."""
 
     adapter: AdapterId
     is_kept: bool = True
 
 
-@dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make: there is one a step
+@dataclasses.dataclass(slots=True)  # not frozen, which takes three times as long to create: one for each step
 class StepDone:
     """The end of a step. ``tokens``: per sampled row (sequence, tokens); n tokens where a row asked for n.
 
-    When not ``ok`` no row of the step counts as computed and ``error`` says why. ``more``: the end of the step
-    after it follows at once, so no step is to be started in between. ``unsound``: sequences whose logits were
-    not finite; what stands for them in ``tokens`` means nothing. ``spoilt``: sequences that read what a copy
-    was to bring and did not, or not in time; nothing of theirs counts. ``stall_s``: how much of ``device_s``
-    the step stood still for copies or for the CPU, as far as it is known. ``cpu_s``: how long the CPU computed
-    for the step's cold rows, its busiest thread; ``cpu_workers``: how many threads there are by now, -1 where
-    no row was the CPU's.
+    When not ``ok``, no row of the step counts as computed and ``error`` gives the reason. ``more``: the end
+    of the next step follows at once, so no step is to be started in between. ``unsound``: sequences whose
+    logits were not finite; their ``tokens`` mean nothing. ``spoilt``: sequences that read pages which a copy
+    did not bring in time; none of their results count. ``stall_s``: the part of ``device_s`` for which the
+    step waited for copies or for the CPU, where it is known. ``cpu_s``: the time that the CPU's busiest
+    thread computed for the step's cold rows; ``cpu_workers``: the present number of threads, or -1 where the
+    CPU had no row.
     """
 
     step: int
@@ -83,9 +84,9 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterRead:
-    """An adapter's weights lie in the pages its ReadAdapter named, or could not be brought there.
+    """The notice that an adapter's weights are in the pages of its ReadAdapter, or could not be read.
 
-    ``is_at_fault``: what its files hold is the reason, and not the device or the engine's end.
+    ``is_at_fault``: whether its files are the reason, and not the device or the engine's end.
     """
 
     adapter: AdapterId
@@ -97,7 +98,7 @@ class AdapterRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterAdded:
-    """From now on requests may name this adapter; it needs ``num_pages`` when resident."""
+    """The notice that requests may name this adapter from now on. It needs ``num_pages`` when resident."""
 
     adapter: AdapterId
     num_pages: int
@@ -105,16 +106,18 @@ class AdapterAdded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdapterRemoved:
-    """No new request may name it; AdapterFreed follows once its running requests and pages are gone."""
+    """The notice that no new request may name the adapter. AdapterFreed follows once its running requests and
+    pages are gone."""
 
     adapter: AdapterId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyDone:
-    """A SwapPages has landed whole, or failed; then what its destination pages hold is unknown.
+    """The notice that a SwapPages has arrived whole, or failed. After a failure the content of its
+    destination pages is unknown.
 
-    ``copy_s``: how long its own transfers took, without the time it waited for others.
+    ``copy_s``: the time of its own transfers, without the wait for others.
     """
 
     copy: CopyId
@@ -125,10 +128,10 @@ class CopyDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwitchDone:
-    """A SetMerged has taken effect, or failed; then the weights are as they were loaded, whatever later steps
-    name, until the next SetMerged.
+    """The notice that a SetMerged has taken effect, or failed. After a failure the weights are as they were
+    loaded until the next SetMerged, whatever later steps name.
 
-    ``switch_s``: how long the device was taken up with it.
+    ``switch_s``: the time for which it occupied the device.
     """
 
     switch: SwitchId
@@ -139,19 +142,20 @@ class SwitchDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timer:
-    """The moment of the last SetTimer, or later: a step may have been running."""
+    """The notice that the time of the last SetTimer has come. It may be late where a step was running."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportDue:
-    """Answer with Report; nothing is decided. ``which``: the adapters that it lists."""
+    """An order to answer with Report; nothing is decided. ``which``: the adapters that it lists."""
 
     which: Which = "all"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatusDue:
-    """Answer with Status, for a router; nothing is decided. ``is_full``: not with changes alone."""
+    """An order to answer with Status, for a router; nothing is decided. ``is_full``: with the whole state,
+    not with changes only."""
 
     is_full: bool = False
 

@@ -1,4 +1,4 @@
-"""Numbers that look like chance and are the same in every process: hashes of what they are asked for."""
+"""Computes hashes that are the same in every process: of numbers, of prompts' blocks and of replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK = 2**64 - 1
 
 
 def hash_number(number: int) -> int:
-    """64 bits for a number, each of which depends on all of its own (splitmix64)."""
+    """Hash a number to 64 bits, each of which depends on all bits of the number (splitmix64)."""
     mixed = (number + 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -24,7 +24,7 @@ BLOCK_BYTES = 8 * BLOCK_TOKENS
 
 
 def prefix_hashes(adapter: AdapterId, cache_scope: str, tokens: Sequence[int]) -> tuple[int, ...]:
-    """For each full block of a prompt its hash and that of all before it, as ``Asked.prefix`` has them."""
+    """Hash each full block of a prompt together with all blocks before it, as in ``Asked.prefix``."""
     return _chain(prefix_root(adapter, cache_scope.encode()), tokens)
 
 
@@ -43,20 +43,22 @@ def reply_hashes(
     reply: Sequence[int],
     prefix: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Likewise for the full blocks that a reply has made after those of the prompt. No step computes its last
-    token. ``prefix``: the prompt's own hashes, where they are known: of a long one they take long."""
+    """Hash the full blocks that a reply completes after those of the prompt. The reply's last token has no
+    KV: no step computes it. ``prefix``: the prompt's own hashes where they are known, since hashing a long
+    prompt takes long."""
     known = prefix_hashes(adapter, cache_scope, prompt) if prefix is None else prefix
     last = known[-1] if known else prefix_root(adapter, cache_scope.encode())
     return _chain(last, (*prompt[len(known) * BLOCK_TOKENS :], *reply[:-1]))
 
 
 def prefix_root(adapter: AdapterId, cache_scope: bytes) -> int:
-    """What stands before the first block."""
+    """Return the hash from which the first block's hash starts."""
     return _digest(adapter.to_bytes(8, "little", signed=True) + cache_scope)
 
 
 def block_hash(before: int, cells: bytes) -> int:
-    """64 bits for a block's tokens, 8 bytes each in the machine's order, after those before it."""
+    """Hash a block's tokens, 8 bytes each in the machine's order, together with the hash of the blocks before
+    it."""
     return _digest(before.to_bytes(8, "little") + cells)
 
 

@@ -1,7 +1,8 @@
-"""The events and commands of a router: the seam between a cluster's decisions and its processes.
+"""Declares the events and commands of a router: the interface between a cluster's decisions and its processes.
 
-Records of numbers, texts and tuples of these, so that each can cross to another process and be kept in a
-journal. ``Timer`` and ``SetTimer`` are those of a replica. Does not know how a router decides.
+They are records of numbers, texts and tuples of these, so that each can be sent to another process and kept
+in a journal. ``Timer`` and ``SetTimer`` are those of a replica. This module does not know how a router
+decides.
 """
 
 from __future__ import annotations
@@ -14,35 +15,36 @@ from manylora.protocol.events import Timer
 from manylora.types import AdapterId, RequestError, RequestId
 
 ReplicaId = int
-"""A place for a replica. Each replica that runs there has an epoch of its own, higher each time."""
+"""The number of a place for a replica. Each replica in it has its own epoch, higher than the one before."""
 
 NOWHERE, ON_HOST, ON_DEVICE = 0, 1, 2
-"""The tier in which a replica has an adapter; the higher one of two."""
+"""The tiers in which a replica may have an adapter. Where it is in two, the higher one counts."""
 
 BLOCK_TOKENS = 64
-"""Tokens of a block that is hashed for ``Asked.prefix``."""
+"""The number of tokens in a block that is hashed for ``Asked.prefix``."""
 
 
 class StepPlane(NamedTuple):
-    """Seconds of a decode step, as a plane over what it computes; a step takes the largest of its planes."""
+    """Seconds of a decode step, as a plane over its work. A step takes the largest value of its planes."""
 
     step_s: float
     row_s: float = 0.0
     kv_token_s: float = 0.0
-    """For each position that a row attends to."""
+    """Seconds for each position that a row attends to."""
     adapter_s: float = 0.0
-    """For each distinct adapter."""
+    """Seconds for each distinct adapter."""
     adapter_page_s: float = 0.0
-    """For each page of these."""
+    """Seconds for each page of these adapters."""
     rank_s: float = 0.0
-    """For each unit of rank of each request, of kernels that share nothing between rows (CaraServe's MBGMV)."""
+    """Seconds for each unit of rank of each request, for kernels that share nothing between rows (CaraServe's
+    MBGMV)."""
     padded_rank_s: float = 0.0
-    """For each row and unit of the largest rank, of kernels that pad (BGMV)."""
+    """Seconds for each row and unit of the largest rank, for kernels that pad (BGMV)."""
 
 
 class RankCosts(NamedTuple):
-    """Seconds as CaraServe's router counts them: of a decode step for each unit of rank, by the measure of the
-    router's kernel, and besides; of a prefill for each token, and besides."""
+    """Seconds in the cost model of CaraServe's router: slope and base of a decode step, and of a prefill. The
+    decode slope is per unit of rank, as the router's kernel counts it; the prefill slope is per token."""
 
     decode_slope_s: float
     decode_base_s: float
@@ -52,13 +54,13 @@ class RankCosts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """The facts of a replica while its epoch lasts. Lengths in tokens, times in seconds.
+    """The facts of a replica while its epoch lasts. Lengths are in tokens, times in seconds.
 
     ``max_seqs``: sequences that run at once; ``adapter_pages``: device pages that adapters may take;
-    ``token_s``: one token of a prompt; ``page_in_s``: one page from the host to the device; ``page_read_s``:
-    one page of an adapter from its files; ``numerics``: replicas of one such class compute equal tokens. Where
-    the seconds are equal too, replicas are of one kind. ``rank_costs``: where replicas differ; None: as the
-    router's settings say.
+    ``token_s``: time of one token of a prompt; ``page_in_s``: of one page from the host to the device;
+    ``page_read_s``: of one page of an adapter from its files. ``numerics``: replicas with the same text
+    compute equal tokens. Where the seconds are equal too, replicas are of one kind. ``rank_costs``: given
+    where replicas differ; None: as in the router's settings.
     """
 
     num_pages: int
@@ -81,13 +83,13 @@ class ReplicaFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """A front end wants a request to be served: ``samples`` of at most ``max_tokens`` tokens each.
+    """A front end's wish to have a request served: ``samples`` of at most ``max_tokens`` tokens each.
 
-    ``prefix``: for each full block of the prompt's ``BLOCK_TOKENS`` a 64-bit hash of it and all before it,
-    rooted at the adapter's version and the cache scope. ``attempts``: how many were made before; where the
-    request is live and its present attempt is among them, the front end has given that one up. ``generated``:
-    tokens so far of each sample. ``waited_s``: since the request first came. ``failures``, ``deaths``: what the
-    last Assign said of these, should another router have made it.
+    ``prefix``: for each full block of ``BLOCK_TOKENS`` tokens of the prompt, a 64-bit hash of it and all
+    blocks before, rooted at the adapter's version and the cache scope. ``attempts``: the number made before.
+    Where the request is live and its present attempt is among them, the front end has given that attempt up.
+    ``generated``: the number of tokens so far of each sample. ``waited_s``: time since the request first
+    arrived. ``failures``, ``deaths``: the values of the last Assign, in case another router made it.
     """
 
     request: RequestId
@@ -105,7 +107,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """A front end tells a new router that this replica serves a request already, in the attempt
+    """A front end's report to a new router that this replica serves a request already, in the attempt
     ``asked.attempts``. Where that epoch of the replica is not up, the attempt is lost."""
 
     asked: Asked
@@ -115,7 +117,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """The number of tokens of a sample."""
+    """The number of tokens that a sample has."""
 
     request: RequestId
     sample: int
@@ -124,10 +126,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """All samples of the request have ended, with so many tokens in the mean of them.
+    """The end of all samples of the request. ``output_tokens``: their mean number of tokens.
 
-    ``blocks``: the blocks that each reply has filled, hashed as in ``Asked.prefix``; so the next turn of a
-    conversation is known to be cached where the last one ended.
+    ``blocks``: the blocks that each reply has filled, hashed as in ``Asked.prefix``. So the router knows that
+    the next turn of a conversation is cached where the last one ended.
     """
 
     request: RequestId
@@ -144,7 +146,8 @@ class Cancelled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaUp:
-    """A replica serves. One that was down comes back with a higher epoch only. ``lacks``: see Lacks."""
+    """The notice that a replica serves. One that was down comes back only with a higher epoch. ``lacks``: see
+    Lacks."""
 
     replica: ReplicaId
     epoch: int
@@ -165,7 +168,7 @@ class Lacks:
 class ReplicaReport:
     """A replica's state at one moment.
 
-    ``seen_upto``: the number of the last Assign whose request the replica had by then.
+    ``seen_upto``: the number of the last Assign whose request the replica had at that moment.
     """
 
     replica: ReplicaId
@@ -176,8 +179,11 @@ class ReplicaReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaDown:
-    """The end of this epoch of a replica. ``is_crash``: it died by itself, and requests may be to blame:
-    ``blamed``, or all that it had accepted where that is not known (None). Nothing is, where it was ended."""
+    """The end of this epoch of a replica.
+
+    ``is_crash``: it died by itself, and requests may be to blame. These are ``blamed``, or all that it had
+    accepted where that is None. No request is to blame where the replica was ended.
+    """
 
     replica: ReplicaId
     epoch: int
@@ -188,8 +194,8 @@ class ReplicaDown:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drain:
-    """Give the replica no more work. ``migrate``: move its requests at once, not only after the time
-    allowed."""
+    """An order to give the replica no more work. ``migrate``: move its requests at once, not only after the
+    time allowed."""
 
     replica: ReplicaId
     migrate: bool = False
@@ -197,7 +203,7 @@ class Drain:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveAsked:
-    """A person's order to move the request to this replica at any cost."""
+    """An operator's order to move the request to this replica at any cost."""
 
     request: RequestId
     replica: ReplicaId
@@ -214,7 +220,8 @@ class Withdrawn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Listed:
-    """From this revision of the registry on, requests may name the adapter. ``num_pages``: when resident."""
+    """The notice that from this revision of the registry on, requests may name the adapter. ``num_pages``:
+    its pages when resident."""
 
     adapter: AdapterId
     rank: int
@@ -224,7 +231,7 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unlisted:
-    """No new request may name it; those that have come are served."""
+    """The notice that no new request may name the adapter; earlier ones are served."""
 
     adapter: AdapterId
     revision: int = 0
@@ -232,8 +239,8 @@ class Unlisted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solved:
-    """An answer to Solve: for each of its requests the share that each of its replicas gets, and the least
-    value that any solution can have. Without ``shares`` there was no solution in time."""
+    """The answer to Solve: for each request the share of each replica, and the least value that any solution
+    can have. Without ``shares`` there was no solution in time."""
 
     number: int
     shares: tuple[tuple[float, ...], ...] = ()
@@ -252,11 +259,11 @@ RouterEvent = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assign:
-    """Order the front end to send the request to this replica, with the tokens that it has accepted so far.
+    """An order to the front end to send the request to this replica, with the tokens that it has accepted so far.
 
-    ``number`` counts the replica's assignments. ``resume``: as many tokens of each sample as the router knows
-    of. ``failures``, ``deaths``: attempts that were lost before, and those of them that the request is blamed
-    for.
+    ``number`` counts the replica's assignments. ``resume``: the number of tokens of each sample that the
+    router knows of. ``failures``: the number of earlier attempts that were lost; ``deaths``: the number of
+    those for which the request is blamed.
     """
 
     request: RequestId
@@ -270,7 +277,7 @@ class Assign:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Order the replica to end the request after the step in flight, and to answer with Withdrawn."""
+    """An order to the replica to end the request after the step in flight, and to answer with Withdrawn."""
 
     request: RequestId
     attempt: int
@@ -279,7 +286,7 @@ class Withdraw:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Order the replica to keep the adapter on its device, within the share reserved for such copies."""
+    """An order to the replica to keep the adapter on its device, within the share reserved for such copies."""
 
     adapter: AdapterId
     replica: ReplicaId
@@ -287,7 +294,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unplace:
-    """End the order to keep the adapter."""
+    """An end of the order to keep the adapter."""
 
     adapter: AdapterId
     replica: ReplicaId
@@ -295,15 +302,15 @@ class Unplace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refuse:
-    """Refuse a request, or end it."""
+    """A refusal of a request, or the end of one that was accepted."""
 
     request: RequestId
     error: RequestError
 
 
 class ProgrammeReplica(NamedTuple):
-    """A replica in dLoRA's programme: ``pages`` is what its requests and adapters there may take together, and
-    ``page_s`` what one page beyond that takes to swap."""
+    """A replica in dLoRA's programme. ``pages``: the pages that its requests and adapters in the programme
+    may take together; ``page_s``: the time to swap one page beyond these."""
 
     replica: ReplicaId
     pages: int
@@ -311,8 +318,8 @@ class ProgrammeReplica(NamedTuple):
 
 
 class ProgrammeRequest(NamedTuple):
-    """A request in dLoRA's programme. ``source``: the index of its replica; ``run_s``: what is left of it
-    there; ``move_s``: what computing it again takes elsewhere."""
+    """A request in dLoRA's programme. ``source``: the index of its replica; ``run_s``: its remaining time
+    there; ``move_s``: the time to compute it again elsewhere."""
 
     request: RequestId
     attempt: int
@@ -325,9 +332,8 @@ class ProgrammeRequest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Solve:
-    """dLoRA's programme (§5.2), to be answered with Solved: which replica is to have each request so that the
-    last of them is done soonest. ``adapters``: the pages of each; ``eta_s``: what an adapter adds to a
-    replica."""
+    """dLoRA's programme (§5.2), which Solved answers: the replica of each request, so that the last replica
+    finishes soonest. ``adapters``: the pages of each; ``eta_s``: the time that an adapter adds to a replica."""
 
     number: int
     replicas: tuple[ProgrammeReplica, ...]
@@ -338,7 +344,7 @@ class Solve:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScaleHint:
-    """Hint that the cluster needs ``delta`` more replicas; a negative one names an empty replica."""
+    """A hint that the cluster needs ``delta`` more replicas; a negative one names an empty replica."""
 
     delta: int
     reason: str
@@ -347,7 +353,7 @@ class ScaleHint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fence:
-    """Fence the replica of this epoch: end it if it still runs."""
+    """An order to end the replica of this epoch if it still runs."""
 
     replica: ReplicaId
     epoch: int
@@ -355,15 +361,15 @@ class Fence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskReport:
-    """A report was lost: the replica is to answer with a full one."""
+    """An order to the replica to send a full report, since one was lost."""
 
     replica: ReplicaId
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routed:
-    """One decision, for people; only with ``RouterConfig.trace``. ``reason``: "new", "memory", "lost", "drain",
-    "plan", ...; ``source``: the replica it came from."""
+    """One decision, for people; only with ``RouterConfig.trace``. ``reason``: "new", "memory", "lost",
+    "drain", "plan", ...; ``source``: the replica that had the request before."""
 
     request: RequestId
     attempt: int
@@ -375,9 +381,11 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """dLoRA's plan, for people; only with ``RouterConfig.trace``. ``value_s``: the time until the last replica
-    is done by it; ``before_s``: had nothing moved; ``bound_s``: no plan is done sooner, as the solver says, 0
-    where none has answered."""
+    """dLoRA's plan, for people; only with ``RouterConfig.trace``.
+
+    ``value_s``: the time until the last replica finishes by the plan; ``before_s``: the same without any
+    move; ``bound_s``: the solver's lower bound for all plans, or 0 where it has not answered.
+    """
 
     number: int
     num_requests: int

@@ -1,6 +1,6 @@
-"""Loading and unloading adapters while the server runs.
+"""Loads and unloads adapters while the server runs.
 
-Decides which folders may be read; whether one holds an adapter that fits is the engine's to say.
+Decides which folders may be read; the engine decides whether a folder has an adapter that fits.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from manylora.server.requests import LoadAdapterBody, LoraBody, UnloadAdapterBod
 from manylora.server.settings import ServerSettings
 from manylora.types import adapter_name_fault, why_reserved
 
-# As Linux has it. Resolving a path takes time that grows with the square of its length.
+# Linux's own limit. Resolving a path takes time that grows with the square of its length.
 _MAX_PATH_CHARS = 4096
 
 _MOST_ENTRIES = 10_000
-"""Files of an adapter's folder, which may be a training run's."""
+"""The most entries of an adapter's folder, which may be a training run's folder."""
 
 _LOOK_S = 10.0
 _LOOKERS = 4
-"""Folders that are looked at beside each other: each thread may come to hang at a share that is gone."""
+"""The number of threads that check folders. Each may hang at a network share that is gone."""
 
 _LOADS_OF_A_CALLER = 2
-"""At the engine, which loads one after the other. A caller's others wait here, so that callers take turns."""
+"""The most loads of one caller at the engine, which loads one after another. Further ones wait here, so that
+callers take turns."""
 
 
 def permitted_folder(path: str, root: Path | None) -> Path:
-    """The adapter folder that ``path`` means, links resolved, if it lies under ``root``.
+    """Return the adapter folder that ``path`` means, with links resolved, if it is under ``root``.
 
-    A relative path is tried from the working directory, then from ``root``, then from the folder where ``root``
-    lies, and that of a link to it. Raises ApiError: 403 for a path outside (whether or not it exists), 404 for no
-    such folder, 400 for one that is no path at all, or holds too much for an adapter. Takes as long as the file
-    system does.
+    A relative path is tried from the working directory, then from ``root``, then from the folder of ``root``,
+    and that of a link to it. Raises ApiError 403 for a path outside, whether or not it exists, and 404 for no
+    such folder. Raises ApiError 400 for an invalid path, or a folder with too many entries. Takes as long as
+    the file system does.
     """
     if root is None:
         raise ApiError(403, "loading adapters at run time is off: start the server with --adapter-dir")
@@ -66,8 +67,8 @@ def permitted_folder(path: str, root: Path | None) -> Path:
                 _check_entries(folder, path, resolved_root)
                 return folder
     except (ValueError, OSError, RuntimeError) as error:
-        # A NUL byte, a name too long for the file system, or links that run in a circle. The error itself may say
-        # where on the server the folder lies.
+        # A NUL byte, a name too long for the file system, or a cycle of links. The error's own text may show
+        # the folder's place on the server.
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise ApiError(400, f"'{clipped(path)}' is not a usable path: {reason}", param="lora_path") from error
     raise ApiError(404, f"there is no adapter folder '{clipped(path)}'", param="lora_path")
@@ -97,7 +98,8 @@ def operations(
     lifecycle: Lifecycle,
     metrics: Metrics,
 ) -> list[Operation]:
-    """Give /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them; /v1/loras, as Dynamo has it."""
+    """List the operations /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, and /v1/loras, as in
+    Dynamo."""
     lookers = concurrent.futures.ThreadPoolExecutor(_LOOKERS, thread_name_prefix="manylora-adapter-folder")
     callers: weakref.WeakValueDictionary[object, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
@@ -105,7 +107,7 @@ def operations(
         return any(card.name == name for card in await client.adapters())
 
     async def find(path: str) -> Path:
-        """``permitted_folder``, beside the event loop and within its time."""
+        """Run ``permitted_folder`` beside the event loop. Raises ApiError 503 after ``_LOOK_S``."""
         look = asyncio.get_running_loop().run_in_executor(
             lookers, permitted_folder, path, settings.adapter_dir
         )
@@ -130,7 +132,7 @@ def operations(
         folder = await find(path)
         caller = getattr(request.state, "api_key", None) or (request.client and request.client.host)
         turn = callers.setdefault(caller, asyncio.Semaphore(_LOADS_OF_A_CALLER))
-        # A load whose client has gone is not begun.
+        # A load whose client has disconnected is not begun.
         async with lifecycle.interruptible(request.receive), turn:
             if replaces and isinstance(client, ReplacesAdapters):
                 card = await client.replace_adapter(name, str(folder))
@@ -212,7 +214,7 @@ def operations(
 
 
 def _path_of(uri: str) -> str:
-    """Give the path of this machine that a URI means."""
+    """Return the path on this machine that a URI means. Raises ApiError."""
     scheme, separator, rest = uri.partition("://")
     if not separator:
         return uri
@@ -222,7 +224,7 @@ def _path_of(uri: str) -> str:
 
 
 def _dynamo_id(name: str) -> int:
-    """A number from the name alone: the same on every server."""
+    """Compute a number from the name alone, so that it is the same on every server."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") >> 1 or 1
 
 

@@ -1,4 +1,4 @@
-"""Puts the server together: routes, those of probes among them, middleware, error bodies, life cycle."""
+"""Builds the server's app: routes, with those of probes, middleware, error bodies and life cycle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit,
 from manylora.server.settings import ServerSettings
 from manylora.text.texts import Texts
 
-# A scrape must be answered even when the engine is too busy, or too dead, to say anything.
+# A scrape must be answered even when the engine is too busy to answer, or dead.
 _STATS_TIMEOUT_S = 2.0
 
 
@@ -45,10 +45,11 @@ def create_app(
     more: Sequence[Operation] = (),
     scopes: CacheScopes | None = None,
 ) -> Starlette:
-    """The ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer prompts of token ids still work.
+    """Build the ASGI app, for ``lifecycle.serve`` to run. Without a tokenizer, prompts of token ids still work.
 
-    ``metrics``, ``page``: what is counted and what /metrics shows, where that is not one engine's; ``more``:
-    operations beside those of a server; ``scopes``: those of all servers of one cluster.
+    ``metrics``, ``page``: the counters and the content of /metrics, where these are not one engine's;
+    ``more``: operations beside those of every server; ``scopes``: the cache scopes that all servers of one
+    cluster share.
     """
     lifecycle = Lifecycle()
     if metrics is None:
@@ -68,7 +69,7 @@ def create_app(
     max_body_bytes = settings.max_body_bytes or requests.max_bytes(client.info)
     app = Starlette(
         routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
-        # The first one is the outermost.
+        # The first middleware is the outermost.
         middleware=[
             Middleware(RootPath, root=settings.root_path),
             Middleware(RequestLog),
@@ -91,7 +92,7 @@ def create_app(
 
 
 async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
-    """The page to scrape of one engine."""
+    """Render the /metrics page of one engine, without its gauges where it does not answer."""
     snapshot: EngineStats | None = None
     with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
         snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
@@ -102,7 +103,7 @@ async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
 def _probes(
     lifecycle: Lifecycle, client: EngineClient, page: Callable[[], Awaitable[bytes]], version: str
 ) -> list[Operation]:
-    """Give /health, /ping, /healthz, /version and /metrics: answered to the end."""
+    """List /health, /ping, /healthz, /version and /metrics, which are answered until the process ends."""
 
     async def health(request: Request) -> Response:
         return Response(status_code=503 if lifecycle.refusal() or client.why_unready() else 200)

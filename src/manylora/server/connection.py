@@ -1,7 +1,8 @@
-"""One HTTP connection: uvicorn's, with bounds on its requests' heads, on time, and on the number of connections.
+"""Handles one HTTP connection: uvicorn's, with bounds on its requests' heads, on time, and on the number of
+connections.
 
-Refuses, in the error body of all routes, what no route gets to see: malformed HTTP, heads that are too large,
-requests that do not come to their end, connections beyond the limit; and leaves clients that do not read. Does not
+Refuses, with the error body of all routes, requests that reach no route: malformed HTTP, heads that are too
+large, incomplete requests, and connections beyond the limit. Disconnects clients that do not read. Does not
 know what is served.
 """
 
@@ -29,25 +30,26 @@ from manylora.server.errors import ApiError, try_later
 access = logging.getLogger("manylora.server.access")
 
 MAX_AHEAD = 16
-"""Requests that a client may send before the answer to an earlier one has ended."""
+"""The most requests that a client may send before the answer to an earlier one has ended."""
 PROBE_CONNECTIONS = 32
-"""Beside those that a server may have, for probes alone: each serves one, whose headers must come quickly."""
+"""The number of further connections for probes only. Each serves one probe, whose headers must arrive quickly."""
 _PROBE_HEAD_S = 2.0
 LINGER_S = 2.0
-"""What is still sent after its answer is read and dropped for so long, so that the client gets to read why."""
-_LOOKS = 8  # in ``write_s``: what has stalled is seen little later
-# For all that is not a connection: the engine, log files, libraries that are loaded late.
+"""The time for which bytes after the answer are read and dropped, so that the client can read the reason."""
+_LOOKS = 8  # the number of checks in ``write_s``
+# Files other than connections: the engine, log files, libraries that are loaded late.
 _RESERVED_FILES = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """``head_bytes`` bound the request line with all headers, or the trailers of a chunked body.
+    """The limits of a connection. ``head_bytes``: of the request line with all headers, or of the trailers of
+    a chunked body.
 
-    ``head_s``: from a connection to its first byte, and from a request's first byte to the end of its headers.
-    ``body_s``: within a body, with less than ``body_bytes_per_s``. ``upload_bytes`` bound all bodies that are not
-    whole, together. ``write_s``: an answer waits to be sent, and the client takes nothing of it. ``probes``: paths
-    that have connections beside ``max_connections``.
+    ``head_s``: from a connection to its first byte, and from a request's first byte to the end of its
+    headers. ``body_s``: the time over which a body must arrive at ``body_bytes_per_s`` or faster.
+    ``upload_bytes``: of all incomplete bodies together. ``write_s``: the time for which a client may read
+    nothing of a waiting answer. ``probes``: paths that have connections beside ``max_connections``.
     """
 
     max_connections: int = 16_384
@@ -61,14 +63,14 @@ class ConnectionLimits:
 
     @property
     def least_body_bytes(self) -> int:
-        """The part of a body that must come in ``body_s``."""
+        """The number of bytes of a body that must arrive in ``body_s``."""
         return int(self.body_s * self.body_bytes_per_s)
 
 
 def connections_allowed(wanted: int) -> int:
-    """Raise the limit on open files; give how many of ``wanted`` connections it allows."""
+    """Raise the limit on open files, and return how many of ``wanted`` connections it allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a system may allow less than it names
+    with contextlib.suppress(OSError, ValueError):  # a system may allow fewer files than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
@@ -87,7 +89,7 @@ class _Part(enum.Enum):
 def log_request(
     request_id: str, model: str | None, status: int, duration_s: float, method: str, path: str
 ) -> None:
-    """Write the line. A request that could not be read has no method and no path: "-"."""
+    """Write a request's log line. A request that could not be read has "-" as method and path."""
     access.info(
         "id=%s model=%r status=%d duration=%.3fs %s %r", request_id, model, status, duration_s, method, path
     )
@@ -98,7 +100,7 @@ def _no_room() -> ApiError:
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """Answer in HTTP/1.0, which has no chunks: without a length the connection's end is the body's."""
+    """Answer in HTTP/1.0, which has no chunks: without a length, the end of the connection ends the body."""
     cycle.waiting_for_100_continue = False
     send = cycle.send
 
@@ -114,11 +116,11 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """Parses requests and runs the app for each.
+    """A connection that parses requests and runs the app for each.
 
-    A request that is refused while its body is read gets the refusal as its answer (``refusal`` in its scope's
-    state); one without an answer of its own is answered here, once all before it have been; then the connection
-    closes, and what still comes is dropped.
+    A request that is refused while its body is read gets the refusal as its answer (``refusal`` in its
+    scope's state). A request that never reached the app is answered here, after all earlier requests. Then
+    the connection closes, and further bytes are dropped.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Connection(HttpToolsProtocol):
         self._part = _Part.NOTHING
         self._num_begun = 0
         self._num_unanswered = 0
-        # Bytes since the parser last came to the end of a head, a piece of body, or a request.
+        # Bytes since the parser last reached the end of a head, a piece of body, or a request.
         self._num_unseen = 0
         self._num_body_bytes = 0  # since the deadline was set
         self._refusal: ApiError | None = None
@@ -191,8 +193,8 @@ class Connection(HttpToolsProtocol):
         self._watch(is_new=(self._part, self._num_begun) != before)
 
     def _head_again(self) -> bytes:
-        """The head of a request that asks for another protocol, which is not spoken here, without its asking: the
-        parser reads no body after that."""
+        """Rebuild the request's head without its ``Upgrade`` header. No other protocol is spoken here, and
+        the parser reads no body after such a header."""
         lines = [
             b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         ]
@@ -202,17 +204,17 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ the parser's side
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begin a request, at its first byte."""
         self._unset_keepalive_if_required()
         self._num_begun += 1
         self._part = _Part.HEAD
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
-        self.scope["state"]["flow"] = self.flow  # a stream goes on while its client does not read
+        self.scope["state"]["flow"] = self.flow  # a stream continues while its client does not read
 
     def on_headers_complete(self) -> None:
-        """The end of a request's headers."""
+        """Check a request's headers, and begin its body."""
         self._num_unseen = 0
         self._unset_keepalive_if_required()
         if self.parser.should_upgrade():
@@ -235,15 +237,15 @@ class Connection(HttpToolsProtocol):
             raise httptools.HttpParserError("nothing more is read")
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a request's body."""
+        """Count and pass on a piece of a request's body."""
         self._num_unseen = 0
         self._num_body_bytes += len(body)
         if not self.cycle.response_complete:
             self._uploads.add(self, len(body), self.loop.time())
-        super().on_body(body)  # which stops reading where much has come that the app has not asked for
+        super().on_body(body)  # this pauses reading where the app lags behind
 
     def on_message_complete(self) -> None:
-        """The end of a request."""
+        """End a request: its last byte has arrived."""
         if self.parser.should_upgrade():
             return
         self._num_unseen = 0
@@ -252,11 +254,11 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The last byte of an answer has been handed over."""
+        """End an answer: its last byte has been handed to the transport."""
         self._num_unanswered -= 1
         super().on_response_complete()
         if self.cycle.response_complete:
-            self._uploads.end(self)  # what still comes of the body is dropped
+            self._uploads.end(self)  # the rest of the body is dropped
         if self.transport.is_closing():
             self._watch_reader()
         if self._refusal is not None and not self._num_unanswered:
@@ -267,7 +269,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ deadlines
 
     def _watch(self, is_new: bool) -> None:
-        """Set the deadline for what the client has to send. ``is_new``: it is something else than before."""
+        """Set the deadline for the next bytes from the client. ``is_new``: the awaited part has changed."""
         if self._refusal is not None or self.transport.is_closing():
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
@@ -279,7 +281,7 @@ class Connection(HttpToolsProtocol):
             if is_new:
                 self._set_deadline(self._head_s)
         elif self._num_begun:
-            self._set_deadline(None)  # between requests uvicorn's own one holds
+            self._set_deadline(None)  # between requests uvicorn's own deadline holds
 
     @property
     def _head_s(self) -> float:
@@ -304,7 +306,7 @@ class Connection(HttpToolsProtocol):
 
     def _judge_body(self) -> None:
         if not self._num_unanswered:
-            self.transport.close()  # it is dropped, and has been long enough
+            self.transport.close()  # the rest of the body has been dropped for long enough
         elif self.flow.read_paused:
             self._watch(is_new=True)
         else:
@@ -324,16 +326,16 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection on which no other request has come."""
+        """Close a connection on which no further request has arrived."""
         if not self.transport.is_closing():
             super().timeout_keep_alive_handler()
             self._watch_reader()
 
     def _watch_reader(self, before: int = -1, num_looks: int = 0) -> None:
-        """Leave the client when it has taken nothing of what is written for ``write_s``.
+        """Disconnect the client when it has read nothing of an answer for ``write_s``.
 
-        ``before``: what the system had to send at the last look, and at ``num_looks`` before that. A connection's
-        own buffer does not show whether a slow client reads: it waits until much of the system's is free.
+        ``before``: the system's unsent bytes at the last ``num_looks`` checks. The connection's own buffer
+        does not show whether a slow client reads, since it waits until much of the system's buffer is free.
         """
         sock = self.transport.get_extra_info("socket")
         unsent = int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
@@ -353,7 +355,7 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals
 
     def refuse(self, error: ApiError) -> None:
-        """Read no more; the answers that are due come first."""
+        """Read no more, and answer with this error after the answers that are due."""
         if self._refusal is not None:
             return
         self._refusal = error
@@ -361,7 +363,7 @@ class Connection(HttpToolsProtocol):
         self._set_deadline(None)
         if self._part is _Part.BODY:
             if self.pipeline:
-                self.pipeline.popleft()  # the newest, which will never be whole
+                self.pipeline.popleft()  # the newest request, which will never be complete
                 self._num_unanswered -= 1
             elif not self.cycle.response_complete:
                 self.cycle.keep_alive = False
@@ -372,7 +374,7 @@ class Connection(HttpToolsProtocol):
             self._answer_refusal()
 
     def _answer_refusal(self) -> None:
-        """Close in such a way that a client that is still sending gets to read why."""
+        """Send the refusal, and close so that a client that is still sending can read it."""
         if self.transport.is_closing() or self._refusal is None:
             return
         if self._part is _Part.BODY and self.cycle.response_complete and not self.pipeline:
@@ -380,7 +382,7 @@ class Connection(HttpToolsProtocol):
             return
         self._write(self._refusal)
         if self._is_for_probes:
-            self.transport.close()  # its place is needed
+            self.transport.close()  # another probe needs the connection
             return
         self.flow.resume_reading()
         self.transport.write_eof()
@@ -408,7 +410,7 @@ class _Upload:
 
 
 class Uploads:
-    """Bodies that are not whole yet. A whole one is its request's."""
+    """The bodies that are not complete yet. A complete body belongs to its request."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -416,7 +418,7 @@ class Uploads:
         self._open: dict[Connection, _Upload] = {}
 
     def add(self, uploader: Connection, num_bytes: int, now_s: float) -> None:
-        """Count a piece. Past the bound the slowest bodies are refused, since fast ones are soon whole."""
+        """Count a piece. Beyond the bound the slowest bodies are refused, since fast ones are complete soon."""
         self._open.setdefault(uploader, _Upload(now_s)).num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
@@ -431,6 +433,6 @@ class Uploads:
         return upload.num_bytes / max(now_s - upload.start_s, 1e-3)
 
     def end(self, uploader: Connection) -> None:
-        """Forget a body that is whole or is read no more. Idempotent."""
+        """Forget a body that is complete or is read no more. It may be called repeatedly."""
         if (upload := self._open.pop(uploader, None)) is not None:
             self._num_bytes -= upload.num_bytes

@@ -1,4 +1,4 @@
-"""The operations of a server: their routes, the OpenAPI document, and /docs, which shows it."""
+"""Describes the operations of a server: their routes, the OpenAPI document, and /docs, which shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 
 TITLE = "manylora"
 _ANY = (400, 403, 408, 413, 431, 500, 503)
-"""The errors that a connection and the middleware give, whatever the route."""
+"""The errors that the connection and the middleware may return on any route."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -31,8 +31,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Operation:
     """An operation: one method of one path.
 
-    ``body``: the type of the request's body. ``answers``: the media types of an answer. ``errors``: statuses
-    beside those of every route. ``also``: a second method, which the document leaves out.
+    ``body``: the type of the request's body; ``answers``: the media types of an answer; ``errors``: statuses
+    beside those of every route; ``also``: a second method, which the document omits.
     """
 
     method: str
@@ -46,13 +46,13 @@ class Operation:
     also: str | None = None
 
     def route(self) -> Route:
-        """Give the route, which takes HEAD only where that is ``also``."""
+        """Return the route, which takes HEAD only where that is ``also``."""
         route = Route(self.path, self.endpoint)
         route.methods = {self.method} if self.also is None else {self.method, self.also}
         return route
 
     def described(self, has_key: bool) -> dict[str, Any]:
-        """Give OpenAPI's operation. ``has_key``: the server asks for a key."""
+        """Return the operation in OpenAPI's form. ``has_key``: whether the server asks for a key."""
         route = self.route()
         statuses = {*_ANY, *self.errors, *[401] * has_key, *[415] * (self.body is not None)}
         found: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def document(operations: Sequence[Operation], settings: ServerSettings) -> dict[str, Any]:
-    """Give the OpenAPI document."""
+    """Build the OpenAPI document."""
     kinds = [ErrorBody, *(as_read(each.body) for each in operations if each.body is not None)]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
@@ -117,7 +117,8 @@ def document(operations: Sequence[Operation], settings: ServerSettings) -> dict[
 
 
 def routes(document: dict[str, Any], root: str) -> list[Route]:
-    """Serve the document at /openapi.json and a page of it at /docs. ``root``: where a proxy serves them."""
+    """Return the routes of the document at /openapi.json and of a page for it at /docs. ``root``: the path at
+    which a proxy serves them."""
     page = _page(document, root)
 
     async def openapi(request: Request) -> Response:
@@ -132,7 +133,8 @@ def routes(document: dict[str, Any], root: str) -> list[Route]:
 
 
 def _page(document: dict[str, Any], root: str) -> str:
-    """Write Swagger's page, which a browser takes from the network; the plain list shows without one."""
+    """Write Swagger's page, whose scripts a browser loads from the network. Without a network it shows a
+    plain list."""
     rows = [
         f"<li><code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}</li>"
         for path, operations in document["paths"].items()

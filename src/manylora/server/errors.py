@@ -1,4 +1,4 @@
-"""The one error body that clients see, and what turns exceptions into it."""
+"""Defines the one error body that clients see, and turns exceptions into it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-# A message may quote what a client sent; a body of megabytes must not come back, or go to the log.
+# A message may quote a client's text; megabytes of it must not be sent back, or go to the log.
 _MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(msgspec.Struct):
-    """The reason of an error. ``param``: the field at fault; ``code``: the status."""
+    """The content of an error body. ``param``: the field at fault; ``code``: the status."""
 
     message: str
     type: str
@@ -49,7 +49,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """An answer other than success, ready to be sent."""
+    """An answer that is an error, ready to be sent."""
 
     def __init__(
         self,
@@ -68,29 +68,29 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> bytes:
-        """The error as JSON."""
+        """Encode the error as JSON."""
         message = self.message
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + " ..."
         return msgspec.json.encode(ErrorBody(ErrorDetail(message, self.kind, self.param, self.status)))
 
     def response(self) -> Response:
-        """The error as an HTTP response."""
+        """Build the HTTP response of the error."""
         return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
 def unavailable(message: str) -> ApiError:
-    """503: the server cannot take or finish requests any more."""
+    """Build a 503: the server cannot take or finish requests any more."""
     return ApiError(503, message, headers={"Retry-After": "1", "Connection": "close"})
 
 
 def try_later(status: int, message: str) -> ApiError:
-    """429 or 503: too much is asked of the server at the moment. The same request may succeed in a second."""
+    """Build a 429 or 503: the server is overloaded at the moment. The same request may succeed in a second."""
     return ApiError(status, message, headers={"Retry-After": "1"})
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """Give an exception's answer to the client; None for an unexpected exception."""
+    """Return the answer to the client for an exception. Returns None for an unexpected exception."""
     match error:
         case ApiError():
             return error
@@ -123,7 +123,7 @@ def _from_engine(error: RequestError) -> ApiError:
 
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
-    """Word the answer for a path or a method that does not exist."""
+    """Return the answer for a path or a method that does not exist. Returns None for another error."""
     method, path = request.method, clipped(request.url.path)
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, f"the route {path} is not offered by this server; /docs lists those that are")
@@ -134,7 +134,7 @@ def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """Give the error body of an exception of ``EXPECTED``."""
+    """Return the response for an exception of ``EXPECTED``."""
     known = _no_such_route(request, error) if isinstance(error, HTTPException) else None
     known = known or as_api_error(error)
     if known is None:
@@ -149,10 +149,10 @@ EXPECTED: tuple[type[Exception], ...] = (
 
 
 def bug(request_id: str) -> ApiError:
-    """Give the answer 500 for an unexpected exception."""
+    """Return the answer 500 for an unexpected exception."""
     return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
 
 
 def clipped(text: str, limit: int = 200) -> str:
-    """A client's own words, short enough to quote."""
+    """Shorten a client's own words so that they can be quoted."""
     return text if len(text) <= limit else text[:limit] + "..."

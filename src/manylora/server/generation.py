@@ -1,7 +1,7 @@
-"""One generation request from submission to its last byte, the same for completions and chat.
+"""Runs one generation request from submission to its last byte, the same for completions and chat.
 
-A route says what to run (``Job``) and how it looks on the wire (``Shape``); this runs it, counts it, and
-ends it when the client goes, the server stops or the engine dies.
+A route gives the engine requests (``Job``) and the form of the answer (``Shape``). This module runs and
+counts the request. It ends the request when the client disconnects, the server stops or the engine dies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from manylora.text.generate import (
 from manylora.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
-"""Of a whole answer so much is put together, and sent, before others have their turn."""
+"""The size of a piece of a whole answer that is built and sent before other requests get their turn."""
 
 _JSON = [(b"content-type", b"application/json")]
 
@@ -51,7 +51,8 @@ class Service:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """An HTTP request's engine requests, one for each prompt. Choice ``prompt * n + sample`` is its answer."""
+    """An HTTP request's engine requests, one for each prompt. Their answers are the choices ``prompt * n +
+    sample``."""
 
     id: str
     chosen: Chosen
@@ -60,18 +61,18 @@ class Job:
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters of every prompt, but for the ones fitted to its length."""
+        """The parameters of every prompt, except those that depend on its length."""
         return self.requests[0].params
 
     @property
     def n(self) -> int:
-        """Samples of each prompt."""
+        """The number of samples of each prompt."""
         return self.params.n
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Whether and how an answer is streamed."""
+    """The form in which an answer is streamed, if it is."""
 
     is_on: bool
     has_usage_chunk: bool
@@ -79,7 +80,7 @@ class StreamPlan:
 
     @classmethod
     def of(cls, body: SamplingFields) -> StreamPlan:
-        """The plan that the body's ``stream`` and ``stream_options`` ask for."""
+        """Build the plan from the body's ``stream`` and ``stream_options``."""
         options = body.stream_options
         has_usage = bool(options and options.include_usage)
         is_continuous = bool(options and options.continuous_usage_stats)
@@ -93,26 +94,27 @@ class Shape(Protocol):
         """Take the log-probabilities of the prompt of this number, before any of its choices."""
 
     def identity(self, is_chunk: bool) -> dict[str, Any]:
-        """Give the fields that open every chunk, and the whole answer."""
+        """Return the fields that open every chunk, and the whole answer."""
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
-        """Write the chunks before all others, once the first delta is there."""
+        """Write the chunks that precede all others, once the first delta has arrived."""
 
     def chunk(self, writer: ChunkWriter, index: int, delta: TextDelta, usage: Usage | None) -> bytes:
         """Write a delta of one choice as a chunk."""
 
     def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
-        """Write a whole choice as JSON, in pieces; its log-probabilities are not in ``output``."""
+        """Write a whole choice as JSON, in pieces. Its log-probabilities are not in ``output``."""
 
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
 MAX_UNSENT_BYTES = 64 * 2**20
-"""The most of one stream that waits for a client which reads too slowly."""
+"""The most bytes of one stream that wait for a client which reads too slowly."""
 
 
 class GenerationResponse(Response):
-    """Runs a job while answering. Nothing is sent before the first delta, so a refusal keeps its status."""
+    """A response that runs a job while answering. Nothing is sent before the first delta, so a refusal keeps
+    its status."""
 
     def __init__(self, service: Service, job: Job, shape: Shape, plan: StreamPlan) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class GenerationResponse(Response):
         self._flow = scope["state"].get("flow")
         closing = contextlib.aclosing(self._deltas())
         try:
-            # The last byte is sent outside: a client may leave once it has that, which is no interruption.
+            # The last byte is sent outside: a client may disconnect after it, which is no interruption.
             async with self._service.lifecycle.interruptible(receive), closing as deltas:
                 ending = await (self._stream if self._plan.is_on else self._whole)(deltas, send)
         except Exception as error:
@@ -138,7 +140,7 @@ class GenerationResponse(Response):
             if known is None or not self._has_begun:
                 raise
             if not self._plan.is_on:
-                raise Disconnected from error  # half of an answer has no place for an error
+                raise Disconnected from error  # an error cannot be written into half of an answer
             ending = error_events(known)
         if self._plan.is_on or self._has_begun:
             await self._begin(send)
@@ -149,7 +151,8 @@ class GenerationResponse(Response):
             await Response(ending, media_type="application/json")(scope, receive, send)
 
     async def _deltas(self) -> Deltas:
-        """Submit all prompts; every choice's deltas with its index, recorded, failures raised."""
+        """Submit all prompts, and yield every choice's deltas with its index. Deltas are recorded. Raises
+        GenerationFailed."""
         job, service, recorders = self._job, self._service, []
         check_packed(job.requests, service.client.info.max_model_len, self._plan.is_on)
         streams: list[TextStream] = []
@@ -158,20 +161,20 @@ class GenerationResponse(Response):
                 streams.append(generate_text(service.client, job.chosen.text.tokenizer, request))
                 recorders.append(service.metrics.request(request, job.start_s))
             if len(streams) > 1:
-                await asyncio.sleep(0)  # beginning to listen to thousands of them takes as long again
+                await asyncio.sleep(0)  # to listen to thousands of streams takes as long as to submit them
             async with contextlib.aclosing(merged(streams)) as deltas:
                 async for number, delta in deltas:
                     recorders[number].observe(delta)
                     if delta.error is not None:
                         raise GenerationFailed(delta.error)
                     self._usage.count(delta)
-                    if delta.prompt_logprobs is not None:  # of a long prompt this takes a second
+                    if delta.prompt_logprobs is not None:  # this takes a second for a long prompt
                         await asyncio.to_thread(self._shape.take_prompt, number, delta.prompt_logprobs)
                     yield number * job.n + delta.sample, delta
         finally:
             for recorder in recorders:
                 recorder.close()
-            # Idempotent, and needed where a later prompt could not be submitted.
+            # ``merged`` closes them, too, but not where a later prompt could not be submitted.
             for stream in streams:
                 await stream.aclose()
 
@@ -182,7 +185,7 @@ class GenerationResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
 
     async def _stream(self, deltas: Deltas, send: Send) -> bytes:
-        """Send all chunks but the end of the stream, which it returns."""
+        """Send all chunks of the stream, and return its end."""
         shape, plan, usage = self._shape, self._plan, self._usage
         writer = ChunkWriter(shape.identity(is_chunk=True))
         always = usage if plan.has_usage_always else None
@@ -195,8 +198,8 @@ class GenerationResponse(Response):
         return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
 
     async def _send(self, data: bytes, send: Send) -> None:
-        """Or keep the data while the client does not read: what comes of the engine would pile up where nothing
-        bounds it. Raises ApiError."""
+        """Send data, or keep it while the client does not read. A send would wait then, and the engine's
+        deltas would pile up without a bound. Raises ApiError."""
         if self._flow is not None and self._flow.write_paused:
             self._unsent.append(data)
             self._num_unsent_bytes += len(data)
@@ -211,7 +214,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _whole(self, deltas: Deltas, send: Send) -> bytes:
-        """Send the whole answer, once all of it is there, but its last piece, which it returns."""
+        """Wait for the whole answer, send it without its last piece, and return that piece."""
         job, piece = self._job, bytearray()
         outputs = [(TextOutput(index), PackedLogprobs()) for index in range(len(job.requests) * job.n)]
         async for index, delta in deltas:
@@ -224,7 +227,7 @@ class GenerationResponse(Response):
                 await self._begin(send)
                 await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
                 piece.clear()
-                await asyncio.sleep(0)  # sending waits for nothing while the client reads
+                await asyncio.sleep(0)  # a send does not wait while the client reads
         return bytes(piece)
 
     def _parts(self, outputs: Sequence[tuple[TextOutput, PackedLogprobs]]) -> Iterator[bytes]:

@@ -1,5 +1,4 @@
-"""A server's life, from first request to exit: which requests are open, whether new ones are taken, how a server
-ends.
+"""Owns a server's life, from first request to exit: the open requests, the refusal of new ones, and the end.
 
 Knows an engine only by whether it has died.
 """
@@ -29,7 +28,7 @@ from manylora.server.errors import ApiError, unavailable
 logger = logging.getLogger("manylora.server")
 
 # After the engine's death the server still answers 503 for a while, so that health checks and clients that
-# come late learn what happened, but exits within five seconds.
+# arrive late learn what happened, but exits within five seconds.
 _DEATH_ANSWERS_S = 2.0
 _DEATH_GRACE_S = 0.5
 # After an interruption a request still has its error to send.
@@ -37,13 +36,13 @@ _LAST_WORDS_S = 1.0
 _HANG_UP_S = 1
 
 # A server is gone this long after its engine has died, or after its requests had their time to drain, whatever
-# hangs: what the stages above may take, and what is left for the engine to end in.
+# hangs. The times cover the stages above and the engine's own end.
 _AFTER_DEATH_S = 4.0
 _AFTER_DRAIN_S = 4.5
 
 
 class Disconnected(Exception):
-    """The client has gone; its request needs no answer."""
+    """The loss of a client; its request needs no answer."""
 
 
 class Lifecycle:
@@ -67,15 +66,15 @@ class Lifecycle:
         (self.hurrying if self.stopping.is_set() else self.stopping).set()
 
     def refusal(self) -> ApiError | None:
-        """Say why no new request is taken; None while requests are."""
+        """Return the reason why no new request is taken, or None while requests are taken."""
         return unavailable(self._refusal) if self._refusal else None
 
     def drain(self) -> None:
-        """Take no new requests; open ones go on."""
+        """Take no new requests; open ones continue."""
         self._refuse(self._refusal or "the server is shutting down")
 
     def die(self, reason: str) -> None:
-        """Refuse requests: the engine has died."""
+        """Refuse requests from now on, because the engine has died."""
         self._refuse(f"the engine has died: {reason}")
         self._end_within(_AFTER_DEATH_S)
         self.died.set()
@@ -89,19 +88,19 @@ class Lifecycle:
             request.interrupt(unavailable(reason))
 
     def interrupt_all(self, error: ApiError) -> None:
-        """End every open request that can be interrupted with this error, and later ones at once."""
+        """End every open request that can be interrupted with this error. Later requests end with it at once."""
         self._interruption = error
         self._end_within(_AFTER_DRAIN_S)
         for request in list(self._interruptible):
             request.interrupt(error)
 
     def left_s(self) -> float:
-        """Give the time that the process may take to end from now."""
+        """Return the time in seconds that the process may still take to end."""
         return max(0.0, min(self._end_by_s - time.monotonic(), _AFTER_DRAIN_S))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Counts a request as open while inside."""
+        """Count a request as open during the block."""
         self._num_open += 1
         self._idle.clear()
         try:
@@ -112,7 +111,7 @@ class Lifecycle:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is open; False if some still are after ``timeout_s``."""
+        """Wait until no request is open. Returns False if some still are after ``timeout_s``."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -120,22 +119,24 @@ class Lifecycle:
         return True
 
     def interruptible(self, receive: Receive | None = None) -> Interruptible:
-        """A block that ends early on ``interrupt_all`` and, given ``receive``, when the client goes.
+        """Make a block that ends early on ``interrupt_all`` and, given ``receive``, when the client disconnects.
 
-        The request's body must have been read before: whatever ``receive`` still brings is dropped.
+        The request's body must have been read before: the block drops everything that ``receive`` still
+        returns.
         """
         return Interruptible(self._interruptible, self._interruption, receive)
 
     def reading(self) -> Interruptible:
-        """A block that waits for more of a request's body: a request that is not whole yet is not taken either."""
+        """Make a block that waits for more of a request's body. It ends early when new requests are refused,
+        since an incomplete request counts as new."""
         return Interruptible(self._reading, self.refusal(), None)
 
 
 class Interruptible:
-    """Runs its block so that an outside event can end it; the exception then leaves the block.
+    """A block of code that an outside event can end; an exception then leaves the block.
 
-    Works like ``asyncio.timeout``: the task is cancelled and the cancellation becomes the exception on the
-    way out, so the block pays nothing per token.
+    Works like ``asyncio.timeout``: the task is cancelled, and the cancellation becomes the exception at the
+    block's end. So the block pays nothing per token.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Interruptible:
             self._watch = asyncio.create_task(self._watch_client(self._receive))
 
     def interrupt(self, reason: Exception) -> None:
-        """End the block with ``reason``; the first one wins."""
+        """End the block with ``reason``. The first reason counts."""
         if self._reason is None:
             self._reason = reason
             self._task.cancel()
@@ -182,25 +183,26 @@ class Interruptible:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: ours keeps the door open for 503s while requests drain."""
+    """A server of uvicorn without its signal handling: ours still answers 503 while requests drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def hang_up(self) -> None:
-        """Leave clients that do not take their answers. Their requests end by it as if the clients had gone."""
+        """Abort all connections whose clients do not read their answers. Their requests end as if the clients
+        had disconnected."""
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
 
 
 async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
-    """Learn of the engine's death and end what it left hanging."""
+    """Wait for the engine's death, then end the requests that still hang."""
     reason = await client.wait_dead()
     logger.error("the engine has died: %s", reason)
     lifecycle.die(reason)
-    # Open requests learn it from their own streams; this is for those that do not.
+    # Open requests see it in their own streams; this ends those that do not.
     await asyncio.sleep(_DEATH_GRACE_S)
     lifecycle.interrupt_all(unavailable(f"the engine has died: {reason}"))
 
@@ -212,11 +214,11 @@ async def serve(
     drain_timeout_s: float,
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
 ) -> int:
-    """Serve on a bound socket until one of the signals or the engine's death; return the exit code.
+    """Serve on a bound socket until one of the signals or the engine's death. Returns the exit code.
 
-    0 after a signal: new requests are refused, open ones drain for at most ``drain_timeout_s`` (a second
-    signal ends that), then get an error. 1 after the engine died by itself. The caller closes the client.
-    Run under uvloop for speed; any event loop works.
+    0 after a signal: new requests are refused, and open ones drain for at most ``drain_timeout_s`` (a second
+    signal ends that), then get an error. 1 after the engine died by itself. The caller closes the client. Any
+    event loop works; uvloop is fastest.
     """
     lifecycle: Lifecycle = app.state.lifecycle
     limits = app.state.connection_limits
@@ -230,7 +232,7 @@ async def serve(
         watch = asyncio.create_task(_watch_engine(client, lifecycle))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         await _first(serving, lifecycle.stopping, lifecycle.died)
-        # What came first decides: a supervisor's SIGTERM to a server whose engine died does not excuse it.
+        # The first event decides: a SIGTERM after the engine's death does not change the exit code.
         is_stopped = lifecycle.stopping.is_set() and not lifecycle.died.is_set()
         if is_stopped:
             await _drain(lifecycle, drain_timeout_s)
@@ -264,7 +266,8 @@ async def _first(task: asyncio.Task[None] | asyncio.Task[bool], *events: asyncio
 
 @contextlib.contextmanager
 def _handled(signals: Sequence[signal.Signals], lifecycle: Lifecycle) -> Iterator[None]:
-    """Handle signals, not by the loop's means: to remove those restores the default, and SIGTERM then kills."""
+    """Handle signals during the block, without the loop's own means: removing those restores the default, by
+    which SIGTERM kills."""
     loop = asyncio.get_running_loop()
     before = {}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, a prompt's in vLLM's; and how they are kept until shown."""
+"""Writes log-probabilities in OpenAI's two shapes, and a prompt's in vLLM's; keeps them packed until then."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from manylora.server.streaming import encode
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, PromptLogprobs, TokenLogprobs
 
-# JSON has no minus infinity; this is what vLLM sends in its place.
+# JSON has no minus infinity; vLLM sends this number instead.
 _LOWEST = -9999.0
 
 
 class TokenNames:
-    """The names of tokens: their text, or ``token_id:17`` when asked or without a tokenizer."""
+    """The names of tokens: their text, or ``token_id:17`` where that is asked for or there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
         self._tokenizer = None if as_ids else tokenizer
 
     def bytes(self, token: int) -> bytes:
-        """The bytes of a token: perhaps a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         return self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
 
     def text(self, token: int) -> str:
-        """The token alone, as text."""
+        """Return the token alone, as text."""
         return self.bytes(token).decode("utf-8", "replace")
 
 
 class CompletionLogprobs:
-    """/v1/completions: parallel lists, with offsets into the text. One for each sample."""
+    """The shape of /v1/completions: parallel lists, with offsets into the text. One writer serves one sample."""
 
     def __init__(
         self, names: TokenNames, num_top: int, text: str = "", echo: Mapping[str, list[Any]] | None = None
     ) -> None:
-        """``text``: what comes before the first token; ``echo``: what was written of it (``echoed``)."""
+        """Start behind ``text``, the text before the first token. ``echo``: the lists of that text
+        (``echoed``)."""
         self._names = names
         self._num_top = num_top
         self._offset = len(text)
         self._echo = echo
 
     def encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens, whose offsets continue those of the call before; behind the echo, the first time."""
+        """Write the next tokens; their offsets continue from the call before. The first call also writes the
+        echo, before them."""
         found = self._encode(logprobs)
         if self._echo is not None:
             found, self._echo = {name: [*part, *found[name]] for name, part in self._echo.items()}, None
@@ -67,7 +69,8 @@ class CompletionLogprobs:
 
 
 def _top(names: TokenNames, num_top: int, entry: TokenLogprobs) -> dict[str, float]:
-    """The chosen token and the alternatives: up to one more than asked for, as OpenAI does."""
+    """Return the log-probabilities of the chosen token and of the alternatives: up to one more than asked
+    for, as OpenAI does."""
     top = {names.text(entry.token): max(entry.logprob, _LOWEST)}
     for token, logprob in entry.top[:num_top]:
         # Different tokens may read the same; the more probable one comes first and stays.
@@ -83,26 +86,27 @@ def echoed(
     scored: PromptLogprobs,
     text: str,
 ) -> dict[str, list[Any]]:
-    """Write a prompt, echoed as ``text``, as ``CompletionLogprobs`` does. Its first token follows nothing."""
+    """Write the lists of a prompt that is echoed as ``text``, in the shape of ``CompletionLogprobs``. Its
+    first token has no log-probability."""
     rest = prompt[1:]
     return {
         "text_offset": _offsets(tokenizer, prompt, text),
         "token_logprobs": [None, *(max(entry.logprob, _LOWEST) for entry, _ in scored.entries(rest))],
         "tokens": [names.text(token) for token in prompt],
-        # As JSON at once: all samples share it, and it takes a tenth of the memory.
+        # Encoded at once: all samples share the JSON, and it takes a tenth of the memory.
         "top_logprobs": [None, *(_raw(_top(names, num_top, entry)) for entry, _ in scored.entries(rest))],
     }
 
 
 def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
-    """Where each token begins in the text, which may leave special tokens out."""
+    """Find the place at which each token begins in the text, which may leave special tokens out."""
     detokenizer, offset, offsets = tokenizer.detokenizer(skip_special_tokens=False), 0, []
     for token in prompt:
         offsets.append(offset)
         if tokenizer.is_special(token) and not text.startswith(tokenizer.decode([token], False), offset):
             continue
         added, piece = detokenizer.add(token), tokenizer.token_text(token)
-        # A space that the text begins with is in it, although its tokens' text would begin without.
+        # The text keeps a space at its beginning, which detokenizing its tokens would drop.
         offset += len(piece if not offset and text.startswith(piece) else added)
     return offsets
 
@@ -110,7 +114,8 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int
 def prompt_entries(
     tokenizer: Tokenizer | None, num_top: int, prompt: Sequence[int], scored: PromptLogprobs
 ) -> list[Any]:
-    """vLLM's ``prompt_logprobs``: null, then of each token an object by ids, its own first."""
+    """Write vLLM's ``prompt_logprobs``: null, then for each token an object by token id, with the token
+    itself first."""
     names = TokenNames(tokenizer)
 
     def described(token: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -131,14 +136,14 @@ def _raw(value: object) -> msgspec.Raw:
 
 
 class ChatLogprobs:
-    """/v1/chat/completions: an object for each token."""
+    """The shape of /v1/chat/completions: an object for each token."""
 
     def __init__(self, names: TokenNames, num_top: int) -> None:
         self._names = names
         self._num_top = num_top
 
     def encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The next tokens."""
+        """Write the next tokens."""
         content = [
             self._entry(entry.token, entry.logprob)
             | {"top_logprobs": [self._entry(*pair) for pair in entry.top[: self._num_top]]}
@@ -158,8 +163,8 @@ class ChatLogprobs:
 def logprob_parts(
     writer: CompletionLogprobs | ChatLogprobs | None, logprobs: Iterable[TokenLogprobs]
 ) -> Iterator[bytes]:
-    """Write all positions by ``writer`` as JSON. The last list, which holds the alternatives, comes first: it goes
-    out as it grows, and the short ones follow."""
+    """Write all positions by ``writer`` as JSON, in pieces. The list of alternatives is sent first, while it
+    grows; the short lists follow."""
     if writer is None:
         yield b"null"
         return
@@ -180,20 +185,22 @@ def logprob_parts(
 
 
 MAX_PACKED = 2**25
-"""Log-probabilities of one answer that is not streamed: 256 MiB of them are kept until it is written."""
+"""The most log-probabilities of one answer that is not streamed. They take 256 MiB until the answer is
+written."""
 
 JSON_SIZE = 8
-"""Those of a prompt are kept as JSON, which all its samples share, and that is so much larger."""
+"""The factor by which a prompt's log-probabilities are larger than packed ones. They are kept as JSON, which
+all samples share."""
 
 
 class PackedLogprobs:
-    """The log-probabilities of one choice, 8 bytes for each: as objects each takes 130, which the collector of
-    garbage looks through again and again."""
+    """The log-probabilities of one choice, in 8 bytes each. As objects each would take 130 bytes, and the
+    garbage collector would scan them repeatedly."""
 
     def __init__(self) -> None:
         self._tokens = array.array("i")
         self._values = array.array("f")  # the precision in which the sampler computes them
-        self._sizes = bytearray()  # of each position: one for the chosen token, and the alternatives
+        self._sizes = bytearray()  # entries of each position: the chosen token and the alternatives
 
     def add(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Append the next positions."""
@@ -211,8 +218,8 @@ class PackedLogprobs:
 
 
 def check_packed(requests: Sequence[GenerationRequest], max_model_len: int, is_streamed: bool) -> None:
-    """Raise InvalidRequest where an answer may hold more log-probabilities than are kept for one: those of its
-    prompts, and, where it is not streamed, of its tokens."""
+    """Raise InvalidRequest where an answer may have more log-probabilities than are kept for one. Those of
+    its prompts count, and those of its tokens where it is not streamed."""
     num_most = 0
     for request in requests:
         prompt, each = request.prompt, request.params

@@ -1,4 +1,4 @@
-"""What happens to every request, whatever its route: id and log line, host, refusal, API key, body size.
+"""Handles every request, whatever its route: id and log line, host, refusal, API key, body size.
 
 Pure ASGI, so that streams pass through untouched and context variables survive.
 """
@@ -31,15 +31,15 @@ logger = logging.getLogger("manylora.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
-"""These answer while the server drains, its engine is dead or its connections are all taken."""
+"""The paths that are answered while the server drains, its engine is dead or its connections are all taken."""
 _PORT = re.compile(r":\d*$")
 _CLIENT_CLOSED_REQUEST = 499
 
 
 class RootPath:
-    """Takes the path under which a proxy serves the app off a request's path, where the proxy has not.
+    """Removes the path at which a proxy serves the app from a request's path, where the proxy has not done so.
 
-    Nothing else does: a route has one path for all that look at it, such as what asks for keys.
+    Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -54,7 +54,7 @@ class RootPath:
 
 
 class RequestLog:
-    """Gives each request its id (the client's own if it sent one) and one log line at its end."""
+    """Gives each request its id (the client's own if it sent one) and writes one log line at its end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -65,7 +65,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()
-        scope["path"] = scope["path"].rstrip("/") or "/"  # a slash at the end means nothing
+        scope["path"] = scope["path"].rstrip("/") or "/"  # a trailing slash is ignored
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
@@ -95,8 +95,7 @@ class RequestLog:
 
 
 class Gate:
-    """Counts open requests; refuses new ones, and those that are not whole yet, while the server drains or its
-    engine is dead."""
+    """Counts open requests. Refuses new and incomplete ones while the server drains or its engine is dead."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
@@ -115,7 +114,7 @@ class Gate:
             await self._app(scope, self._body_of(receive), send)
 
     def _body_of(self, receive: Receive) -> Receive:
-        """``receive``, but what waits for more of the body ends where requests are refused meanwhile."""
+        """Wrap ``receive`` so that a wait for more of the body ends when requests are refused."""
         is_whole = False
 
         async def receive_body() -> Message:
@@ -131,16 +130,16 @@ class Gate:
 
 
 class ApiKeys:
-    """Asks for one of the keys where ``settings`` say so.
+    """Asks for one of the keys where ``settings`` require it.
 
-    Leaves the digest of the one that was sent as ``state["api_key"]``, and its place among the keys as
+    Stores the digest of the key that was sent as ``state["api_key"]``, and its place among the keys as
     ``state["api_key_place"]``.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        # Digests have one length, so that comparing takes the same time whatever was sent.
+        # Digests have equal lengths, so that a comparison takes the same time for any key.
         self._digests = [_digest(key.encode()) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +155,7 @@ class ApiKeys:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        # Header values come as latin-1; the bytes are what a key's UTF-8 is compared with.
+        # Header values are decoded as latin-1; a key's UTF-8 is compared with the bytes.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
@@ -171,9 +170,9 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Refuses a body over a size, by its announced length or, where none is announced, as it comes in.
+    """Refuses a body over a size, by its announced length or, where none is announced, while it arrives.
 
-    And one that the connection has refused while it came in: malformed, or never complete.
+    Also refuses a body that the connection has refused while it arrived: a malformed or incomplete one.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -210,12 +209,12 @@ class BodyLimit:
 
 
 # A page of any site can have its visitor's browser send requests to servers of the visitor's own machine. A site
-# that gives its name that machine's address can read the answers as well.
+# whose name resolves to that machine's address can also read the answers.
 
 
 def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tuple[str, ...]:
-    """The patterns of names that clients may use: by default those of the loopback, where ``sock`` listens on that
-    alone, and the name ``bound`` that it was given."""
+    """Return the patterns of host names that clients may use. The default is the loopback's names and
+    ``bound``, the name in the settings, where ``sock`` listens on the loopback only; else every name."""
     if not given:
         is_ip = sock.family in (socket.AF_INET, socket.AF_INET6)
         is_local = is_ip and ipaddress.ip_address(sock.getsockname()[0]).is_loopback
@@ -224,7 +223,7 @@ def allowed_hosts(given: tuple[str, ...], bound: str, sock: socket.socket) -> tu
 
 
 class AllowedHosts:
-    """Refuses requests to a host of another name. One without a name comes from no browser."""
+    """Refuses requests to a host of another name. A request without a host name comes from no browser."""
 
     def __init__(self, app: ASGIApp, patterns: tuple[str, ...]) -> None:
         self._app = app
@@ -245,7 +244,7 @@ class AllowedHosts:
 def same_origin(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Let the endpoint refuse requests that a page of another origin sends."""
+    """Wrap an endpoint so that it refuses requests from pages of another origin."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:

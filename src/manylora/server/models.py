@@ -1,4 +1,4 @@
-"""The model that a request means, and the cards of /v1/models."""
+"""Finds the model that a request means, and writes the cards of /v1/models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from manylora.types import AdapterCard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
-    """The model of a request: ``name`` for the answer, in the client's words but for the base, whose first name
-    it is; ``adapter`` None for the base; its ``text`` side."""
+    """The model of a request. ``name``: the name for the answer, as the client wrote it, or the base's first
+    name; ``adapter``: None for the base; ``text``: its text side."""
 
     name: str
     adapter: str | None
@@ -35,8 +35,8 @@ class Models:
         self._texts = texts
         self._settings = settings
         self._created_s = int(time.time())
-        # Adapters known to be served, by name. The engine has the last word and refuses a name that is served no
-        # more; asking it for every request would cost a list of perhaps thousands.
+        # Adapters known to be served, by name. The engine decides, and refuses a name that is no longer
+        # served. Asking it for every request would cost a list of perhaps thousands.
         self._known: dict[str, AdapterCard] = {}
 
     @property
@@ -45,10 +45,12 @@ class Models:
         return self._texts.base
 
     async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:
-        """Match a name whole, else as ``base:adapter``, after one of the base's names; else ApiError 404.
+        """Match a name whole, or else as ``base:adapter`` with one of the base's names. Raises ApiError 404
+        where none matches.
 
-        ``asked``: a field beside ``model`` that names an adapter, and the name. Beside the base that adapter is
-        chosen (ApiError 404 where none has the name), beside another adapter the two contradict (400).
+        ``asked``: a field beside ``model`` that names an adapter, and the name. With the base as model, that
+        adapter is chosen (ApiError 404 where none has the name). With another adapter as model, the two
+        contradict each other (400).
         """
         chosen = self._match(name)
         if chosen is None:
@@ -79,17 +81,17 @@ class Models:
         self._known = {card.name: card for card in await self._client.adapters()}
 
     def _card_of(self, name: str) -> AdapterCard | None:
-        # What others may replace is looked up where that is cheap.
+        # Other servers may replace an adapter, so a client with a cheap lookup is asked each time.
         return (
             self._client.card(name) if isinstance(self._client, ReplacesAdapters) else self._known.get(name)
         )
 
     def learn(self, card: AdapterCard) -> None:
-        """Note a loaded adapter: a name that was split until now may be matched whole."""
+        """Note a loaded adapter, so that its name is matched whole from now on."""
         self._known[card.name] = card
 
     def forget(self, name: str) -> None:
-        """Forget an adapter that is about to be unloaded: ask the engine before naming it again."""
+        """Forget an adapter that is about to be unloaded. The engine is asked before the name is used again."""
         self._known.pop(name, None)
 
     def _match(self, name: str) -> Chosen | None:
@@ -98,7 +100,7 @@ class Models:
             return Chosen(bases[0], None, self.base_text)
         if self._card_of(name) is not None:
             return Chosen(name, name, self.base_text)
-        # Either side may hold colons. Of names that begin alike the longest is the base.
+        # Either part may contain colons. The longest name of the base that matches is used.
         for base in sorted(bases, key=len, reverse=True):
             adapter = name.removeprefix(base + ":")
             if adapter != name and self._card_of(adapter) is not None:
@@ -106,12 +108,12 @@ class Models:
         return None
 
     async def cards(self) -> list[dict[str, Any]]:
-        """The base's card under each of its names, then the adapters' in the order they were added."""
+        """List the base's card under each of its names, then the adapters' cards in the order they were added."""
         bases = map(self._base_card, self._settings.names)
         return [*bases, *(self._adapter_card(card) for card in await self._client.adapters())]
 
     async def card(self, name: str) -> dict[str, Any]:
-        """Give one model's card; raise ApiError 404."""
+        """Return one model's card. Raises ApiError 404."""
         adapter = (await self.choose(name)).adapter
         if adapter is None:
             return self._base_card(name)
@@ -154,12 +156,12 @@ class Models:
 
 
 def note_model(request: Request, name: str) -> None:
-    """Leave the model's name for the log line."""
+    """Note the model's name for the log line of the request."""
     request.state.model = clipped(name)
 
 
 def operations(models: Models) -> list[Operation]:
-    """Give those of /v1/models."""
+    """List the operations of /v1/models."""
 
     async def list_models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await models.cards()})

@@ -1,8 +1,8 @@
-"""Request bodies: how they are read, which fields they have, which are refused, and the parameters asked for.
+"""Reads request bodies: their fields, the refused ones among them, and the parameters that they ask for.
 
-Types are strict (a string is no number), null means the default, unknown fields are ignored. What names an adapter
-in a form that cannot be honoured is refused: a request never gets another model's answer because a field was not
-read. Decoding a body must not hold up other requests, so what it may hold is bounded.
+Types are strict (a string is no number), null means the default, and unknown fields are ignored. A field that
+names an adapter in a form that cannot be served is refused. So a request never gets another model's answer
+because a field was not read. Decoding a body must not hold up other requests, so its content is bounded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from manylora.types import MAX_LOGPROBS, EngineInfo, InvalidRequest, SamplingPar
 MAX_CONTAINERS = 2**17
 MAX_STRINGS = 2**19
 MAX_VALUES = 2**22
-"""Lists and objects, strings and elements of a body. The most that a valid request needs: the token ids of many
-prompts, a ``logit_bias`` for each token of a vocabulary."""
+"""The most lists and objects, strings, and elements of a body. A valid request needs as much for the token
+ids of many prompts, or for a ``logit_bias`` for each token of a vocabulary."""
 
 # Whatever a body of this size holds takes milliseconds.
 _SMALL_BYTES = 2**17
@@ -38,31 +38,33 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def max_bytes(info: EngineInfo) -> int:
-    """The default limit: a prompt as long as the context, biases for the whole vocabulary, and 4 MiB besides."""
+    """Compute the default limit in bytes: a prompt as long as the context, biases for the whole vocabulary,
+    and 4 MiB more."""
     return _MIN_BYTES + _BYTES_PER_TOKEN * info.max_model_len + _BYTES_PER_BIAS * info.vocab_size
 
 
 def is_large(raw: bytes) -> bool:
-    """Whether handling the body may take longer than an event loop may stand still."""
+    """Return whether the work on the body may take longer than an event loop may be blocked."""
     return len(raw) > _SMALL_BYTES
 
 
 async def run_beside(raw: bytes, function: Callable[..., Result], *args: object) -> Result:
-    """Call a function: on another thread where the body is large, so that others are answered meanwhile."""
+    """Call a function, on another thread where the body is large, so that other requests are answered in that
+    time."""
     if is_large(raw):
         return await asyncio.to_thread(function, *args)
     return function(*args)
 
 
 def check_contents(raw: bytes) -> None:
-    """Raise InvalidRequest where a large body holds more than decoding may take the time for.
+    """Raise InvalidRequest where a large body has too many parts to be decoded in acceptable time.
 
-    Counts what is outside of strings, exactly for valid JSON. Of what is not valid, a decoder reads no more than
-    the valid beginning.
+    Counts the parts outside of strings, exactly for valid JSON. Of a body that is not valid, a decoder reads
+    no more than the valid beginning.
     """
     if not is_large(raw):
         return
-    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # without quotes that end no string
+    bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # drops escaped quotes, which end no string
     num_strings = bare.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         raise InvalidRequest(f"the body holds more than {MAX_STRINGS} strings")
@@ -77,15 +79,16 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class LoraRequest(msgspec.Struct):
-    """The object of vLLM and TensorRT-LLM. Its name decides; number and path are for servers that load by them."""
+    """The object of vLLM and TensorRT-LLM. Only its name is used; number and path are for servers that load
+    by them."""
 
     lora_name: Name | None = None
 
 
 class AdapterParameters(msgspec.Struct, kw_only=True):
-    """The fields that name an adapter, in a body or in its ``parameters``: those of other engines' clients.
+    """The fields of other engines' clients that name an adapter, in a body or in its ``parameters``.
 
-    Each holds the name under which an adapter is served.
+    Each gives the name under which an adapter is served.
     """
 
     adapter_id: Name | None = None  # TGI, LoRAX
@@ -97,13 +100,13 @@ class AdapterParameters(msgspec.Struct, kw_only=True):
 
 
 class AdapterFields(AdapterParameters, kw_only=True):
-    """The same of a whole body. ``parameters`` is LoRAX's, of which nothing else is read."""
+    """The fields of a whole body that name an adapter. Of LoRAX's ``parameters`` nothing else is read."""
 
     parameters: AdapterParameters | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    """The parts of a stream beside text."""
+    """The parts of a stream other than text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -179,7 +182,7 @@ class UnloadAdapterBody(msgspec.Struct, kw_only=True):
 
 
 class LoraSource(msgspec.Struct, kw_only=True):
-    """Where POST /v1/loras is to take an adapter from."""
+    """The place of an adapter for POST /v1/loras."""
 
     uri: str | None = None
 
@@ -192,7 +195,7 @@ class LoraBody(msgspec.Struct, kw_only=True):
 
 
 def _is_off(value: Any) -> bool:
-    """Absent, false, zero or empty: nothing was asked for."""
+    """Return whether the value is absent, false, zero or empty, and so asks for nothing."""
     return not value
 
 
@@ -209,7 +212,7 @@ def _is_empty(value: Any) -> bool:
 
 
 class _Refused(NamedTuple):
-    """A field that is refused rather than ignored, unless what it holds asks for nothing."""
+    """A field that is refused rather than ignored, unless its value asks for nothing."""
 
     is_harmless: Callable[[Any], bool]
     says: str = "is not supported by this server"
@@ -237,7 +240,7 @@ _OF_ADAPTERS = {
     "lora_int_id": _NO_NUMBER,
     "lora_task_id": _NO_NUMBER,
 }
-# An empty schema is a schema: any JSON.
+# An empty schema is valid, and means any JSON.
 _OF_BOTH = {
     **_refused(
         _is_off, "use_beam_search", "structured_outputs", "guided_regex", "guided_choice", "guided_grammar",
@@ -269,7 +272,7 @@ _OF_CHAT = {
 
 
 def _with(kind: type, refused: Iterable[str], **others: Any) -> type:
-    """Add a field for each that is refused, and ``others``."""
+    """Make a type with a further field for each refused name, and with ``others``."""
     fields = [
         *((name, Any, None) for name in refused),
         *((name, each, None) for name, each in others.items()),
@@ -286,7 +289,7 @@ _AS_READ = {
 
 
 def as_read(kind: type[Body]) -> type[Body]:
-    """Give the type that a body is decoded to: ``kind``, with the refused fields where it has some."""
+    """Return the type that a body is decoded to: ``kind``, with the refused fields where it has some."""
     return cast(type[Body], _AS_READ.get(kind, kind))
 
 
@@ -294,10 +297,11 @@ _PARAM = re.compile(r"`\$\.(\w+)|field `(\w+)`")
 
 
 async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
-    """Read the JSON body as ``kind``; returns it as it came, too. Raises ApiError 400, and 415 for a body
-    that says that it is something else.
+    """Read the JSON body as ``kind``, and return it with its bytes. Raises ApiError 400, and 415 for a body
+    of another content type or coding.
 
-    Browsers send JSON to another site only after asking it, but a form's body, or one of no type, at once.
+    Browsers send JSON to another site only after asking that site. They send a form's body, or one of no
+    type, at once.
     """
     headers = request.headers
     coding = headers.get("content-encoding", "identity")
@@ -308,7 +312,7 @@ async def read_body(request: Request, kind: type[Body]) -> tuple[Body, bytes]:
     media_type = headers.get("content-type", "")
     if has_body and media_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the body needs content-type: application/json, not {clipped(media_type)!r}")
-    # The request, which lives until it is answered, would keep what its ``body`` gives.
+    # ``Request.body`` would keep the bytes until the request is answered.
     raw = b"".join([piece async for piece in request.stream()])
     return await run_beside(raw, _decode, raw, kind), raw
 
@@ -349,9 +353,10 @@ _NAMES = ("adapter_id", "adapter", "adapter_name", "lora_name", "lora_path")
 
 
 def adapter_asked(body: AdapterFields) -> tuple[str, str] | None:
-    """The field that names an adapter, and its name; None where none does.
+    """Return the field that names an adapter, and its name. Returns None where none does.
 
-    Raises InvalidRequest, naming the field, where two name different ones, or one asks for what cannot be had.
+    Raises InvalidRequest, naming the field, where two fields name different adapters, or one asks for
+    something that is not supported.
     """
     asked = list(_asked(body))
     if not asked:
@@ -366,7 +371,7 @@ def adapter_asked(body: AdapterFields) -> tuple[str, str] | None:
 
 
 def _asked(body: AdapterParameters, within: str = "") -> Iterator[tuple[str, str]]:
-    """Every field that names an adapter, with the name."""
+    """Yield every field that names an adapter, with the name."""
     _check_refused(body, _OF_ADAPTERS, within)
     for field in _NAMES:
         name = getattr(body, field)
@@ -384,22 +389,22 @@ def _asked(body: AdapterParameters, within: str = "") -> Iterator[tuple[str, str
 
 _COUNTS = {"max_tokens", "logprobs", "prompt_logprobs"}
 _SAME_NAME = {field.name for field in dataclasses.fields(SamplingParams)} - _COUNTS
-"""What bodies and parameters call alike, and mean alike."""
+"""The fields with the same name and meaning in bodies and in ``SamplingParams``."""
 
 # Every stop string costs time for each character that this process, shared by all requests, sends.
 MAX_STOP_STRINGS = 128
-# Preparing them, and looking through token ids, costs time for each.
+# Each stop character and stop id costs time to prepare or to compare.
 MAX_STOP_CHARS = 65_536
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_BIASED_TOKENS = 300_000  # more than today's vocabularies have
-# Of all of these together, each prompt of a request having its own.
+# The bound for all of these together; each prompt of a request has its own.
 MAX_PARAMETERS = 500_000
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]*")
 
 
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The parameters of a /v1/completions body, over the model's ``defaults``; raises InvalidRequest."""
+    """Build the parameters of a /v1/completions body, over the model's ``defaults``. Raises InvalidRequest."""
     usual = SamplingParams().max_tokens or 0
     most = _max_tokens(body, body.max_tokens, min(usual, defaults.get("max_tokens", usual)))
     scored = body.prompt_logprobs
@@ -411,9 +416,9 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Samp
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The parameters of a /v1/chat/completions body, over the model's ``defaults``; raises InvalidRequest.
+    """Build the parameters of a /v1/chat/completions body, over the model's ``defaults``. Raises InvalidRequest.
 
-    Without a default for them as many tokens as the context allows.
+    Where nothing sets ``max_tokens``, the answer may have as many tokens as the context allows.
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
@@ -438,7 +443,7 @@ def _max_tokens(body: SamplingFields, asked: int | None, default: int | None) ->
 
 
 def check_parameters(params: SamplingParams, num_prompts: int) -> None:
-    """Raise InvalidRequest where the parameters of all prompts together are more than one request may bring."""
+    """Raise InvalidRequest where the parameters of all prompts together are larger than one request may have."""
     num_each = len(params.logit_bias) + len(params.stop_token_ids) + sum(map(len, params.stop))
     if num_prompts * num_each > MAX_PARAMETERS:
         raise InvalidRequest(
@@ -449,7 +454,8 @@ def check_parameters(params: SamplingParams, num_prompts: int) -> None:
 
 
 def max_chat_tokens(body: ChatBody) -> int | None:
-    """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
+    """Return ``max_completion_tokens``, the newer name of ``max_tokens``, or ``max_tokens`` where it is
+    absent."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 

@@ -1,6 +1,7 @@
-"""POST /v1/completions and /v1/chat/completions: from the body to a job, and how the answers look.
+"""Handles POST /v1/completions and /v1/chat/completions: turns a body into a job, and writes the answers.
 
-Both go one way: the body is read and checked, its model chosen, its prompts are encoded, its parameters fitted.
+Both take the same steps. The body is read and checked, its model is chosen, its prompts are encoded, and its
+parameters are fitted.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams, Token
 
 # Each prompt is an engine request of its own; more than this would hold up the event loop.
 MAX_PROMPTS = 4096
-# Samples of all prompts: each has text and figures of its own.
+# The samples of all prompts: each has its own text and counts.
 MAX_CHOICES = 16_384
-# Rendering takes time for each; the context of no model has room for so many.
+# Rendering takes time for each; no model's context has room for this many.
 MAX_MESSAGES = 16_384
 
 TEMPLATE_S = 2.0
-"""The most that rendering may take by another template than the base's."""
+"""The most seconds that rendering may take with a template other than the base's."""
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
@@ -63,7 +64,7 @@ Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
 class CompletionShape:
-    """Choices with ``text``. ``echoes`` holds, per prompt, the text that comes before the completion."""
+    """The shape of choices with ``text``. ``echoes``: for each prompt, the text that precedes the completion."""
 
     def __init__(
         self, job: Job, body: CompletionBody, tokenizer: Tokenizer | None, echoes: list[str]
@@ -132,7 +133,8 @@ class CompletionShape:
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
-    """Take a text, a list of token ids, or a list of either apart; raise InvalidRequest for anything else."""
+    """Split a text, a list of token ids, or a list of either into prompts. Raises InvalidRequest for anything
+    else."""
     prompts: list[Any] = [prompt]
     if isinstance(prompt, list):
         kinds = set(map(type, prompt))
@@ -152,7 +154,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str] | list[list[int]]:
 
 
 class ChatShape:
-    """Choices with a ``message``, or with a ``delta`` after one that gives the role."""
+    """The shape of choices with a ``message``, or with a ``delta`` after one that gives the role."""
 
     def __init__(self, job: Job, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -208,7 +210,7 @@ class _Asked(Generic[Body]):
 
 
 def operations(service: Service, models: Models, trusts_templates: bool) -> list[Operation]:
-    """Give the two. ``trusts_templates``: whether requests may bring templates."""
+    """List the two operations. ``trusts_templates``: whether requests may contain templates."""
     info = service.client.info
 
     async def read(request: Request, kind: type[Body]) -> _Asked[Body]:
@@ -303,7 +305,7 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         tokenizer = require_tokenizer(text.tokenizer, "messages")
         if not body.chat_template and text.template == models.base_text.template:
             written = await run_beside(asked.raw, rendered, tokenizer, body)
-        else:  # not the base's template: it may be slow, or never come to an end
+        else:  # another template than the base's may be slow, or never end
             written = await asyncio.to_thread(within, TEMPLATE_S, rendered, tokenizer, body)
         # The template has written the special tokens already.
         adds = bool(body.add_special_tokens)

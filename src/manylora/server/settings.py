@@ -10,14 +10,14 @@ from manylora.server.connection import ConnectionLimits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``served_model_name`` is the base's id in answers, ``other_names`` are others that clients may give it, and
-    ``model_root`` is where it came from.
+    """The settings of one server. ``served_model_name``: the base's id in answers; ``other_names``: further
+    ids that clients may use for it; ``model_root``: the model as the operator named it.
 
-    ``adapter_dir`` is the only folder that runtime loads may read; without it runtime loading is off.
-    Without ``api_keys`` everyone may use /v1/* and /metrics; ``metrics_open``: with them, too, /metrics.
-    ``max_body_bytes``: None for what the model's context and vocabulary need. ``trusts_templates``: whether
-    requests may bring chat templates. ``root_path``: where a proxy serves the app, without a slash at its end.
-    ``allowed_hosts``: patterns of the names that clients may call it by.
+    ``adapter_dir`` is the only folder that runtime loads may read; without it runtime loading is off. Without
+    ``api_keys`` everyone may use /v1/* and /metrics. ``metrics_open``: everyone may use /metrics also with
+    keys. ``max_body_bytes``: None: as the model's context and vocabulary need. ``trusts_templates``: whether
+    requests may contain chat templates. ``root_path``: the path at which a proxy serves the app, without a
+    slash at its end. ``allowed_hosts``: patterns of the host names that clients may use.
     """
 
     served_model_name: str
@@ -34,8 +34,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ("*",)
 
     def asks_key(self, path: str) -> bool:
-        """Whether a request to the path needs one of the keys: /v1/*, /cluster, and /metrics, which names every
-        adapter, unless ``metrics_open``."""
+        """Return whether a request to the path needs one of the keys. /v1/* and /cluster need one, and
+        /metrics, which names every adapter, unless ``metrics_open``."""
         if not self.api_keys:
             return False
         if path == "/metrics":
@@ -44,5 +44,5 @@ class ServerSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ids of the base."""
+        """The ids of the base, its id in answers first."""
         return (self.served_model_name, *self.other_names)

@@ -1,6 +1,6 @@
-"""Server-sent events: chunks of an answer, errors within a stream, several streams as one.
+"""Writes server-sent events: chunks of an answer, and errors within a stream. Merges several streams into one.
 
-A chunk differs from the next in a few fields only, so the rest is encoded once per request and chunks are
+A chunk differs from the next in a few fields only. So the rest is encoded once per request, and chunks are
 put together from bytes.
 """
 
@@ -28,7 +28,7 @@ encode = msgspec.json.encode
 
 @dataclasses.dataclass(slots=True)
 class Usage:
-    """Tokens of one HTTP request."""
+    """Token counts of one HTTP request."""
 
     num_prompt: int
     num_completion: int = 0
@@ -49,7 +49,8 @@ class Usage:
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer. ``content`` is the JSON of what a choice holds beside its ends."""
+    """A writer of the chunks of one answer. ``content`` is the JSON of a choice without its first and last
+    fields."""
 
     def __init__(self, identity: dict[str, object]) -> None:
         self._start = b"data: " + encode(identity)[:-1] + b',"choices":['
@@ -75,14 +76,14 @@ class ChunkWriter:
         )
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        """The last chunk, without choices, that ``stream_options.include_usage`` asks for."""
+        """Write the last chunk, without choices, that ``stream_options.include_usage`` asks for."""
         return b'%b],"usage":%b}\n\n' % (self._start, usage.encode())
 
 
 def choice_parts(
     index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput
 ) -> Iterator[bytes]:
-    """Write a choice of a whole answer. ``content``: as of a chunk."""
+    """Write a choice of a whole answer, in pieces. ``content``: as for a chunk."""
     yield b'{"index":%d,%b,"logprobs":' % (index, content)
     yield from logprobs
     ends = encode(output.finish_reason), encode(output.stop_reason)
@@ -95,7 +96,7 @@ def error_events(error: ApiError) -> bytes:
 
 
 async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Yield the deltas of all streams, each with its stream's number. Closes the streams."""
+    """Yield the deltas of all streams, each with its stream's number. Closes the streams at the end."""
     try:
         if len(streams) == 1:
             async for delta in streams[0]:

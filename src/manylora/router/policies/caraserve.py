@@ -1,4 +1,4 @@
-"""CaraServe's rank-aware scheduler (§5, Algorithm 1)."""
+"""Routes by CaraServe's rank-aware scheduler (§5, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from manylora.router.requests import LiveRequest
 
 
 class CaraServe(RoutingPolicy):
-    """The replica whose requests suffer least from one more: what it adds to a prefill, over a mean reply, and
-    to a decode step, with a penalty where that step misses the objective, times those that suffer. An empty
-    replica costs 0; of equal ones the lowest id has it. Without enough pages on any, the request waits at the
-    router. Replicas that differ have coefficients of their own."""
+    """A policy that takes the replica whose requests suffer least from one more.
+
+    The cost counts the request's prefill, over a mean reply, and its addition to a decode step, with a
+    penalty where that step misses the objective. This sum is multiplied by the number of sequences that the
+    replica has. An empty replica costs 0; among equal replicas the lowest id wins. Where none has enough
+    pages, the request waits at the router. Replicas that differ have their own coefficients.
+    """
 
     parameters = CaraServeParameters
 
@@ -42,7 +45,7 @@ class CaraServe(RoutingPolicy):
         return best
 
     def cost_s(self, view: Fleet, replica: ReplicaState, request: LiveRequest) -> float:
-        """What Algorithm 1 calls total cost: seconds a token, times the requests that are there."""
+        """Compute Algorithm 1's total cost: seconds per token, times the sequences that the replica has."""
         before = replica.rows
         decode_s = self.decode_s(before + request.samples, replica, request)
         added_s = decode_s - self.decode_s(before, replica, None)
@@ -56,8 +59,9 @@ class CaraServe(RoutingPolicy):
         return cost_s * before
 
     def decode_s(self, rows: int, replica: ReplicaState, more: LiveRequest | None) -> float:
-        """A decode step of what the replica has, with one more request. bgmv pads every row to the largest
-        rank; mbgmv does not pad. Ranks count once a request, as printed."""
+        """Compute the time of a decode step of the replica's sequences, with one more request. bgmv pads
+        every row to the largest rank; mbgmv does not pad. Each request counts its rank once, as printed in
+        the paper."""
         largest, total = replica.rank_max, replica.rank_sum
         if more is not None:
             largest, total = max(largest, more.rank), total + more.rank

@@ -1,6 +1,6 @@
-"""The cost of a request at a replica, in seconds: its own and others' there.
+"""Computes the cost of a request at a replica, in seconds: its own time and that of the other requests.
 
-There is one loop, and it is written out: it runs some twenty times for every request that comes.
+There is one loop, without calls, since it runs some twenty times for every request that arrives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manylora.types import BASE, AdapterId
 
 
 def load_s(replica: ReplicaState, adapter: AdapterId, num_pages: int) -> float:
-    """Until the adapter is on the replica's device; 0 where it is."""
+    """Estimate the seconds until the adapter is on the replica's device; 0 where it is there."""
     tier = replica.tier_of(adapter)
     if tier == ON_DEVICE:
         return 0.0
@@ -25,17 +25,18 @@ def load_s(replica: ReplicaState, adapter: AdapterId, num_pages: int) -> float:
 
 
 class QueueBySteps:
-    """The tokens left to generate on a replica, shared by its slots, and the prompts that it has yet to
-    compute.
+    """An estimate of a replica's queue: the tokens left to generate, shared by its slots, and the prompts
+    left to compute.
 
-    dLoRA (§5.2) gives no estimate; this one is ours. It is made anew where requests or reports have come.
+    dLoRA (§5.2) gives no estimate; this one is ours. It is computed again after requests or reports have
+    arrived.
     """
 
     def __init__(self) -> None:
         self._known: dict[ReplicaId, tuple[ReplicaState, int, float]] = {}
 
     def seconds(self, view: Fleet, replica: ReplicaState) -> float:
-        """Until all that is there now is done."""
+        """Estimate the seconds until the replica has finished all its present requests."""
         found = self._known.get(replica.id)
         if found is None or found[0] is not replica or found[1] != replica.num_changes:
             steps = sum(each.samples * view.remaining_tokens(each) for each in replica.requests.values())
@@ -47,8 +48,8 @@ class QueueBySteps:
 
 
 def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:
-    """Until a request of so many sequences, which needs so many pages, would begin: the prompts before it, and
-    the requests that must end first where no slot or no page is left for it."""
+    """Estimate the seconds until a request of ``rows`` sequences and ``pages`` pages would begin. It waits
+    for the prompts before it, and for requests that must end first where no slot or no page is free."""
     seconds = replica.waiting_tokens * replica.kind.token_s
     too_many = replica.rows + rows - replica.max_seqs
     too_large = pages - replica.free_pages
@@ -56,7 +57,7 @@ def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:
         running = min(replica.rows, replica.max_seqs) or 1
         if too_large > 0:
             too_many = max(too_many, too_large * running // replica.facts.num_pages + 1)
-        # Of those that run one ends each time that a mean reply has been shared by all.
+        # One running request ends in the time of a mean reply, divided by the number that run.
         seconds += too_many * view.lengths.mean * replica.step_s / running
     return seconds
 
@@ -67,13 +68,16 @@ def cheapest(
     candidates: Sequence[ReplicaState],
     blocks: Mapping[ReplicaState, int],
 ) -> ReplicaState | None:
-    """Return the candidate of least cost, of equal ones the first; None if none can ever hold the request.
+    """Return the candidate of least cost, the first among equal ones. Returns None if none can ever hold the
+    request.
 
-    ``blocks``: of the prompt, that a replica is believed to have. The cost is the time until the first token
-    (the wait, the prefill, the adapter), the value of pages that are pushed out, what those that run wait for
-    its prompt, and what decode steps take longer for all that run, this request included, as long as it is
-    expected to run: at first with those that are there now, and from ``steps_until_even`` on with what all
-    replicas have in the mean. Its adapter makes steps longer as long as no other request there has it.
+    ``blocks``: the number of the prompt's blocks that a replica is believed to have. The cost is the time
+    until the first token (the wait, the prefill, the adapter), plus the value of the pages that are pushed
+    out. It includes the time that running requests wait for this prompt, and the added time of decode steps.
+    The added time counts for all running requests, this one included, for its expected number of steps. The
+    first ``steps_until_even`` steps are computed with the replica's present load, the later ones with the
+    mean load of all replicas. The adapter makes steps longer as long as no other request on the replica uses
+    it.
     """
     best, least_s = None, float("inf")
     remaining = view.remaining_tokens(request)
@@ -116,13 +120,13 @@ def cheapest(
         if new_pages > replica.spare_pages:
             cost_s += (new_pages - max(replica.spare_pages, 0)) * replica.report.page_price_s
         added = samples
-        if is_full:  # all slots are taken then
+        if is_full:  # all slots are taken from then on
             rows = min(rows, replica.max_seqs)
             added = min(samples, replica.max_seqs - rows)
-        cost_s += rows * num_computed * token_s  # they stand still meanwhile
+        cost_s += rows * num_computed * token_s  # the running requests wait for the prefill
         if cost_s >= least_s:
             continue
-        # By the plane that bounds a step now: within it, each row, token and page adds the same.
+        # The plane that bounds a step now: within it, each row, token and page adds a constant time.
         now_s, bounding = replica.step_now or replica.present_step()
         if bounding is not plane:
             plane = bounding
@@ -131,7 +135,7 @@ def cheapest(
             adapter_all_s = adapter_s + adapter_pages * adapter_page_s if has_adapter else 0.0
             even_s = base_s + mean_rows * row_s + mean_kv_tokens * kv_token_s + mean_ranks * rank_s
             even_s += mean_adapters * adapter_s + mean_adapter_pages * adapter_page_s
-        # As long as no other has its adapter: each of those that do is as likely to end last as this one.
+        # The adapter's time counts until its last request ends, and each is equally likely to be that.
         added_s = own_s + added * row_s + adapter_all_s / (1 + num_alike)
         later_s = even_s
         if padded_s:
@@ -146,12 +150,12 @@ def cheapest(
 
 
 def steps_until_even(remaining: float, output_tokens: float, mean_rows: float) -> float:
-    """For how many of a request's steps its replica has more or less to do than others, as it has now.
+    """Estimate the number of a request's steps for which its replica's load differs from the mean as it does now.
 
-    Were that not evened out, those that run would end, one by one, and half of the request's life would be
-    spent with them. If all requests went where there is least to do, it would be even as soon as every replica
-    has had one more: those are as many steps as a reply has tokens, over the sequences of a replica. What else
-    the router looks at keeps it between the two; this is their geometric mean.
+    If nothing evened the load out, the present requests would end one by one, over half of the request's
+    life. If all requests went to the least loaded replica, it would be even as soon as every replica has had
+    one more. That takes as many steps as a reply has tokens, divided by a replica's sequences. The router's
+    other criteria keep it between the two; this is their geometric mean.
     """
     half = remaining / 2
     return min(half, math.sqrt(half * output_tokens / max(mean_rows, 1.0)))

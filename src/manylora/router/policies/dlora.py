@@ -1,5 +1,4 @@
-"""dLoRA (§5): adapters placed ahead of bursts, and requests that move with them where replicas are
-overloaded."""
+"""Routes as dLoRA (§5): places adapters ahead of bursts, and moves requests from overloaded replicas."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from manylora.router.requests import LiveRequest
 
 
 class DloraProactive(RoutingPolicy):
-    """Dispatch (§5.2): the replica at which the request is pending for the shortest time, loading its adapter
-    and queueing; of equal ones the lowest id."""
+    """A policy that dispatches (§5.2) to the replica where the request is pending for the shortest time: the
+    load of its adapter, and the queue. Among equal replicas the lowest id wins."""
 
     parameters: ClassVar[type[DloraParameters]] = DloraParameters
 
@@ -42,11 +41,11 @@ class DloraProactive(RoutingPolicy):
         return min(can, key=lambda replica: self.pending_s(view, replica, request), default=None)
 
     def candidates(self, view: Fleet, request: LiveRequest) -> list[ReplicaState]:
-        """Open replicas that can hold the request."""
+        """List the open replicas that can ever hold the request."""
         return [view.up[name] for name in view.open_ids if view.fits_ever(view.up[name], request)]
 
     def pending_s(self, view: Fleet, replica: ReplicaState, request: LiveRequest) -> float:
-        """Seconds until the request would run there."""
+        """Estimate the seconds until the request would run on the replica."""
         loads_s = load_s(replica, request.adapter, request.adapter_pages)
         return loads_s + self._queue.seconds(view, replica)
 
@@ -56,9 +55,12 @@ class DloraProactive(RoutingPolicy):
 
 
 class Dlora(DloraProactive):
-    """A replica is overloaded where more than ``most_kv_use`` of its pages are used, or where its queue is
-    longer than ``most_delay_ratio`` medians and ``least_delay_s``. Then a programme over the most and the least
-    loaded replicas is to be solved; where no answer comes in time a greedy plan stands for it."""
+    """A policy that also moves requests, by an integer programme over the most and the least loaded replicas.
+
+    A replica is overloaded where more than ``most_kv_use`` of its pages are used, or where its queue is
+    longer than ``most_delay_ratio`` medians and ``least_delay_s``. Where the solver does not answer in time,
+    a greedy plan is used instead.
+    """
 
     parameters: ClassVar[type[ReactiveParameters]] = ReactiveParameters
 
@@ -102,12 +104,13 @@ class Dlora(DloraProactive):
         return wishes_of(problem, best, solved.bound_s)
 
     def _overloaded(self, view: Fleet) -> list[ReplicaState]:
-        """Overloaded replicas and as many with the shortest queues, by id; none where none is overloaded."""
+        """Find the overloaded replicas and the replicas with the shortest queues, at most ``most_replicas``
+        of each, sorted by id. Returns none where no replica is overloaded."""
         given = self._reactive
         queues = {name: self._queue.seconds(view, view.up[name]) for name in view.open_ids}
         if len(queues) < 2:
             return []
-        # Of two the lower one: no queue is longer than twice the mean of it and another.
+        # The lower median of two queues: no queue is longer than twice the mean of itself and another.
         median_s = statistics.median_low(queues.values())
         limit_s = max(given.most_delay_ratio * median_s, given.least_delay_s)
         by_queue = sorted(queues, key=lambda name: (-queues[name], name))
@@ -123,7 +126,7 @@ class Dlora(DloraProactive):
 
 
 def wishes_of(problem: Solve, plan: Plan, bound_s: float = 0.0) -> list[Wish]:
-    """A plan's moves, and how good it is. Each move is worth what the whole plan gains."""
+    """Turn a plan into its moves and a record of its value. Each move gets the gain of the whole plan."""
     sources = [request.source for request in problem.requests]
     before_s, value_s = PlanState(problem, sources).value_s(), PlanState(problem, plan).value_s()
     gain_s = before_s - value_s

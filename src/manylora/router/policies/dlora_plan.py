@@ -1,5 +1,5 @@
-"""dLoRA's plans (dLoRA §5): which adapters a replica keeps, from rates of arrivals, and which requests move, as
-an integer programme."""
+"""Computes dLoRA's plans (dLoRA §5): adapters to keep on replicas, by arrival rates, and moves of requests,
+by an integer programme."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manylora.router.requests import LiveRequest
 from manylora.types import BASE, AdapterId
 
 Plan = list[int]
-"""For each request of a programme the place of its replica."""
+"""A plan: for each request of a programme, the index of its replica."""
 
 
 def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, eta_steps: float) -> Solve:
@@ -56,7 +56,7 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
 
 
 class PlanState:
-    """A plan and its value, kept while requests move."""
+    """A plan and its value, updated as requests move."""
 
     def __init__(self, problem: Solve, plan: Sequence[int]) -> None:
         self._problem = problem
@@ -76,7 +76,7 @@ class PlanState:
         adapters = self._adapters[place]
         count = adapters.get(each.adapter, 0) + sign
         adapters[each.adapter] = count
-        if count == max(sign, 0):  # it has come, or gone
+        if count == max(sign, 0):  # the adapter's first request came, or its last one left
             self._pages[place] += sign * self._sizes[each.adapter]
         if not count:
             del adapters[each.adapter]
@@ -85,7 +85,7 @@ class PlanState:
         return request.run_s + (request.move_s if place != request.source else 0.0)
 
     def finish_s(self, place: int) -> float:
-        """Return when the replica is done."""
+        """Return the time at which the replica finishes its requests, in seconds."""
         return self._finish_s(place, self._run_s[place], self._pages[place], len(self._adapters[place]))
 
     def _finish_s(self, place: int, run_s: float, pages: int, num_adapters: int) -> float:
@@ -93,7 +93,7 @@ class PlanState:
         return run_s + max(pages - replica.pages, 0) * replica.page_s + self._problem.eta_s * num_adapters
 
     def finish_without_s(self, request: int) -> float:
-        """Return when the request's replica would be done without it."""
+        """Return the time at which the request's replica would finish without it, in seconds."""
         place, each = self.plan[request], self._problem.requests[request]
         is_last = self._adapters[place][each.adapter] == 1
         pages = self._pages[place] - each.pages - (self._sizes[each.adapter] if is_last else 0)
@@ -101,7 +101,7 @@ class PlanState:
         return self._finish_s(place, self._run_s[place] - self._cost_s(each, place), pages, num_adapters)
 
     def finish_with_s(self, request: int, place: int) -> float:
-        """Return when another replica would be done with the request besides."""
+        """Return the time at which another replica would finish with this request added, in seconds."""
         each = self._problem.requests[request]
         is_first = each.adapter not in self._adapters[place]
         pages = self._pages[place] + each.pages + (self._sizes[each.adapter] if is_first else 0)
@@ -109,7 +109,8 @@ class PlanState:
         return self._finish_s(place, self._run_s[place] + self._cost_s(each, place), pages, num_adapters)
 
     def value_s(self) -> float:
-        """Return when the last replica is done."""
+        """Return the time at which the last replica finishes, in seconds: the plan's value, where less is
+        better."""
         return max(self.finish_s(place) for place in range(len(self._problem.replicas)))
 
     def move(self, request: int, place: int) -> None:
@@ -120,17 +121,17 @@ class PlanState:
 
 
 _LEAST_GAIN = 1e-9
-"""Seconds; less is rounding."""
+"""The least gain of a move, in seconds; smaller gains are rounding errors."""
 
 
 def greedy_plan(problem: Solve) -> Plan:
-    """From where the requests are now."""
+    """Improve the present places of the requests by greedy moves."""
     return improve(problem, [request.source for request in problem.requests])
 
 
 def improve(problem: Solve, plan: Sequence[int]) -> Plan:
-    """One request after another leaves the replica that is done last, each time the move after which the later
-    of the two replicas is done soonest, as long as the plan's value falls."""
+    """Move requests, one after another, from the replica that finishes last, as long as that makes the plan
+    better. Each step takes the move after which the later of its two replicas finishes soonest."""
     state = PlanState(problem, plan)
     places = range(len(problem.replicas))
     for _ in range(len(problem.requests) * len(places)):
@@ -154,7 +155,7 @@ def improve(problem: Solve, plan: Sequence[int]) -> Plan:
 
 
 def is_solution(problem: Solve, shares: Sequence[Sequence[float]]) -> bool:
-    """Return whether there is a share of each request for each replica."""
+    """Return whether the shares have one number for each request and replica."""
     count = len(problem.replicas)
     return len(shares) == len(problem.requests) and all(len(each) == count for each in shares)
 
@@ -162,7 +163,7 @@ def is_solution(problem: Solve, shares: Sequence[Sequence[float]]) -> bool:
 def round_shares(problem: Solve, shares: Sequence[Sequence[float]]) -> Plan:
     """Round shares to a plan, the longest requests first."""
     count = len(problem.replicas)
-    due_s = [0.0] * count  # what the solution gives each replica, of the requests so far
+    due_s = [0.0] * count  # the solution's work for each replica, over the requests so far
     given_s = [0.0] * count
     plan = [0] * len(problem.requests)
     longest_first = sorted(range(len(plan)), key=lambda each: (-problem.requests[each].run_s, each))
@@ -183,18 +184,18 @@ def round_shares(problem: Solve, shares: Sequence[Sequence[float]]) -> Plan:
 
 
 _FORGOTTEN = 2.0**-8
-"""An adapter whose requests together count less than this share of one has no rate."""
+"""The least decayed count of an adapter's requests. Below it the adapter has no rate."""
 
 
 class AdapterRates:
-    """Requests a second of each adapter, as a mean whose weights halve every ``half_life_s``."""
+    """The request rate of each adapter per second, as a mean whose weights halve every ``half_life_s``."""
 
     def __init__(self, half_life_s: float) -> None:
         self._half_life_s = half_life_s
-        self._counts: dict[AdapterId, tuple[float, float]] = {}  # decayed, and at which moment
+        self._counts: dict[AdapterId, tuple[float, float]] = {}  # the decayed count, and its time
 
     def saw(self, adapter: AdapterId, now: float) -> None:
-        """Count a request."""
+        """Count a request. The base model is not counted."""
         if adapter != BASE:
             self._counts[adapter] = self._count(adapter, now) + 1.0, now
 
@@ -212,12 +213,12 @@ class AdapterRates:
 
 
 Copy = tuple[AdapterId, int]
-"""An adapter, and the place of a replica in the sequences below."""
+"""An adapter, and the index of a replica in the sequences below."""
 NOTHING: Mapping[AdapterId, Collection[int]] = {}
 
 
 class _Bursts:
-    """Burst tolerances while copies are added. ``free``: unallocated pages of each replica."""
+    """The burst tolerances of adapters while copies are added. ``free``: unallocated pages of each replica."""
 
     def __init__(
         self,
@@ -240,11 +241,13 @@ class _Bursts:
         heapq.heapify(self._heap)
 
     def tolerance(self, adapter: AdapterId) -> float:
+        """Return the number of requests for which the adapter's replicas have free pages, over the adapter's
+        rate."""
         peak = sum(max(self.free[place], 0) for place in self.holders[adapter]) / self._request_pages
         return peak / self._loads[adapter]
 
     def _entry(self, adapter: AdapterId) -> tuple[float, float, AdapterId]:
-        """Ordered by tolerance, of equal ones by the larger load, then by the lower id."""
+        """Return an entry that sorts by tolerance, then by the larger load, then by the lower id."""
         return self.tolerance(adapter), -self._loads[adapter], adapter
 
     def least(self) -> tuple[float, AdapterId]:
@@ -257,7 +260,7 @@ class _Bursts:
             heapq.heapreplace(self._heap, now)
 
     def change(self, adapter: AdapterId, place: int, is_added: bool) -> None:
-        """Add a copy, or undo that."""
+        """Add a copy, or remove it again."""
         if is_added:
             self.holders[adapter].add(place)
             self._on[place].add(adapter)
@@ -281,13 +284,13 @@ def plan_copies(
     request_pages: float,
     barred: Mapping[AdapterId, Collection[int]] = NOTHING,
 ) -> list[Copy]:
-    """Copies to preload, in order: each of the adapter that tolerates least, on the replica without it that has
-    most unallocated memory (of equal ones the first), until that would make the least tolerance smaller; this
-    last copy is not made.
+    """List the copies to preload, in order.
 
-    ``free``: unallocated pages of each replica; ``reserve``: how many of them copies may take; ``holders``: the
-    replicas that have an adapter; ``loads``: requests a second, all above 0; ``request_pages``: of a mean
-    request; ``barred``: replicas that cannot have an adapter.
+    Each step copies the adapter with the least tolerance to the replica without it that has the most
+    unallocated memory (the first among equal ones). The plan ends before the copy that would make the least
+    tolerance smaller. ``free``: unallocated pages of each replica; ``reserve``: the number of these pages
+    that copies may take; ``holders``: the replicas that have an adapter; ``loads``: requests per second, all
+    above 0; ``request_pages``: pages of a mean request; ``barred``: replicas that cannot have an adapter.
     """
     if not loads:
         return []
@@ -315,7 +318,7 @@ def plan_copies(
 
 
 _PROMPT_TOKENS = 256.0
-"""The prompt of a mean request, before the first."""
+"""The assumed length of a mean prompt, in tokens, before the first request."""
 _KEEP = 0.99
 """The weight of the mean prompt against one new request."""
 
@@ -323,8 +326,11 @@ Placed = Place | Unplace
 
 
 class Placement:
-    """Copies are added only; a copy goes when its adapter has no rate any more, is unlisted, or its replica is
-    gone. What is evicted is each replica's own business."""
+    """The adapter copies that the policy wants kept.
+
+    Copies are only added. A copy is dropped when its adapter has no rate any more or is unlisted, or its
+    replica is gone. Each replica decides itself what it evicts.
+    """
 
     def __init__(self, parameters: DloraParameters) -> None:
         self._given = parameters
@@ -343,7 +349,7 @@ class Placement:
             self._prompt_tokens = _KEEP * self._prompt_tokens + (1 - _KEEP) * request.prompt_tokens
 
     def homes(self, view: Fleet, adapter: AdapterId) -> list[ReplicaId]:
-        """Open replicas that have the adapter, get it with a request, or are to keep it, by id."""
+        """List the open replicas, by id, that have the adapter, receive it with a request, or are to keep it."""
         found = {*view.homes(adapter), *self._copies.get(adapter, ())}
         return sorted(replica for replica in found if replica in view.up and view.up[replica].is_open)
 
@@ -359,7 +365,7 @@ class Placement:
         return [*self._drop(view, loads), *self._plan(view, loads)]
 
     def _drop(self, view: Fleet, loads: Mapping[AdapterId, float]) -> list[Placed]:
-        """Copies that are not wanted any more, or have gone with their replica."""
+        """Drop the copies that are not wanted any more, and forget those whose replica is gone."""
         dropped: list[Placed] = []
         for adapter, copies in list(self._copies.items()):
             for name, epoch in list(copies.items()):

@@ -1,4 +1,5 @@
-"""Ours: the replica where a request costs the fewest seconds, its own and those of others."""
+"""Routes to the replica where a request costs the fewest seconds, its own and those of other requests: our
+policy."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from manylora.types import BASE, AdapterId
 
 
 def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation]:
-    """At most so many requests from the replica with the longest wait to that with the shortest, newest first.
+    """Plan at most ``most_moves`` moves from the replica with the longest wait to that with the shortest,
+    newest requests first.
 
-    A request that has not begun gains the difference of the waits, one that runs the difference of its
-    remaining steps. It costs what is to be computed again there, and its adapter. Moves gain ``least_ratio``
-    times their cost.
+    A request that has not begun gains the difference of the waits. A running one gains the difference of its
+    remaining steps. The cost is the tokens to compute again, and the load of its adapter. Every move gains
+    ``least_ratio`` times its cost.
     """
     waits = {name: wait_s(view, view.up[name], 1, 0) for name in view.open_ids}
     if len(waits) < 2:
@@ -54,17 +56,18 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
 
 
 def step_gap_s(source: ReplicaState, target: ReplicaState) -> float:
-    """Return how much longer a decode step takes on one replica than on another."""
+    """Return by how many seconds a decode step is longer on one replica than on another; 0 where it is
+    shorter."""
     return max(source.step_s - target.step_s, 0.0)
 
 
 _POINTS = 16
-"""Points of each replica on the ring; more points make it more even."""
+"""The number of points of each replica on the ring. More points make the shares more even."""
 
 
 class HomeRing:
-    """Consistent hashing (Karger 1997): replicas stand at many points of a ring, and an adapter's homes are the
-    first that follow its own point. One replica more or less changes the homes of few adapters."""
+    """A ring of consistent hashing (Karger 1997). Replicas have many points on the ring; an adapter's homes
+    are the first replicas after its own point. One replica more or less changes the homes of few adapters."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -78,7 +81,7 @@ class HomeRing:
         found: list[ReplicaId] = []
         replicas, up = self._replicas, view.up
         place = bisect_right(self._points, hash_number(adapter))
-        for step in range(place - len(replicas), place):  # round the ring
+        for step in range(place - len(replicas), place):  # past the end, from the ring's beginning
             replica = replicas[step]
             if replica not in found and up[replica].is_open:
                 found.append(replica)
@@ -96,17 +99,20 @@ class HomeRing:
 
 
 class CheapestReplica(RoutingPolicy):
-    """Looks at the adapter's homes, at replicas that have it, at those that have most of the prompt, and at the
-    least loaded. An adapter has one home, and one more each time that a request finds a queue at all of them;
-    the further ones are forgotten as time passes. Of equal costs the one that was looked at first has the
-    request."""
+    """A policy that takes the cheapest of a few candidates.
+
+    The candidates are the adapter's homes, replicas that have the adapter, those that have most of the
+    prompt, and the least loaded ones. An adapter has one home. It gets one more each time that a request
+    finds a queue at all its homes; the further homes are forgotten as time passes. Among equal costs the
+    earlier candidate wins.
+    """
 
     parameters = ManyloraParameters
 
     def __init__(self, parameters: ManyloraParameters) -> None:
         self._given = parameters
         self._ring = HomeRing()
-        self._extra_homes: dict[AdapterId, tuple[float, float]] = {}  # how many, and at which moment
+        self._extra_homes: dict[AdapterId, tuple[float, float]] = {}  # their number, and its time
         self._balanced_s = float("-inf")
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
@@ -116,7 +122,7 @@ class CheapestReplica(RoutingPolicy):
         if request.adapter != BASE:
             homes = self._ring.homes(view, request.adapter, self.num_homes(view.now, request.adapter))
         best = cheapest(view, request, self._candidates(view, request, homes, blocks), blocks)
-        if best is None:  # none of these can ever hold it
+        if best is None:  # no candidate can ever hold it
             best = next((view.up[n] for n in view.open_ids if view.fits_ever(view.up[n], request)), None)
         if best is None:
             return None
@@ -132,7 +138,7 @@ class CheapestReplica(RoutingPolicy):
         return balance(view, self._given.most_moves, self._given.move_gain)
 
     def num_homes(self, now: float, adapter: AdapterId) -> int:
-        """Return how many homes the adapter has."""
+        """Return the number of homes that the adapter has at the moment."""
         extra, at_s = self._extra_homes.get(adapter, (0.0, 0.0))
         if extra:
             extra *= 2.0 ** ((at_s - now) / self._given.home_half_life_s)
@@ -145,7 +151,7 @@ class CheapestReplica(RoutingPolicy):
     ) -> list[ReplicaState]:
         holders = view.homes(request.adapter)
         most = self._given.holder_candidates
-        if len(holders) > most:  # others each time
+        if len(holders) > most:  # different ones for each request
             first = request.key[1] % len(holders)
             holders = (holders[first:] + holders[:first])[:most]
         names = dict.fromkeys((*homes, *holders, *view.by_load.least(self._given.idle_candidates)))

@@ -1,4 +1,4 @@
-"""The contract of routing policies. Owns the questions; the router asks them and carries out the answers."""
+"""Defines the contract of routing policies. The router asks the policy and carries out its answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from manylora.types import RequestId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relocation:
-    """A wish that a request leaves its replica for ``target``; None: for the replica chosen then.
+    """A wish that a request leaves its replica for ``target``; None: for the replica that is chosen then.
 
-    The router makes it if it gains more seconds than it costs, times two for each earlier move of the request,
-    and not within the cool-down. It makes one that ``is_forced`` (its replica has no page left) at once.
-    ``attempt``: of the request at the moment of the wish.
+    The router makes the move if it gains more seconds than it costs, times two for each earlier move of the
+    request, and not within the cool-down. A move that ``is_forced`` (the replica has no page left) is made at
+    once. ``attempt``: the request's attempt at the moment of the wish.
     """
 
     request: RequestId
@@ -44,13 +44,14 @@ class RoutingPolicy:
 
     parameters: ClassVar[type[RouterParameters]] = NoParameters
     handover: ClassVar[Literal["wait", "drop"]] = "wait"
-    """Assign a moving request anew when its replica has released it (wait), or at once (drop)."""
+    """When a moving request is assigned anew: after its replica has released it (wait), or at once (drop)."""
 
     def __init__(self, parameters: Any) -> None:
-        """``parameters``: a record of the class's ``parameters``."""
+        """Start without any request. ``parameters``: a record of the class's ``parameters``."""
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
-        """Return an open replica that can hold the request. None: it waits in the queue, with all behind it."""
+        """Return an open replica that can hold the request. None: it waits in the queue, with all requests
+        behind it."""
         raise NotImplementedError
 
     def on_timer(self, view: Fleet) -> Sequence[Wish]:
@@ -63,7 +64,8 @@ class RoutingPolicy:
 
 
 def find_router(name: str) -> type[RoutingPolicy]:
-    """Return the policy class of a name that settings have checked; raise ConfigError if it is not there."""
+    """Return the policy class of a name that the settings have checked. Raises ConfigError where it does not
+    exist."""
     found = imported_class("router", place_of("router", ROUTERS, name), RoutingPolicy)
     if found.choose is RoutingPolicy.choose:
         raise ConfigError(f"router {name!r} has no method choose, which says where a request goes")
@@ -71,6 +73,6 @@ def find_router(name: str) -> type[RoutingPolicy]:
 
 
 def router_help(name: str) -> str:
-    """Return the parameters of a routing policy, a line each. Raise ConfigError."""
+    """Return the parameters of a routing policy, one line each. Raises ConfigError."""
     RouterConfig(name)
     return "\n".join(parameter_lines(name, find_router(name).parameters))

@@ -1,4 +1,4 @@
-"""Punica's scheduler (§5): the largest working set that has room, and the newest request leaves a full one."""
+"""Routes as Punica (§5): to the fullest replica with room; the newest request leaves a replica without pages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from manylora.router.requests import LiveRequest
 
 
 class Punica(RoutingPolicy):
-    """Route (§5.1): of the replicas with fewer than ``max_batch`` sequences and enough free pages that with
-    most sequences, of equal ones the highest id; else the queue. Enough is for the tokens so far and a page to
-    grow into, not for all that may come, or memory would never run out. Evict (§5.3): where a replica has no
-    page left, its newest request is withdrawn and routed like a new one."""
+    """A policy that fills the replicas one after another.
+
+    Route (§5.1): take the replica with the most sequences among those with fewer than ``max_batch`` and
+    enough free pages; among equal replicas the highest id wins. Where there is none, the request waits in the
+    queue. Enough pages means room for the tokens so far and one page to grow into. With room for the whole
+    reply, memory would never run out. Evict (§5.3): where a replica has no page left, its newest request is
+    withdrawn and routed like a new one.
+    """
 
     parameters: ClassVar[type[BatchParameters]] = BatchParameters
     handover = "drop"
@@ -25,7 +29,7 @@ class Punica(RoutingPolicy):
         self._max_batch = parameters.max_batch
         self._evicted: dict[
             int, tuple[int, int]
-        ] = {}  # by replica: epoch and seq of the report that was answered
+        ] = {}  # by replica: the epoch and seq of the report that was acted on
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
@@ -36,7 +40,7 @@ class Punica(RoutingPolicy):
         return None
 
     def on_timer(self, view: Fleet) -> Sequence[Wish]:
-        """One request leaves each replica that has reported anew that it is out of pages."""
+        """Move one request from each replica that has reported again that it is out of pages."""
         wishes: list[Wish] = []
         for replica in view.up.values():
             report = replica.epoch, replica.report.seq
@@ -51,8 +55,11 @@ class Punica(RoutingPolicy):
 
 
 class PunicaConsolidate(Punica):
-    """Every ``interval_s`` the replica with the fewest requests gives them all, newest first, to replicas with
-    more, if all find room there; not again for ``cooldown_s`` with either side."""
+    """A policy that also empties small replicas.
+
+    Every ``interval_s``, the replica with the fewest requests gives all its requests, newest first, to
+    replicas with more, if all find room there. Neither side takes part again for ``cooldown_s``.
+    """
 
     parameters = ConsolidateParameters
 
@@ -75,7 +82,7 @@ class PunicaConsolidate(Punica):
         return self._emptied(view, smallest)
 
     def _emptied(self, view: Fleet, source: ReplicaState) -> list[Wish]:
-        """Moves of all requests of a replica; none where one of them cannot move."""
+        """Plan the moves of all requests of a replica. Returns none where one request cannot move."""
         newest = source.movable()
         if len(newest) < len(source.requests):
             return []

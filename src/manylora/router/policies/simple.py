@@ -1,4 +1,4 @@
-"""Two simple routing policies: replicas in turn, and the replica that holds most of the prompt's prefix."""
+"""Defines two simple routing policies: replicas in turn, and the replica with most of the prompt's prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manylora.router.requests import LiveRequest
 
 
 class RoundRobin(RoutingPolicy):
-    """In the order of ids; one that can never hold the request is passed over."""
+    """A policy that takes replicas in the order of ids. A replica that can never hold the request is skipped."""
 
     def __init__(self, parameters: Any) -> None:
         self._last = -1
@@ -31,9 +31,13 @@ class RoundRobin(RoutingPolicy):
 
 
 class CacheAware(RoutingPolicy):
-    """Where the fullest replica has ``most_difference`` more sequences than the emptiest and ``most_ratio``
-    times as many, the emptiest; else the one that has most of the prompt, if it has more than ``least_share``;
-    else the emptiest. The lowest id of equal ones."""
+    """A policy that balances the load, or else takes the replica that has most of the prompt.
+
+    The load is unequal where the fullest replica has ``most_difference`` more sequences than the emptiest and
+    ``most_ratio`` times as many. Then the emptiest replica is taken. Otherwise it is the one that has most of
+    the prompt, if that is more than ``least_share``, else the emptiest. Among equal replicas the lowest id
+    wins.
+    """
 
     parameters = CacheAwareParameters
 
