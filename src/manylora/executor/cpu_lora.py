@@ -30,6 +30,7 @@ LATE_S = 10.0
 _IDLE_NS = 20_000_000
 """How long a step waits until the threads have left the previous step, in nanoseconds."""
 _FOR_EVER = 2**62
+"""A number that no step or job reaches."""
 _LINE_WORDS = 8
 """The int64 words of a cache line. Each thread's words have a line of their own, so that threads do not slow
 each other."""
