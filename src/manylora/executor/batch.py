@@ -33,7 +33,7 @@ PENDING_ENTRIES = 2 * MOST_SEQS
 _NONE = np.zeros(0, dtype=np.int32)
 
 Undo = list[tuple[int, int, int]]
-"""Former entries of page tables: (slot, index, page)."""
+"""Former entries of page tables, in the order of their changes: (slot, index, page)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

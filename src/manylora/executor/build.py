@@ -99,8 +99,8 @@ def registry_of(task: RankTask, whole: AdapterGeometry, layer_prefix: str) -> Re
 
 
 class RankBuild:
-    """The construction of one rank. It loads the share of the weights at once, and makes the worker later,
-    when the pools' sizes are known."""
+    """The construction of one rank: it loads the share of the weights at once, and makes the worker once the
+    pools' sizes are known."""
 
     def __init__(
         self,
@@ -144,8 +144,8 @@ class RankBuild:
         return self._task.settings.adapters.max_adapter_rank
 
     def loaded(self) -> Loaded:
-        """Report the loaded weights and the room for the pool to the driver. Raises ConfigError where there
-        is no room."""
+        """Return the sizes of the loaded weights, and the room for the pool, for the driver. Raises
+        ConfigError where there is no room."""
         task, device, decoder, held = self._task, self._device, self._decoder, 0
         cache = task.settings.cache
         own = None if cache.device_pool is None else -(-cache.device_pool // task.count)

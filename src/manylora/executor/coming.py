@@ -64,9 +64,9 @@ class Coming:
         self._tables.drop(adapter)
 
     def claim(self, command: SwapPages | ReadAdapter) -> None:
-        """Drop entries of other adapters that were entered ahead in the command's device pages. Call it
-        before an adapter is brought to these pages. The other adapter's copy has failed, perhaps on another
-        rank, and the policy has given its pages away, so no later step names it."""
+        """Drop entries of other adapters that were entered ahead in the device pages of ``command``. Call it
+        before the command brings an adapter to these pages. The other adapter's copy has failed, perhaps on
+        another rank, and the policy has given its pages away, so no later step names it."""
         others = [(adapter, copy) for adapter, copy in self._ahead.items() if adapter != command.adapter]
         if not others:
             return
@@ -80,7 +80,7 @@ class Coming:
 
     def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
         """Carry out SwapPages; ``tell`` is called once, with the answer. A command with layer groups gets a
-        gate, and its adapter is entered into the tables ahead, before it lands."""
+        gate, and its adapter is entered into the tables before it lands."""
         self.claim(command)
         gate: CopyGate | None = None
         if command.groups:

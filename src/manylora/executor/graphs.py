@@ -5,7 +5,7 @@ These are decoding steps, and steps with prompts whose kernels take less time th
 padded to its bucket. Padding tokens read and write a page that holds no data, belong to no row and no
 adapter, and their outputs are discarded. Everything that changes between steps is in device memory at fixed
 addresses: numbers in a mirror, tables in the operations' plans. Only steps with prompts have gates. Owns the
-buckets and their captures; how to capture is the device's knowledge.
+buckets and their captures; only the device knows how to capture.
 
 With several ranks, all ranks capture the same steps, or all stop capturing together. A captured step is
 padded, so its exchanges have other sizes than an eager step's. If one rank replayed a step while another ran
@@ -75,8 +75,9 @@ _MOST_CELLS = 2**22
 Progress = Callable[[int, int], None]
 
 Rehearse = Callable[[Sequence[Callable[[], object]], int], bool]
-"""A function that compiles the kernels of these steps ahead of time, if the first ``n`` steps (its second
-argument) lack any. Returns whether anything was compiled."""
+"""A function that compiles the kernels that steps lack, ahead of time. Its arguments are the steps and a
+number n: where the first n steps lack no kernel, it skips the others. Returns whether anything was
+compiled."""
 
 _NO_ROWS = AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Bucket:
     """A fixed size of steps: ``num_tokens`` tokens in at most ``num_rows`` rows, with adapters of ranks up to
     ``max_rank`` (0: no adapters).
 
-    With as many rows as tokens it is a decoding step's: every row has one token.
+    A bucket with as many rows as tokens is for decoding steps, in which every row has one token.
     """
 
     num_tokens: int
@@ -274,8 +275,8 @@ class StepGraphs:
 
     def rehearsals(self, forward: Forward) -> tuple[list[Callable[[], object]], int]:
         """Return functions that run the steps of ``capture_all`` on padding, with ``forward``, a forward pass
-        of fewer layers. Also return how many steps come first, one for each rank class, to show whether
-        kernels have been compiled."""
+        of fewer layers. Also return how many of these come first, one for each rank class, to show whether
+        any kernels are missing."""
         buckets = self._ahead_of_time()
         firsts = {bucket.max_rank: bucket for bucket in reversed(buckets)}
         ordered = [*firsts.values(), *(bucket for bucket in buckets if bucket not in firsts.values())]
@@ -533,7 +534,7 @@ class RankedGraphs(StepGraphs):
         return self._replaying(prepared, noted)
 
     def _all(self, can: bool) -> bool:
-        """Return whether every rank passes True."""
+        """Return whether ``can`` is true on every rank."""
         found = self._peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
         return all(bool(one.item()) for one in found)
 

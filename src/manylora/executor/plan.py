@@ -201,9 +201,10 @@ def pads_steps(settings: EngineSettings, captures: bool) -> bool:
 
 
 def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
-    """Return the settings with a mode of cold starts that the device supports. Where each launch waits for
-    its end, no step can wait on the device for later work, so the mode becomes ``wait``. Copies land in
-    groups of layers only for captured steps; without captures they land whole."""
+    """Return the settings with a mode of cold starts that the device supports. Where the user gave no mode,
+    the device and the merging mode decide it. Where each launch waits for its end, no step can wait on the
+    device for later work, so the mode becomes ``wait``. Copies land in groups of layers only for captured
+    steps; without captures they land whole."""
     scheduler = settings.scheduler
     found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
     if launches_wait and found.num_groups:

@@ -219,8 +219,8 @@ _ROUNDS = 5
 first, to compile and capture."""
 
 _MOST_S = 5.0
-"""The seconds of measured steps after which no larger steps are measured. The first step is always measured,
-since it may have compiled kernels."""
+"""The seconds of measuring steps after which no larger steps are measured. The first size is always measured,
+because its time may include the compilation of kernels."""
 
 
 def measure_merging(

@@ -1,10 +1,10 @@
 """Samples tokens and computes log-probabilities from logits, on one rank or on several.
 
 Follows vLLM's documented order. Log-probabilities come from the raw logits. Then logit_bias, the min_tokens
-mask, and the repetition, frequency and presence penalties are applied. Then follows argmax where temperature
-is 0, else temperature, min_p, top_k and top_p (over the remaining tokens, renormalised), and the draw. Ties
-go to the lower token id everywhere, so top_k=1 is greedy. A row whose logits are not finite is reported, and
-its tokens are meaningless. Knows tensors and SamplingParams; knows nothing of models, pages or particular
+mask, and the repetition, frequency and presence penalties are applied. Where temperature is 0, argmax
+follows; else temperature, min_p, top_k and top_p (over the remaining tokens, renormalised), and the draw.
+Ties go to the lower token id everywhere, so top_k=1 is greedy. A row whose logits are not finite is reported,
+and its tokens are meaningless. Knows tensors and SamplingParams; knows nothing of models, pages or particular
 devices.
 
 A draw depends on the row's logits and on (seed, sample, position), never on the batch. Probabilities become
@@ -89,8 +89,8 @@ _LEAST_TEMPERATURE = 1e-30
 """The least temperature used; much smaller ones would be 0 in float32."""
 
 BLOCK_TOKENS = 128
-"""The tokens of a block in the race. A race in two rounds needs noise for the blocks and for one block's
-tokens, not for the whole vocabulary."""
+"""The number of tokens in a block of the race. A race in two rounds needs noise for the blocks and for one
+block's tokens, not for the whole vocabulary."""
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)

@@ -1,4 +1,4 @@
-"""Executes commands on one device: on the model, the pools and the adapters. Decides nothing.
+"""Executes commands on the model, the pools and the adapters of one device. Decides nothing.
 
 Owns the order in which a step uses sequences, tables, model and sampler, and the rule that a failed step
 leaves no changes in them.
@@ -135,8 +135,8 @@ class Worker:
         self._tell: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
-        # A device without captures runs a step within the call that launches it, so that work put off until
-        # after the launch would wait for the whole step.
+        # A device without captures runs a step within the call that launches it, so work put off until after
+        # the launch would wait for the whole step.
         self._copier = Copier(arena, host, device, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)

@@ -94,9 +94,9 @@ class RankProcess:
 
 
 class StoppedProcesses:
-    """A watch over processes, to find one that is stopped and stays stopped. It looks at the system's process
-    state, which never mistakes a long compilation, a long prompt or a loaded machine for a stopped process.
-    Call ``look`` every ``LOOK_S`` seconds."""
+    """A watch over processes, to find one that is stopped and stays stopped. It reads the system's process
+    state, so a process busy with a compilation or a long prompt, or on a loaded machine, is not mistaken for
+    a stopped one. Call ``look`` every ``LOOK_S`` seconds."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -111,8 +111,8 @@ class StoppedProcesses:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """A step that is in flight, or has ended and has not been reported. ``answers``: by rank. ``failed_s``:
-    when its first failure arrived."""
+    """A step that is in flight, or has ended and has not been reported. ``answers``: the answers so far, by
+    rank. ``failed_s``: the time of its first failed answer (``time.monotonic``)."""
 
     step: int
     began: float
