@@ -15,7 +15,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from manylora.config import ConfigError, option_of
+from manylora.config.declaring import ConfigError, option_of
 
 log = logging.getLogger("manylora")
 

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 from manylora._version import VERSION
 from manylora.aliases import ALIASES, CLUSTER_ALIASES, FOREIGN, REMOVED, add_removed, check_removed
 from manylora.cluster.command import add_cluster
-from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS
-from manylora.config.declaring import naming_what_is_missing
+from manylora.config.declaring import ConfigError, naming_what_is_missing
 from manylora.config.named import LAB, AddParser, find_commands
 from manylora.flags import (
     CLUSTER_FLAGS,

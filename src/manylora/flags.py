@@ -25,24 +25,20 @@ from manylora.aliases import (
     check_removed,
     check_switch,
 )
-from manylora.config import (
+from manylora.config.cluster import ClusterOptions
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.declaring import ConfigError, option_of, parse_size, setting_of
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import CacheConfig, cache_config
+from manylora.config.queueing import QueueConfig
+from manylora.config.sections import (
     AdapterSettings,
-    CacheConfig,
     CacheSettings,
-    ColdStartConfig,
-    ConfigError,
     EngineSettings,
     HttpSettings,
-    MergeConfig,
     ModelSettings,
-    QueueConfig,
     SchedulerSettings,
-    option_of,
-    parse_size,
-    setting_of,
 )
-from manylora.config.cluster import ClusterOptions
-from manylora.config.policy import cache_config
 from manylora.rules import fields_of
 
 log = logging.getLogger("manylora")

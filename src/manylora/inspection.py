@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from manylora.adapters.peft import AdapterSpec, TextCheck, inspect_adapter
 from manylora.adapters.registry import Registry
 from manylora.adapters.sources import discover
-from manylora.config import ConfigError, EngineSettings, lora_sharding_of
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings, lora_sharding_of
 from manylora.kernels.shapes import AdapterGeometry, RankPlace
 from manylora.models.config import read_model_config
 from manylora.models.share import ModelShare, check_count
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelConfig, ModelError
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import shown
 from manylora.types import adapter_name_fault, why_reserved
 

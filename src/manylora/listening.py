@@ -9,7 +9,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from manylora.config import ConfigError, HttpSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import HttpSettings
 
 
 @contextlib.contextmanager

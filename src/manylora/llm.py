@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from manylora.aliases import check_removed
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.client import CacheScopes, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.local import LocalEngine

@@ -25,15 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from manylora import processes
 from manylora._version import VERSION
 from manylora.adapters.sources import discover
-from manylora.config import (
-    AdapterSettings,
-    ConfigError,
-    EngineSettings,
-    HttpSettings,
-    ModelSettings,
-    QueueConfig,
-)
-from manylora.config.declaring import naming_what_is_missing
+from manylora.config.declaring import ConfigError, naming_what_is_missing
+from manylora.config.queueing import QueueConfig
+from manylora.config.sections import AdapterSettings, EngineSettings, HttpSettings, ModelSettings
 from manylora.engine import service, wire
 from manylora.engine.client import EngineDead
 from manylora.engine.driver import Driver
@@ -47,7 +41,7 @@ from manylora.models.spec import ModelError
 from manylora.policy.cache_policies import find_cache
 from manylora.processes import stop_signals
 from manylora.progress import Bar, configure_logging
-from manylora.protocol import AdapterError, Executor
+from manylora.protocol.executor import AdapterError, Executor
 from manylora.text.texts import Texts, read_base
 from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved

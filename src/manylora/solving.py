@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from manylora import processes
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.protocol.routing import Solve, Solved
 from manylora.types import AdapterId
 

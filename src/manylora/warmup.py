@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.engine.client import GenerationRequest
 from manylora.engine.local import LocalEngine
 from manylora.flags import build_settings

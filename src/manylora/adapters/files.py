@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import (
     DTYPE_BYTES,
     StoredTensor,

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from manylora.adapters import matching
 from manylora.adapters.files import stamp_of
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import shown
 
 LARGEST_CONFIG_BYTES = 2**20

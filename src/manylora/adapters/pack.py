@@ -31,7 +31,7 @@ from manylora.adapters.files import (
 )
 from manylora.adapters.peft import IGNORED_TENSORS, AdapterSpec, Side
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import DTYPE_BYTES, StoredTensor, fill, reason
 
 _Kept = TypeVar("_Kept")

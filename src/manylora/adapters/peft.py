@@ -30,7 +30,7 @@ from manylora.adapters.files import (
 )
 from manylora.adapters.loraconfig import Module, read_config
 from manylora.kernels.shapes import AdapterGeometry, Projection
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import StoredTensor, shown
 from manylora.text.texts import TEXT_FILES, Texts, read_base
 from manylora.text.tokenizer import TokenizerError

@@ -21,7 +21,7 @@ from pathlib import Path
 from manylora.adapters.files import adapter_files
 from manylora.adapters.peft import AdapterSpec, TextCheck, check_rank, inspect_adapter, text_files
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 
 FORMAT_VERSION = 5
 """A part of every key. Raise it when AdapterSpec changes or when inspection accepts something else."""

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from manylora.adapters.files import CONFIG_NAME
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.types import adapter_name_fault
 
 _CHECKPOINT = "checkpoint-"

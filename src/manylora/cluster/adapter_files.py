@@ -29,8 +29,8 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, LinkRefused, redial
-from manylora.config import ConfigError
-from manylora.protocol import AdapterError
+from manylora.config.declaring import ConfigError
+from manylora.protocol.executor import AdapterError
 from manylora.types import AdapterId
 
 _CHUNK_BYTES = 1 << 20

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from manylora.protocol import DeviceCommand, DeviceEvent, EndSequence, Executor, RunStep, StepResult
+from manylora.protocol import commands
+from manylora.protocol.executor import DeviceEvent, Executor, StepResult
 from manylora.types import RequestId, SequenceId
 
 _LENGTH = struct.Struct("<Q")
@@ -82,17 +83,17 @@ class StepNotingExecutor:
 
         self._executor.connect(hear)
 
-    def obey(self, command: DeviceCommand) -> None:
+    def obey(self, command: commands.DeviceCommand) -> None:
         """See Executor."""
         match command:
-            case RunStep():
+            case commands.RunStep():
                 for start in command.starts:
                     self._requests[start.sequence] = start.request
                 found = frozenset(self._requests[row.sequence] for row in command.rows)
                 with self._noting:
                     self._in_flight[command.step] = found
                     self._write()
-            case EndSequence():
+            case commands.EndSequence():
                 self._requests.pop(command.sequence, None)
         self._executor.obey(command)
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import msgspec
 
 from manylora.cluster import messages
-from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import ClusterOptions
-from manylora.config.declaring import naming_what_is_missing
+from manylora.config.declaring import ConfigError, naming_what_is_missing
+from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.engine.wire import Failed, frame, receive_message
 from manylora.processes import at_parents_end
 from manylora.progress import configure_logging

@@ -25,7 +25,7 @@ from manylora.engine.client import SILENT_S, Delta, EngineDead, EngineSilent, En
 from manylora.engine.ledger import Ledger
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.wire import Deltas
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.protocol.hashing import prefix_hashes
 from manylora.protocol.routing import Assign, Cancelled, Refuse, ReplicaId, Withdraw
 from manylora.types import BASE, AdapterCard, AdapterId, EngineInfo, RequestError, RequestId

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cluster.folder import default_folder, is_in_use, short_path
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 WATCH_S = 1.0
 NEXT_S, AGAIN_S = 10.0, 0.1

@@ -17,7 +17,7 @@ from manylora.cluster.members import STATES
 from manylora.engine.client import EngineBusy, EngineSilent, EngineStats
 from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.protocol.routing import ReplicaId
 from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, unavailable

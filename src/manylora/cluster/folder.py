@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 log = logging.getLogger("manylora")
 

@@ -29,8 +29,9 @@ from manylora.cluster.client import ClusterClient
 from manylora.cluster.exposition import ClusterPage, cluster_operation
 from manylora.cluster.folder import read_secret
 from manylora.cluster.link import Credentials, Hello, LinkError, LinkRefused, credentials_of, dial
-from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import MOST_FRONTENDS, tls_files
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.engine.client import CacheScopes
 from manylora.listening import address_of, bound
 from manylora.main import (

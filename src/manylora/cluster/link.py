@@ -27,8 +27,8 @@ import msgspec
 
 from manylora._version import VERSION
 from manylora.cluster.children import Tasks
-from manylora.config import ConfigError
 from manylora.config.cluster import TLS_OPTIONS, TlsFiles
+from manylora.config.declaring import ConfigError
 from manylora.engine.wire import EMPTY, FrameTooLong, body_of, frame, read_body
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ import msgspec
 
 from manylora.cluster import messages
 from manylora.cluster.children import Launch
-from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.wire import Failed, frame, open_stream, read_message
 from manylora.memory.budget import cpu_pool_bytes, host_pool_bytes

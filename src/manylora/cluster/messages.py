@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from manylora.config import EngineSettings
+from manylora.config.sections import EngineSettings
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
 from manylora.protocol.routing import (

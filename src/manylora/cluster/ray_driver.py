@@ -28,8 +28,9 @@ from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.local import check_shared_gpu, gpus_needed, shared_pools, with_share
-from manylora.config import ConfigError, EngineSettings
 from manylora.config.cold_start import num_cores
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.wire import Failed
 from manylora.models.source import resolve_model

@@ -21,7 +21,7 @@ import msgspec
 from manylora.cluster import messages
 from manylora.cluster.children import FENCED, Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.wire import Failed
 
 log = logging.getLogger(__name__)

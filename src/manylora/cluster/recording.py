@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config.declaring import ConfigError
 from manylora.config.routing import RouterConfig
+from manylora.config.sections import EngineSettings
 from manylora.engine.journal import JournalWriter, LineFile, private
 from manylora.main import open_output
 from manylora.protocol.routing import Planned, Routed

@@ -26,8 +26,8 @@ from manylora.cluster.children import Tasks
 from manylora.cluster.link import Link
 from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.messages import Listing
-from manylora.config import ConfigError
-from manylora.protocol import AdapterError
+from manylora.config.declaring import ConfigError
+from manylora.protocol.executor import AdapterError
 from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
 from manylora.types import BASE, AdapterId, RequestError
 

@@ -36,12 +36,13 @@ from manylora.cluster.link import (
     why_strange,
 )
 from manylora.cluster.recording import without_what_fails
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.engine.client import Delta, EngineDead
 from manylora.engine.driver import Driver
 from manylora.engine.wire import Deltas, Failed
 from manylora.main import build_driver
-from manylora.protocol import AdapterError, Status
+from manylora.protocol import commands
+from manylora.protocol.executor import AdapterError
 from manylora.protocol.routing import ReplicaFacts, ReplicaReport, StepPlane
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
@@ -182,8 +183,8 @@ class _Replica:
         self._is_whole = True
         self._news = asyncio.Event()
         self._seq = 0
-        self._asked: asyncio.Future[Status] | None = None
-        self._last: Status | None = None
+        self._asked: asyncio.Future[commands.Status] | None = None
+        self._last: commands.Status | None = None
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
         self._died = asyncio.Event()
@@ -408,7 +409,7 @@ class _Replica:
             report = self._report_of(dataclasses.replace(self._last, is_full=False, residency=(), evicted=()))
         self._send(messages.Alive(time.monotonic(), report))
 
-    def _report_of(self, status: Status) -> ReplicaReport:
+    def _report_of(self, status: commands.Status) -> ReplicaReport:
         self._seq += 1
         status = dataclasses.replace(status, seq=self._seq)
         return ReplicaReport(self._launch.id, self._launch.epoch, self._seen.upto, status)

@@ -22,9 +22,9 @@ from manylora.cluster.folder import admin_socket, short_path
 from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.main import adapters_found, warn_of_shares
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from manylora.cluster.children import Launch
 from manylora.cluster.folder import step_file
 from manylora.cluster.local import Launcher, NotStarted, Started
 from manylora.cluster.recording import journal_name
-from manylora.config import AdapterSettings
+from manylora.config.sections import AdapterSettings
 from manylora.engine.wire import Failed
 from manylora.protocol.routing import ReplicaId
 from manylora.types import EngineInfo

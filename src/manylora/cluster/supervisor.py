@@ -27,8 +27,9 @@ from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
 from manylora.cluster.slots import ProcessPlace, ReplicaPlace
-from manylora.config import ConfigError, EngineSettings, HttpSettings
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.engine.wire import Failed
 from manylora.inspection import check_named_adapters
 from manylora.listening import address_of, bound

@@ -21,8 +21,9 @@ from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, 
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
-from manylora.config import ConfigError
-from manylora.protocol import AdapterError, SetTimer, Timer
+from manylora.config.declaring import ConfigError
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterError
 from manylora.protocol.routing import (
     Asked,
     AskReport,
@@ -149,19 +150,19 @@ class Switchboard:
         if self._journal is not None:
             self._journal.record(event, now)
         began_s = time.perf_counter()
-        commands = self.router.handle(event, now)
+        decided = self.router.handle(event, now)
         self.decisions.add(time.perf_counter() - began_s)
         if self._journal is not None:
-            self._journal.answered(commands)
-        for command in commands:
+            self._journal.answered(decided)
+        for command in decided:
             self._carry_out(command, now)
 
     def _carry_out(self, command: Any, now: float) -> None:
         match command:
             case Assign() | Withdraw() | Refuse():
                 self._order(command)
-            case SetTimer(at):
-                self._timer = self._loop.call_later(max(0.0, at - now), self.handle, Timer())
+            case commands.SetTimer(at):
+                self._timer = self._loop.call_later(max(0.0, at - now), self.handle, events.Timer())
             case Fence(replica, epoch):
                 self._fence(replica, epoch)
             case AskReport(replica):

@@ -12,16 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from manylora.protocol import (
-    AdapterAdded,
-    AdapterChecked,
-    AdapterError,
-    AdapterRemoved,
-    Executor,
-    ForgetAdapter,
-    InspectAdapter,
-    VerifyAdapter,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterChecked, AdapterError, Executor
 from manylora.types import BASE, AdapterCard, AdapterId
 
 
@@ -39,7 +31,7 @@ class Catalog:
     def __init__(
         self,
         executor: Executor,
-        notify: Callable[[AdapterAdded | AdapterRemoved], None],
+        notify: Callable[[events.AdapterAdded | events.AdapterRemoved], None],
         num_pages: int,
         adapter_pages_limit: int,
     ) -> None:
@@ -91,19 +83,19 @@ class Catalog:
             adapter = self._number(version)
             self._pending.add(name)
         try:
-            found = self._check(InspectAdapter(adapter, path))
+            found = self._check(commands.InspectAdapter(adapter, path))
             try:
                 self._check_size(found.num_pages)
                 if verify:  # last: the weights of an adapter that no pool holds may be endless
-                    self._check(VerifyAdapter(adapter))
+                    self._check(commands.VerifyAdapter(adapter))
             except Exception:
-                self._executor.obey(ForgetAdapter(adapter))
+                self._executor.obey(commands.ForgetAdapter(adapter))
                 raise
             card = AdapterCard(name, path, adapter, found.rank, found.num_pages, int(time.time()))
             with self._lock:
                 self._labels[adapter] = f"{name if name.isprintable() else ascii(name)}@{adapter}"
                 self._served[adapter] = card  # before the loop may ask for it
-                self._notify(AdapterAdded(adapter, found.num_pages))
+                self._notify(events.AdapterAdded(adapter, found.num_pages))
                 self._cards[name] = card
             return card
         except Exception:
@@ -123,7 +115,7 @@ class Catalog:
         self._last_id = max(self._last_id, version)
         return version
 
-    def _check(self, command: InspectAdapter | VerifyAdapter) -> AdapterChecked:
+    def _check(self, command: commands.InspectAdapter | commands.VerifyAdapter) -> AdapterChecked:
         """Let the executor check the adapter; raise AdapterError if it cannot be served."""
         future = self._checking[command.adapter] = concurrent.futures.Future()
         self._executor.obey(command)
@@ -159,12 +151,12 @@ class Catalog:
             del self._served[card.id]
             future = self._leaving[card.id] = concurrent.futures.Future()
             future.set_running_or_notify_cancel()  # The removal happens, even if no caller waits for it.
-            self._notify(AdapterRemoved(card.id))
+            self._notify(events.AdapterRemoved(card.id))
             return future
 
     def freed(self, adapter: AdapterId) -> None:
         """Forget a version of which the policy holds nothing any more."""
-        self._executor.obey(ForgetAdapter(adapter))
+        self._executor.obey(commands.ForgetAdapter(adapter))
         with self._lock:
             self._labels.pop(adapter, None)
             future = self._leaving.pop(adapter, None)

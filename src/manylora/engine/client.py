@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from manylora.protocol import ExecutorState
+from manylora.protocol.executor import ExecutorState
 from manylora.reports import AdapterUse, Counters, Snapshot
 from manylora.types import (
     AdapterCard,

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.journal import JournalWriter, TraceWriter
 from manylora.engine.ports import EnginePorts, Routes
 from manylora.engine.watchdog import Activity, Pulse, watch
 from manylora.policy.replica import Replica
-from manylora.protocol import Abort, Event, Executor, Keep, LetGo, Machine, SetTimer, Status, Timer
+from manylora.protocol import commands, events
+from manylora.protocol.executor import Executor
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestId
 
@@ -54,10 +55,10 @@ class Driver:
         self.step_timeout_s = step_timeout_s
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._ports = EnginePorts(config, executor, info, self._inbox, clock, trace)
-        self._machine: Machine = Replica(config)
+        self._machine: commands.Machine = Replica(config)
         self._clock = clock
         self._journal = journal
-        self._routes: Routes = {**self._ports.routes(), SetTimer: self._set_timer}
+        self._routes: Routes = {**self._ports.routes(), commands.SetTimer: self._set_timer}
         self._timer_at: float | None = None
         self._activity = Activity()
         self._thread: threading.Thread | None = None
@@ -168,18 +169,18 @@ class Driver:
         self._inbox.put(request)
 
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
-        self._inbox.put(Abort(request, sample, reason))
+        self._inbox.put(events.Abort(request, sample, reason))
 
     def withdraw(self, request: RequestId, attempt: int = 0) -> None:
         """Release an attempt at a request for another engine; ignore an unknown one.
 
         Its open samples end as RELEASED after the tokens of the steps in flight.
         """
-        self._inbox.put(LetGo(request, attempt))
+        self._inbox.put(events.LetGo(request, attempt))
 
     def keep(self, adapter: AdapterId, is_kept: bool) -> None:
         """Keep a copy of the version on the device, or stop that; see ``Keep``."""
-        self._inbox.put(Keep(adapter, is_kept))
+        self._inbox.put(events.Keep(adapter, is_kept))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None
@@ -214,7 +215,7 @@ class Driver:
         self._abandon_if_ended()
         return future
 
-    def status(self, is_full: bool = False) -> concurrent.futures.Future[Status]:
+    def status(self, is_full: bool = False) -> concurrent.futures.Future[commands.Status]:
         """Take a status for a router between two steps: changes since the last call, or all if ``is_full``.
 
         One caller at a time, or changes go to another.
@@ -275,7 +276,7 @@ class Driver:
         is_last = has_waited or not self._ports.is_busy
         if is_last and self._timer_at is not None and self._clock() >= self._timer_at:
             self._timer_at = None
-            self._feed((Timer(),))
+            self._feed((events.Timer(),))
         if has_waited:
             self._feed(self._ports.ended())
         return True
@@ -289,19 +290,19 @@ class Driver:
         except queue.Empty:
             return None
 
-    def _feed(self, events: Iterable[Event]) -> None:
+    def _feed(self, happened: Iterable[events.Event]) -> None:
         """Give each event to the machine, and carry out its commands before the next event."""
-        for event in events:
+        for event in happened:
             self._activity.begin()
             now = self._clock()
             if self._journal is not None:
                 self._journal.record(event, now)
-            commands = self._machine.handle(event, now)
+            decided = self._machine.handle(event, now)
             if self._journal is not None:
-                self._journal.answered(commands)
+                self._journal.answered(decided)
             routes = self._routes
-            for command in commands:
+            for command in decided:
                 routes[type(command)](command, now)
 
-    def _set_timer(self, command: SetTimer, now: float) -> None:
+    def _set_timer(self, command: commands.SetTimer, now: float) -> None:
         self._timer_at = command.at

@@ -25,9 +25,9 @@ from typing import Any, Generic, TextIO, TypeVar
 
 import msgspec
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.config.routing import RouterConfig
-from manylora.protocol import Decided, Event, SequenceStart
+from manylora.protocol import commands, events
 from manylora.protocol.routing import RouterEvent
 from manylora.router.policies.policy import find_router
 
@@ -112,7 +112,7 @@ class TraceWriter:
         """Start the file anew; raise OSError or ValueError if it cannot be written."""
         self._file = LineFile(path, "trace")
 
-    def write(self, decided: Decided, label: str, at_s: float) -> None:
+    def write(self, decided: commands.Decided, label: str, at_s: float) -> None:
         """Append a decision, ``at_s`` seconds after the engine's start, on a node of the adapter called
         ``label``."""
         self._file.write(
@@ -133,7 +133,7 @@ class TraceWriter:
         self._file.close()
 
 
-def _what(decided: Decided) -> str:
+def _what(decided: commands.Decided) -> str:
     if decided.depth:
         return f"page {decided.depth} of its prefix"
     return f"adapter of {decided.num_pages} page{'' if decided.num_pages == 1 else 's'}"
@@ -144,17 +144,17 @@ FORM = 2
 
 _NO_DEFAULT = object()
 _FIELDS: dict[type, tuple[tuple[str, Any], ...]] = {}
-_LEFT_OUT = {(SequenceStart, "params"), (SequenceStart, "request")}
+_LEFT_OUT = {(commands.SequenceStart, "params"), (commands.SequenceStart, "request")}
 """Fields that the policy hands on unchanged: sampling parameters, and the id."""
 
 
-def fingerprint(commands: Sequence[object]) -> str:
+def fingerprint(decided: Sequence[object]) -> str:
     """Hash commands to 16 hex digits: equal for equal commands, on every machine and in later versions.
 
     A field that has its default is left out, so that a command may gain fields and journals of before stay
     valid.
     """
-    plain = [(type(command).__name__, _form(command)) for command in commands]
+    plain = [(type(command).__name__, _form(command)) for command in decided]
     return hashlib.blake2b(msgspec.json.encode(plain), digest_size=8).hexdigest()
 
 
@@ -229,13 +229,13 @@ class JournalWriter:
         self._put_unanswered(None)
         self._unanswered = now, event
 
-    def answered(self, commands: Sequence[object]) -> None:
+    def answered(self, decided: Sequence[object]) -> None:
         """Record the machine's commands for the last event; the caller must not change them any more."""
-        self._put_unanswered(commands)
+        self._put_unanswered(decided)
 
-    def _put_unanswered(self, commands: Sequence[object] | None) -> None:
+    def _put_unanswered(self, decided: Sequence[object] | None) -> None:
         if self._unanswered is not None:
-            self._queue.put((*self._unanswered, commands))
+            self._queue.put((*self._unanswered, decided))
             self._unanswered = None
 
     def close(self) -> None:
@@ -277,8 +277,8 @@ class JournalWriter:
         self._num_parts += 1
 
 
-def _line(now: float, event: object, commands: Sequence[object] | None) -> bytes:
-    answer = () if commands is None else (fingerprint(commands),)
+def _line(now: float, event: object, decided: Sequence[object] | None) -> bytes:
+    answer = () if decided is None else (fingerprint(decided),)
     return msgspec.json.encode((now, type(event).__name__, event, *answer))
 
 
@@ -291,10 +291,10 @@ class JournalForm(Generic[_Config, _Event]):
     """The form of journals of one kind of machine: the settings' key in the first line, their type, the events
     by name."""
 
-    def __init__(self, key: str, config: type[_Config], events: Sequence[type[_Event]]) -> None:
+    def __init__(self, key: str, config: type[_Config], happened: Sequence[type[_Event]]) -> None:
         self._key = key
         self._config = config
-        self._events = {event.__name__: event for event in events}
+        self._events = {event.__name__: event for event in happened}
 
     def read_answered(self, path: Path) -> tuple[_Config, Iterator[tuple[float, _Event, str | None]]]:
         """Return the settings, and the events in order, with the fingerprint of each event's commands.
@@ -344,19 +344,21 @@ def _check_removed(fields: dict[str, Any], config: object) -> None:
                 raise ValueError(f"{name} {fields[name]} was removed")
 
 
-REPLICA: JournalForm[PolicyConfig, Event] = JournalForm("policy", PolicyConfig, typing.get_args(Event))
+REPLICA: JournalForm[PolicyConfig, events.Event] = JournalForm(
+    "policy", PolicyConfig, typing.get_args(events.Event)
+)
 ROUTER: JournalForm[RouterConfig, RouterEvent]
 ROUTER = JournalForm("router", RouterConfig, typing.get_args(RouterEvent))
 _KEYS: dict[type, str] = {PolicyConfig: "policy", RouterConfig: "router"}
 
 
-def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event]]]:
+def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, events.Event]]]:
     """Return the settings and the events of a replica's journal; raise ValueError if it is damaged."""
     config, answered = read_answered(path)
     return config, ((now, event) for now, event, _ in answered)
 
 
-def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, Event, str | None]]]:
+def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, events.Event, str | None]]]:
     """Read a replica's journal with fingerprints, see ``JournalForm.read_answered``."""
     return REPLICA.read_answered(path)
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from manylora.engine.client import NO_TIMING, RELEASED, Delta, GenerationRequest, Timing
-from manylora.protocol import Admitted, Emit, Finish, PromptScored, Ready, Reject, Released
+from manylora.protocol import commands
 from manylora.types import PromptLogprobs, Request, RequestError, RequestId, SequenceId, TokenLogprobs
 
 
@@ -83,37 +83,37 @@ class Outbox:
         """Refuse a request that the policy never gets; a live one of its id goes on."""
         self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
 
-    def admitted(self, command: Admitted, now: float) -> None:
+    def admitted(self, command: commands.Admitted, now: float) -> None:
         """Take Admitted."""
         entry = self._live[command.request]
         if entry.timing is not None:
             queue_s = self._clock() - entry.arrived_s
             entry.timing = entry.timing._replace(num_cached_tokens=command.num_cached, queue_s=queue_s)
 
-    def prompt_scored(self, command: PromptScored, now: float) -> None:
+    def prompt_scored(self, command: commands.PromptScored, now: float) -> None:
         """Take PromptScored."""
         entry = self._live[command.request]
         if command.start == entry.num_scored:  # else it is of an attempt before this entry's
             entry.scored.append(self.prompt_logprobs[command.sequence])
 
-    def ready(self, command: Ready, now: float) -> None:
+    def ready(self, command: commands.Ready, now: float) -> None:
         """Take Ready."""
         entry = self._live[command.request]
         if entry.timing is not None:
             entry.timing = entry.timing._replace(adapter_s=command.adapter_s, kv_s=command.kv_s)
 
-    def finish(self, command: Finish, now: float) -> None:
+    def finish(self, command: commands.Finish, now: float) -> None:
         """Take Finish."""
         entry = self._live[command.request]
         self._end(entry, command.sample, command.reason, command.error)
         if len(entry.ended) == entry.request.params.n:
             del self._live[command.request]
 
-    def reject(self, command: Reject, now: float) -> None:
+    def reject(self, command: commands.Reject, now: float) -> None:
         """Take Reject."""
         self._reject(self._live.pop(command.request), command.error)
 
-    def released(self, command: Released, now: float) -> None:
+    def released(self, command: commands.Released, now: float) -> None:
         """Take Released."""
         entry = self._live.get(command.request)
         if entry is not None and entry.attempt == command.attempt:
@@ -124,7 +124,7 @@ class Outbox:
             self._end(entry, sample, RELEASED, None)
         del self._live[entry.request.id]
 
-    def emit(self, command: Emit, now: float) -> None:
+    def emit(self, command: commands.Emit, now: float) -> None:
         """Take Emit."""
         entry = self._live[command.request]
         sample = entry.samples.get(command.sample)

@@ -16,39 +16,20 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.engine.catalog import Catalog
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest, Meters
 from manylora.engine.journal import TraceWriter
 from manylora.engine.outbox import Outbox
 from manylora.policy.cache_policies import adapter_pages_limit
-from manylora.protocol import (
-    CLIENT_COMMANDS,
-    DEVICE_COMMANDS,
-    ENGINE_COMMANDS,
-    AdapterAdded,
+from manylora.protocol import commands, events
+from manylora.protocol.executor import (
     AdapterChecked,
-    AdapterFreed,
-    AdapterRead,
-    AdapterRemoved,
-    Arrive,
-    Decided,
-    DeviceCommand,
     DeviceEvent,
-    Event,
     Executor,
     ExecutorLost,
     ExecutorState,
-    Report,
-    ReportDue,
-    ReportState,
-    RunStep,
-    SetTimer,
-    Status,
-    StatusDue,
     StepResult,
-    SwapPages,
-    handlers,
 )
 from manylora.reports import AdapterUse, ClientUse, CreditUse
 from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
@@ -69,7 +50,7 @@ class StatusAsked:
     """An item of the inbox: a router's question for a Status."""
 
     is_full: bool
-    future: concurrent.futures.Future[Status]
+    future: concurrent.futures.Future[commands.Status]
 
 
 StatsAsked = concurrent.futures.Future[EngineStats]
@@ -148,7 +129,7 @@ class EnginePorts:
         self._inbox.put(future)
         return future
 
-    def ask_status(self, is_full: bool) -> concurrent.futures.Future[Status]:
+    def ask_status(self, is_full: bool) -> concurrent.futures.Future[commands.Status]:
         """Ask for a Status; from any thread."""
         asked = StatusAsked(is_full, concurrent.futures.Future())
         asked.future.set_running_or_notify_cancel()
@@ -156,7 +137,7 @@ class EnginePorts:
         self._inbox.put(asked)
         return asked.future
 
-    def take(self, item: object) -> Iterator[Event]:
+    def take(self, item: object) -> Iterator[events.Event]:
         """Turn an item of the inbox into events, perhaps later.
 
         Requests that come together are reported together, before anything that comes after them.
@@ -167,36 +148,36 @@ class EnginePorts:
         yield from self._arrivals()
         if isinstance(item, concurrent.futures.Future):
             self._reporting.append(item)
-            self._executor.obey(ReportState())
-            yield ReportDue("changed")
+            self._executor.obey(commands.ReportState())
+            yield events.ReportDue("changed")
             return
         match item:
             case ExecutorLost():
                 raise RuntimeError(item.reason)
             case StatusAsked():
-                yield StatusDue(item.is_full)
+                yield events.StatusDue(item.is_full)
                 return
-            case AdapterAdded():
+            case events.AdapterAdded():
                 self._note_uses([AdapterUse(item.adapter, "absent", item.num_pages, 0, 0)])
-            case AdapterRemoved():
+            case events.AdapterRemoved():
                 self._uses.pop(item.adapter, None)
-            case AdapterRead():
+            case events.AdapterRead():
                 self._meters.adapter_read_s += item.read_s
                 self._meters.adapter_read_failures += not item.ok
         yield item  # type: ignore[misc]  # the rest of the inbox are events
 
-    def drained(self) -> Iterator[Event]:
+    def drained(self) -> Iterator[events.Event]:
         """Return the events that were held back until the inbox is empty."""
         if not self._more_follow:
             yield from self._arrivals()
 
-    def _arrivals(self) -> Iterator[Event]:
+    def _arrivals(self) -> Iterator[events.Event]:
         """Yield all requests since the last other event, marked as arriving together."""
         self._more_follow = False
         while self._arrived:
             request, asked = self._arrived.popleft()
             more = bool(self._arrived)
-            yield Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
+            yield events.Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
 
     def _open(self, asked: GenerationRequest) -> None:
         adapter = self._version_of(asked)
@@ -257,7 +238,7 @@ class EnginePorts:
         while oldest not in self._results:
             self._executor.wait_step()
 
-    def ended(self) -> Iterator[Event]:
+    def ended(self) -> Iterator[events.Event]:
         """Return the end of the oldest step, asked for when the replica knows of all that came before.
 
         The next step's end comes with it where that step is known to have failed: a step started in between
@@ -277,7 +258,7 @@ class EnginePorts:
         result = self._results.get(step)
         return result is not None and not result.done.ok
 
-    def _ended(self, result: StepResult, more: bool) -> Event:
+    def _ended(self, result: StepResult, more: bool) -> events.Event:
         done = result.done
         self._meters.steps += 1
         self._meters.step_s += done.device_s
@@ -293,7 +274,7 @@ class EnginePorts:
     @property
     def preparation_s(self) -> float:
         """Seconds spent on compiling and capturing so far: no step is late because of them. From any thread."""
-        self._executor.obey(ReportState())
+        self._executor.obey(commands.ReportState())
         return self._state.preparation_s
 
     # ------------------------------------------------------------ commands
@@ -301,37 +282,37 @@ class EnginePorts:
     def routes(self) -> Routes:
         """Return the routes of every kind of command but SetTimer, which is the loop's own."""
         return {
-            **dict.fromkeys(DEVICE_COMMANDS, self._obey),
-            RunStep: self._run_step,
-            SwapPages: self._begin_copy,
-            **handlers(self._outbox, CLIENT_COMMANDS),
-            **handlers(self, ENGINE_COMMANDS - {SetTimer}),
+            **dict.fromkeys(commands.DEVICE_COMMANDS, self._obey),
+            commands.RunStep: self._run_step,
+            commands.SwapPages: self._begin_copy,
+            **commands.handlers(self._outbox, commands.CLIENT_COMMANDS),
+            **commands.handlers(self, commands.ENGINE_COMMANDS - {commands.SetTimer}),
         }
 
-    def _obey(self, command: DeviceCommand, now: float) -> None:
+    def _obey(self, command: commands.DeviceCommand, now: float) -> None:
         self._executor.obey(command)
 
-    def _run_step(self, command: RunStep, now: float) -> None:
+    def _run_step(self, command: commands.RunStep, now: float) -> None:
         # Where the device is the caller's own processor, issuing is running.
         self._send()
         self._in_flight.append(command.step)
         self._executor.obey(command)
 
-    def _begin_copy(self, command: SwapPages, now: float) -> None:
+    def _begin_copy(self, command: commands.SwapPages, now: float) -> None:
         # At a step's end the policy keeps and brings pages for later, which takes the host a while.
         self._send()
         self._executor.obey(command)
 
-    def adapter_freed(self, command: AdapterFreed, now: float) -> None:
+    def adapter_freed(self, command: commands.AdapterFreed, now: float) -> None:
         """Carry out AdapterFreed."""
         self.catalog.freed(command.adapter)
 
-    def decided(self, command: Decided, now: float) -> None:
+    def decided(self, command: commands.Decided, now: float) -> None:
         """Carry out Decided."""
         if self._trace is not None:
             self._trace.write(command, self.catalog.label(command.adapter), now - self._start_s)
 
-    def report(self, command: Report, now: float) -> None:
+    def report(self, command: commands.Report, now: float) -> None:
         """Carry out Report: give names to ids, and leave out ids whose names were removed."""
         gauges = command.gauges
         self._note_uses(gauges.adapters)
@@ -357,7 +338,7 @@ class EnginePorts:
                 future.set_result(stats)
         self._reporting.clear()
 
-    def status(self, command: Status, now: float) -> None:
+    def status(self, command: commands.Status, now: float) -> None:
         """Carry out Status: answer questions in their order."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._status_asked.popleft().future.set_result(command)

@@ -7,7 +7,8 @@ import itertools
 import socket
 from collections.abc import AsyncIterator
 
-from manylora.config import ConfigError, EngineSettings
+from manylora.config.declaring import ConfigError
+from manylora.config.sections import EngineSettings
 from manylora.engine import wire
 from manylora.engine.client import (
     SILENT_S,
@@ -22,7 +23,7 @@ from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.engine.wire import open_stream
 from manylora.processes import LEAST_EFFORT, effort
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, EngineInfo, RequestId
 

@@ -17,7 +17,7 @@ from manylora.engine import wire
 from manylora.engine.client import Delta, EngineStats
 from manylora.engine.driver import Driver
 from manylora.engine.watchdog import Pulse, tick_s
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.types import AdapterCard
 
 log = logging.getLogger(__name__)

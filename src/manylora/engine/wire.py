@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.config import EngineSettings
+from manylora.config.sections import EngineSettings
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.watchdog import Pulse
 from manylora.reports import AdapterUse

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from manylora.config import MOST_SEQS
+from manylora.config.sections import MOST_SEQS
 from manylora.executor.sampling import Bias, SampledRow, ScoredTokens, has_penalties, is_greedy
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
-from manylora.protocol import SequenceStart, StepRow
+from manylora.protocol import commands
 from manylora.types import BASE, AdapterId, PageId, SamplingParams, SequenceId
 
 _FIRST_SLOTS = 16
@@ -124,7 +124,7 @@ class SequenceTable:
     def __contains__(self, sequence: SequenceId) -> bool:
         return sequence in self._sequences
 
-    def start(self, start: SequenceStart) -> None:
+    def start(self, start: commands.SequenceStart) -> None:
         """Add a sequence. Raises ValueError, without any change to the sequences, where it is running already
         or has a negative token, or where no more slots can be added."""
         if start.sequence in self._sequences:
@@ -173,7 +173,7 @@ class SequenceTable:
             self.owners[held.slot] = 0
             self._composition = None
 
-    def rows(self, rows: Sequence[StepRow]) -> Rows:
+    def rows(self, rows: Sequence[commands.StepRow]) -> Rows:
         """Convert a step's rows (at least one) to arrays. Raises KeyError for an unknown sequence."""
         sequences, starts, *others, _ = zip(*rows)
         columns = (sequences, *others)
@@ -184,7 +184,7 @@ class SequenceTable:
             self._composition, self._composition_columns = Composition.of(sequences, *arrays), columns
         return Rows(self._composition, np.array(starts, dtype=np.int64))
 
-    def update_pages(self, rows: Iterable[StepRow], undo: Undo) -> None:
+    def update_pages(self, rows: Iterable[commands.StepRow], undo: Undo) -> None:
         """Apply the rows' changes to the page tables, and append the former entries to ``undo``."""
         for row in rows:
             if row.pages:

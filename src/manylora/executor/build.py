@@ -16,7 +16,9 @@ import torch
 
 from manylora.adapters.peft import TextCheck
 from manylora.adapters.registry import Registry
-from manylora.config import ColdStartConfig, EngineSettings, PolicyConfig
+from manylora.config.cold_start import ColdStartConfig
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.executor.cold_rows import device_handover

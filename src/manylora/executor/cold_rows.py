@@ -25,7 +25,7 @@ from manylora.kernels import loops
 from manylora.kernels.ops import LoraSegments, Ops
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 from manylora.memory.gates import Awaited, CopyGate
-from manylora.protocol import StepDone
+from manylora.protocol import events
 from manylora.types import AdapterId, SequenceId, first_line
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ColdStep:
         if self._rows is not None:
             self._cpu_s, self._waited_s = self._rows.end()
 
-    def tell(self, done: StepDone) -> None:
+    def tell(self, done: events.StepDone) -> None:
         """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
         spoilt = {*done.spoilt}
         if self._awaited is not None:

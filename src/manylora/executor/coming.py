@@ -17,7 +17,8 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited, CopyGate
-from manylora.protocol import AdapterError, CopyDone, ReadAdapter, RunStep, SwapPages
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterError
 from manylora.types import AdapterId, CopyId, PageId
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Coming:
         self.landed: collections.deque[Landed] = collections.deque()
         self._ahead: dict[AdapterId, CopyId] = {}  # adapters entered before they land, with their copies
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, SwapPages] = {}  # the command of each copy in ``_gates``
+        self._commands: dict[CopyId, commands.SwapPages] = {}  # the command of each copy in ``_gates``
         self._answered: list[CopyId] = []  # copies that had been answered at the last step's end
 
     def enter(self) -> None:
@@ -63,7 +64,7 @@ class Coming:
         self._ahead.pop(adapter, None)
         self._tables.drop(adapter)
 
-    def claim(self, command: SwapPages | ReadAdapter) -> None:
+    def claim(self, command: commands.SwapPages | commands.ReadAdapter) -> None:
         """Drop entries of other adapters that were entered ahead in the device pages of ``command``. Call it
         before the command brings an adapter to these pages. The other adapter's copy has failed, perhaps on
         another rank, and the policy has given its pages away, so no later step names it."""
@@ -78,7 +79,7 @@ class Coming:
 
     # ------------------------------------------------------------ copies
 
-    def swap(self, command: SwapPages, tell: Callable[[CopyDone], None]) -> None:
+    def swap(self, command: commands.SwapPages, tell: Callable[[events.CopyDone], None]) -> None:
         """Carry out SwapPages; ``tell`` is called once, with the answer. A command with layer groups gets a
         gate, and its adapter is entered into the tables before it lands."""
         self.claim(command)
@@ -91,7 +92,7 @@ class Coming:
             self._copier.start(command, self._landing(command, gate), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # The adapter was removed, the copier is closed, or the command is wrong: no thread will answer.
-            tell(CopyDone(command.copy, False, error=one_line(error)))
+            tell(events.CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
             return
@@ -110,13 +111,13 @@ class Coming:
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
 
-    def _landed(self, command: SwapPages, adapter: AdapterId) -> Landed:
+    def _landed(self, command: commands.SwapPages, adapter: AdapterId) -> Landed:
         """Return the adapter as the copy will place it on the device. Raises AdapterError where the adapter
         is not known, and ValueError where the number of pages is wrong."""
         pages = [destination for _, destination in command.pairs]
         return Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
 
-    def _landing(self, command: SwapPages, gate: CopyGate | None) -> Callable[[], None]:
+    def _landing(self, command: commands.SwapPages, gate: CopyGate | None) -> Callable[[], None]:
         """Return the function that the copier's thread calls once the pages have landed. Raises AdapterError
         for an unknown adapter, and ValueError for a wrong command."""
         adapter = command.adapter
@@ -136,13 +137,13 @@ class Coming:
 
     # ------------------------------------------------------------ steps
 
-    def awaited(self, step: RunStep) -> Awaited:
+    def awaited(self, step: commands.RunStep) -> Awaited:
         """Return the gates that the step has to pass. Raises ValueError where the step names an unknown
         copy."""
         self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
-    def cold(self, step: RunStep) -> ColdStep:
+    def cold(self, step: commands.RunStep) -> ColdStep:
         """Return the step's cold rows for the CPU, with the gates to pass where the CPU does not take them.
         Raises ValueError where the step names an unknown copy or one without an adapter. Raises AdapterError
         where an adapter was removed."""
@@ -158,7 +159,7 @@ class Coming:
             found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
         return ColdStep(found)
 
-    def _check_known(self, step: RunStep) -> None:
+    def _check_known(self, step: commands.RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]
         unknown = [copy for copy in copies if copy not in self._gates]
         if unknown:
@@ -188,8 +189,8 @@ class Coming:
                     self._tables.drop(adapter)
 
 
-def _device_pages(command: SwapPages | ReadAdapter) -> set[PageId]:
+def _device_pages(command: commands.SwapPages | commands.ReadAdapter) -> set[PageId]:
     """Return the device pages to which the command brings an adapter; none where it brings none."""
-    if isinstance(command, ReadAdapter):
+    if isinstance(command, commands.ReadAdapter):
         return set(command.pages) if command.tier == "device" else set()
     return {page for _, page in command.pairs} if command.to_device and command.adapter is not None else set()

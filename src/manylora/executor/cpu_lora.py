@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from manylora.config import MOST_CPU_TOKENS, num_cores
-from manylora.config.cold_start import SLICE_SHARE
+from manylora.config.cold_start import MOST_CPU_TOKENS, SLICE_SHARE, num_cores
 from manylora.kernels import loops
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.pool import HostPool, shared_memory

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.devices.device import Device, Tensors
 from manylora.devices.peers import Exchange, Peers
 from manylora.executor.batch import StepInputs

@@ -28,7 +28,7 @@ import torch
 from torch.nn import functional
 
 from manylora.adapters.pack import cell_offsets, layout_for
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
@@ -40,7 +40,7 @@ from manylora.memory.pool import Arena, shared_memory
 from manylora.models.decoder import Decoder
 from manylora.models.layers import LoraLinear, RankedLinear
 from manylora.models.share import LinearShare
-from manylora.protocol import SetMerged, SwitchDone
+from manylora.protocol import commands, events
 from manylora.types import BASE, AdapterId, first_line
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class MergedWeights:
         if self._may_name not in (None, named):
             raise ValueError(f"the step names adapter {named} as merged, the last switch {self._may_name}")
 
-    def switch(self, command: SetMerged, tell: Callable[[SwitchDone], None]) -> None:
+    def switch(self, command: commands.SetMerged, tell: Callable[[events.SwitchDone], None]) -> None:
         """Carry out SetMerged after all work issued so far. ``tell`` is called once, from another thread.
         Raises RuntimeError where the weights are lost."""
         self.settle()
@@ -133,7 +133,7 @@ class MergedWeights:
         self._pristine.close()
 
     def _tried(
-        self, command: SetMerged, failed: str, write: Callable[[], None], restore: Callable[[], None]
+        self, command: commands.SetMerged, failed: str, write: Callable[[], None], restore: Callable[[], None]
     ) -> str:
         """Call ``write``; where it fails, here or on another rank, call ``restore``. Return the first error,
         ``failed`` from before the call included, or an empty text."""
@@ -166,12 +166,12 @@ class MergedWeights:
     def _switch_beside(
         self,
         pristine: HostPristine,
-        command: SetMerged,
+        command: commands.SetMerged,
         rows: MergeRows,
         failed: str,
         issued: object,
         elapsed: Elapsed,
-        tell: Callable[[SwitchDone], None],
+        tell: Callable[[events.SwitchDone], None],
     ) -> str:
         """Carry out the whole switch on a thread of its own, while no step runs. Return the first error, with
         ``failed`` from before it included, or an empty text."""
@@ -200,10 +200,10 @@ class MergedWeights:
 
     def _answer(
         self,
-        command: SetMerged,
+        command: commands.SetMerged,
         wait: Callable[[], float],
         failed: str,
-        tell: Callable[[SwitchDone], None],
+        tell: Callable[[events.SwitchDone], None],
     ) -> None:
         seconds = 0.0
         try:
@@ -211,7 +211,7 @@ class MergedWeights:
         except Exception as error:
             # The device reports a failure late and does not name the operation, so the weights count as lost.
             failed = self._broken = one_line(error)
-        tell(SwitchDone(command.switch, not failed, seconds, failed))
+        tell(events.SwitchDone(command.switch, not failed, seconds, failed))
 
     # ------------------------------------------------------------ the weights
 
@@ -248,7 +248,7 @@ class MergedWeights:
                     self._ops.merge_linears(layers, pool, group, plan)
         self._differs = adapted
 
-    def _failed(self, command: SetMerged, error: Exception) -> str:
+    def _failed(self, command: commands.SetMerged, error: Exception) -> str:
         if not self._closing:
             _log.error("adapter %d could not be merged", command.adapter, exc_info=error)
         return one_line(error)

@@ -17,14 +17,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
-from manylora.config import (
-    ColdStartConfig,
-    ConfigError,
-    EngineSettings,
-    PolicyConfig,
-    check_host_pool,
-    lora_sharding_of,
-)
+from manylora.config.cold_start import ColdStartConfig, check_host_pool
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings, lora_sharding_of
 from manylora.devices.cuda import cuda_is_available, launches_wait, visible_gpus
 from manylora.devices.device import Device, open_device
 from manylora.executor.graphs import graph_bytes

@@ -15,22 +15,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from manylora.config import MergeTimes, PolicyConfig, StepTimes
+from manylora.config.merging import MergeTimes, StepTimes
+from manylora.config.policy import PolicyConfig
 from manylora.executor.graphs import Rehearse
-from manylora.protocol import (
-    DeviceEvent,
-    EndSequence,
-    EvictAdapter,
-    Executor,
-    ExecutorLost,
-    RunStep,
-    SequenceStart,
-    SetMerged,
-    StepDone,
-    StepResult,
-    StepRow,
-    SwitchDone,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import DeviceEvent, Executor, ExecutorLost, StepResult
 from manylora.types import BASE, AdapterId, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -49,28 +38,28 @@ class _Direct:
         self._answers: queue.SimpleQueue[DeviceEvent] = queue.SimpleQueue()
         executor.connect(self._answers.put)
 
-    def run_step(self, step: RunStep) -> StepDone:
+    def run_step(self, step: commands.RunStep) -> events.StepDone:
         """Run a step and forget its sequences."""
         self._executor.obey(step)
         if self._answers.empty():  # an answer is there already where the step could not be issued
             self._executor.wait_step()
         answer = self._answer()
         for row in step.rows:
-            self._executor.obey(EndSequence(row.sequence))
+            self._executor.obey(commands.EndSequence(row.sequence))
         assert isinstance(answer, StepResult)
         return answer.done
 
-    def set_merged(self, command: SetMerged) -> SwitchDone:
+    def set_merged(self, command: commands.SetMerged) -> events.SwitchDone:
         """Merge an adapter into the base's weights, or with BASE restore the weights."""
         self._executor.obey(command)
         self._executor.flush()
         answer = self._answer()
-        assert isinstance(answer, SwitchDone)
+        assert isinstance(answer, events.SwitchDone)
         return answer
 
     def evict_adapter(self, adapter: AdapterId) -> None:
         """Drop the adapter's entry."""
-        self._executor.obey(EvictAdapter(adapter))
+        self._executor.obey(commands.EvictAdapter(adapter))
 
     def _answer(self) -> DeviceEvent:
         """Wait for the next answer. Raises RuntimeError where the executor is lost, and ``queue.Empty`` after
@@ -96,16 +85,16 @@ def _run_step(
     params: SamplingParams = _GREEDY,
     number: int = 0,
     merged: AdapterId = BASE,
-) -> StepDone:
+) -> events.StepDone:
     """Run one step of prompts, each given as (adapter, length, number of tokens at its end to compute). All
     prompts share the same pages, since no later request reads what they write."""
     starts, rows = [], []
     for sequence, (adapter, length, count) in enumerate(prompts, 1):
         tokens, pages = (0,) * length, tuple(range(-(-length // page_tokens)))
         where = length - count, pages
-        starts.append(SequenceStart(sequence, 0, adapter, tokens, length, *where, params, ()))
-        rows.append(StepRow(sequence, length - count, count, 1))
-    return direct.run_step(RunStep(number, tuple(starts), tuple(rows), merged))
+        starts.append(commands.SequenceStart(sequence, 0, adapter, tokens, length, *where, params, ()))
+        rows.append(commands.StepRow(sequence, length - count, count, 1))
+    return direct.run_step(commands.RunStep(number, tuple(starts), tuple(rows), merged))
 
 
 # ---------------------------------------------------------------- warming up
@@ -156,7 +145,7 @@ def warm_up(
     for adapter, beside in zip(pretended, reversed(pretended)):
         steps += [(size, _GREEDY, adapter, beside) for size in sorted(sizes)]
 
-    def run(size: int, params: SamplingParams, adapter: AdapterId, beside: AdapterId) -> StepDone:
+    def run(size: int, params: SamplingParams, adapter: AdapterId, beside: AdapterId) -> events.StepDone:
         # The short prompts have an adapter of their own; else they would share a segment with the long ones.
         long, short = _lengths(size, longest, limits.max_num_seqs)
         each = [(adapter, length) for length in long] + [(beside, length) for length in short]
@@ -297,7 +286,7 @@ class _Rig:
 
     def switch(self, adapter: AdapterId) -> float:
         """Switch to the adapter and return the seconds that it took. Raises RuntimeError where it fails."""
-        done = self.direct.set_merged(SetMerged(next(self._numbers), adapter))
+        done = self.direct.set_merged(commands.SetMerged(next(self._numbers), adapter))
         if not done.ok:
             raise RuntimeError(done.error)
         self._merged = adapter

@@ -37,14 +37,8 @@ from manylora.devices.device import Device, PageWriter
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import one_line
 from manylora.memory.pool import Arena, HostPool
-from manylora.protocol import (
-    AdapterChecked,
-    AdapterError,
-    AdapterRead,
-    InspectAdapter,
-    ReadAdapter,
-    VerifyAdapter,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterChecked, AdapterError
 from manylora.types import AdapterId, PageId
 
 _log = logging.getLogger(__name__)
@@ -94,7 +88,7 @@ class Inspections:
     def forget(self, adapter: AdapterId) -> None:
         self._known.pop(adapter, None)
 
-    def inspect(self, command: InspectAdapter) -> AdapterChecked:
+    def inspect(self, command: commands.InspectAdapter) -> AdapterChecked:
         """Carry out InspectAdapter: check the adapter's headers and record its spec. Return the answer; a
         failed check is an answer too."""
 
@@ -107,7 +101,7 @@ class Inspections:
 
         return _checked(command.adapter, inspect)
 
-    def verify(self, command: VerifyAdapter) -> AdapterChecked:
+    def verify(self, command: commands.VerifyAdapter) -> AdapterChecked:
         """Carry out VerifyAdapter: read and check all weights of a known adapter, and return the answer."""
 
         def verify() -> AdapterChecked:
@@ -195,8 +189,8 @@ class AdapterReader:
     def start(
         self,
         spec: AdapterSpec,
-        command: ReadAdapter,
-        done: Callable[[AdapterRead], None],
+        command: commands.ReadAdapter,
+        done: Callable[[events.AdapterRead], None],
     ) -> None:
         """Read the adapter into the command's pages. ``done`` is called once, with the answer, on a reading
         thread. Raises RuntimeError after ``close``; then ``done`` is not called."""
@@ -213,9 +207,9 @@ class AdapterReader:
     def _run(
         self,
         spec: AdapterSpec,
-        command: ReadAdapter,
+        command: commands.ReadAdapter,
         writer: PageWriter | None,
-        done: Callable[[AdapterRead], None],
+        done: Callable[[events.AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
         error, is_at_fault = "", False
@@ -231,9 +225,9 @@ class AdapterReader:
             error = f"{type(failure).__name__}: {failure}"
             _log.exception("reading adapter %d failed", command.adapter)
         read_s = time.perf_counter() - began
-        done(AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
+        done(events.AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
-    def _read(self, spec: AdapterSpec, command: ReadAdapter, writer: PageWriter | None) -> None:
+    def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, writer: PageWriter | None) -> None:
         layout = layout_of(spec, self._geometry)
         self._check_open()
         if writer is None:

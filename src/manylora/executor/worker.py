@@ -38,29 +38,8 @@ from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited
 from manylora.memory.pool import Arena, HostPool
 from manylora.models.decoder import Decoder
-from manylora.protocol import (
-    DEVICE_COMMANDS,
-    AdapterError,
-    AdapterRead,
-    CopyPages,
-    DeviceCommand,
-    DeviceEvent,
-    EndSequence,
-    EvictAdapter,
-    ExecutorState,
-    ForgetAdapter,
-    InspectAdapter,
-    ReadAdapter,
-    ReportState,
-    RunStep,
-    SetMerged,
-    StepDone,
-    StepResult,
-    SwapPages,
-    SwitchDone,
-    VerifyAdapter,
-    handlers,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import AdapterError, DeviceEvent, ExecutorState, StepResult
 from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
 
 _log = logging.getLogger(__name__)
@@ -89,7 +68,7 @@ class _Sampled:
         bad = set(results.unsound)
         unsound = tuple(name for name, row in zip(sequences, order) if row in bad) if bad else ()
         prompts = {} if self.scored is None or self.scores is None else self.scored.read(self.scores())
-        return StepResult(StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
+        return StepResult(events.StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
 
 
 class Worker:
@@ -131,7 +110,7 @@ class Worker:
         self._handover: DeviceHandover | None = None
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
-        self._handlers = handlers(self, DEVICE_COMMANDS)
+        self._handlers = commands.handlers(self, commands.DEVICE_COMMANDS)
         self._tell: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
@@ -146,7 +125,7 @@ class Worker:
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
         self._tell = tell
 
-    def obey(self, command: DeviceCommand) -> None:
+    def obey(self, command: commands.DeviceCommand) -> None:
         self._handlers[type(command)](command)
 
     def flush(self) -> None:
@@ -189,16 +168,16 @@ class Worker:
         if self._merging is not None:
             self._merging.settle()
 
-    def set_merged(self, command: SetMerged) -> None:
+    def set_merged(self, command: commands.SetMerged) -> None:
         """Carry out SetMerged. Raises RuntimeError where the base's weights are lost."""
         if self._merging is None or self._forward is None:
             error = "the executor is closed" if self._forward is None else "merging is off"
-            self._tell(SwitchDone(command.switch, False, error=error))
+            self._tell(events.SwitchDone(command.switch, False, error=error))
             return
         self._coming.enter()
         self._merging.switch(command, self._tell)
 
-    def _check_merged(self, step: RunStep) -> None:
+    def _check_merged(self, step: commands.RunStep) -> None:
         """Check the merged adapter that the step names. Raises ValueError where the weights have another
         adapter merged, or none."""
         if self._merging is not None:
@@ -243,7 +222,7 @@ class Worker:
         """The bucket of the last issued step, or None where it ran eagerly."""
         return None if self._graphs is None else self._graphs.ran
 
-    def run_step(self, step: RunStep) -> None:
+    def run_step(self, step: commands.RunStep) -> None:
         """Carry out RunStep. A step that cannot be issued is answered as failed. Raises RuntimeError where
         the base's weights are lost."""
         merged = BASE
@@ -317,7 +296,7 @@ class Worker:
 
     def _finish(
         self,
-        step: RunStep,
+        step: commands.RunStep,
         sampled_sequences: tuple[SequenceId, ...],
         sampled: _Sampled,
         expected: Expected,
@@ -344,13 +323,13 @@ class Worker:
             cold.tell(done)
         return result
 
-    def _failed(self, step: RunStep, error: Exception, began: float) -> StepResult:
+    def _failed(self, step: commands.RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
         with contextlib.suppress(RuntimeError):
             # Work of the step that was issued must end before the policy gives the step's pages to other
             # sequences.
             self._device.synchronize()
-        return StepResult(StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
+        return StepResult(events.StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
 
     def _step_s(self, began: float) -> float:
         """Return the seconds of a step that ends now, counted from when it was issued or from the previous
@@ -359,26 +338,26 @@ class Worker:
         seconds, self._ended_s = now - max(began, self._ended_s), now
         return seconds
 
-    def end_sequence(self, command: EndSequence) -> None:
+    def end_sequence(self, command: commands.EndSequence) -> None:
         """Carry out EndSequence."""
         self._sequences.end(command.sequence)
 
-    def copy_pages(self, command: CopyPages) -> None:
+    def copy_pages(self, command: commands.CopyPages) -> None:
         """Carry out CopyPages."""
         self._arena.copy_pages(command.pairs)
         self._copier.settle()
 
     # ------------------------------------------------------------ adapters
 
-    def inspect_adapter(self, command: InspectAdapter) -> None:
+    def inspect_adapter(self, command: commands.InspectAdapter) -> None:
         """Carry out InspectAdapter on the caller's thread."""
         self._tell(self.inspections.inspect(command))
 
-    def verify_adapter(self, command: VerifyAdapter) -> None:
+    def verify_adapter(self, command: commands.VerifyAdapter) -> None:
         """Carry out VerifyAdapter on the caller's thread."""
         self._tell(self.inspections.verify(command))
 
-    def forget_adapter(self, command: ForgetAdapter) -> None:
+    def forget_adapter(self, command: commands.ForgetAdapter) -> None:
         """Carry out ForgetAdapter."""
         self.inspections.forget(command.adapter)
 
@@ -393,26 +372,26 @@ class Worker:
         self._tables.put(adapter, layout, np.zeros(layout.num_cells, np.int64))
         return True
 
-    def read_adapter(self, command: ReadAdapter) -> None:
+    def read_adapter(self, command: commands.ReadAdapter) -> None:
         """Carry out ReadAdapter."""
         try:
             self._coming.claim(command)
             self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
         except AdapterError as error:
-            self._tell(AdapterRead(command.adapter, False, str(error)))
+            self._tell(events.AdapterRead(command.adapter, False, str(error)))
         except (RuntimeError, ValueError) as error:
             # The reader is closed, or the device is broken: no thread will answer.
-            self._tell(AdapterRead(command.adapter, False, one_line(error)))
+            self._tell(events.AdapterRead(command.adapter, False, one_line(error)))
 
-    def evict_adapter(self, command: EvictAdapter) -> None:
+    def evict_adapter(self, command: commands.EvictAdapter) -> None:
         """Carry out EvictAdapter."""
         self._coming.leave(command.adapter)
 
-    def swap_pages(self, command: SwapPages) -> None:
+    def swap_pages(self, command: commands.SwapPages) -> None:
         """Carry out SwapPages."""
         self._coming.swap(command, self._tell)
 
-    def report_state(self, command: ReportState) -> None:
+    def report_state(self, command: commands.ReportState) -> None:
         """Carry out ReportState."""
         self._tell(self.state())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 
 if TYPE_CHECKING:
     from manylora.devices.device import Device  # imports torch

@@ -17,7 +17,7 @@ from manylora.devices.device import CopyLane, Device
 from manylora.memory.bringing import Bringer
 from manylora.memory.gates import CopyGate
 from manylora.memory.pool import Arena, HostPool
-from manylora.protocol import CopyDone, SwapPages
+from manylora.protocol import commands, events
 from manylora.types import PageId, first_line
 
 TRANSFER_BYTES = 16 * 2**20
@@ -94,9 +94,9 @@ class Copier:
 
     def start(
         self,
-        command: SwapPages,
+        command: commands.SwapPages,
         landed: Callable[[], None],
-        done: Callable[[CopyDone], None],
+        done: Callable[[events.CopyDone], None],
         gate: CopyGate | None = None,
     ) -> None:
         """Start a copy; from the device it waits for everything issued so far. ``done`` is called once, from
@@ -132,7 +132,7 @@ class Copier:
         lane.copies.copy(target, source)
         return lane.copies.end()
 
-    def _bringer_for(self, lane: _Lane, command: SwapPages) -> Bringer | None:
+    def _bringer_for(self, lane: _Lane, command: commands.SwapPages) -> Bringer | None:
         """Return the bringer for this copy; None where the lane's thread issues the copy, which then lands
         whole. A kernel's copy would overtake copies that the thread has not issued yet, so the lane must be
         idle."""
@@ -158,10 +158,10 @@ class Copier:
     def _issue(
         self,
         lane: _Lane,
-        command: SwapPages,
+        command: commands.SwapPages,
         after: object,
         landed: Callable[[], None],
-        done: Callable[[CopyDone], None],
+        done: Callable[[events.CopyDone], None],
         gate: CopyGate | None,
         bringer: Bringer | None,
     ) -> None:
@@ -189,7 +189,7 @@ class Copier:
         else:
             lane.answering.submit(answer)
 
-    def _transfer(self, lane: _Lane, command: SwapPages) -> str:
+    def _transfer(self, lane: _Lane, command: commands.SwapPages) -> str:
         """Start the copy's transfers. Return the reason where they were stopped, else an empty text."""
         most_pages = max(1, TRANSFER_BYTES // self._host.shape.page_bytes)
         for source, destination, count in merged(
@@ -205,11 +205,11 @@ class Copier:
 
     def _answer(
         self,
-        command: SwapPages,
+        command: commands.SwapPages,
         error: str,
         wait: Callable[[], float] | None,
         landed: Callable[[], None],
-        done: Callable[[CopyDone], None],
+        done: Callable[[events.CopyDone], None],
         gate: CopyGate | None,
     ) -> None:
         seconds = 0.0
@@ -223,7 +223,7 @@ class Copier:
             gate.fail()
         if error and error != _CLOSING:
             _log.warning("copy %d failed: %s", command.copy, error)
-        done(CopyDone(command.copy, not error, seconds, error))
+        done(events.CopyDone(command.copy, not error, seconds, error))
         if gate is not None:
             gate.answer(not error)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import torch
 
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device
 from manylora.kernels.shapes import PageShape
 from manylora.memory.budget import in_mib

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from manylora.config import FIRST_STEP_S, PolicyConfig
+from manylora.config.policy import FIRST_STEP_S, PolicyConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Growth, Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
-from manylora.protocol import Command
+from manylora.protocol import commands
 from manylora.types import BASE, AdapterId, RequestError
 
 KEPT = 0.7
@@ -140,7 +140,7 @@ class AdmittedSequence:
     """A sequence that left the queue, with the commands decided until then, in order."""
 
     sequence: Sequence
-    decided: list[Command]
+    decided: list[commands.Command]
 
 
 @dataclasses.dataclass(slots=True)

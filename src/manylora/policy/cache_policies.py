@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from manylora.config import CACHE_POLICIES, CacheConfig, PolicyConfig, place_of
-from manylora.config.named import imported_class
+from manylora.config.named import imported_class, place_of
+from manylora.config.policy import CACHE_POLICIES, CacheConfig, PolicyConfig
 from manylora.policy.tree import Node
 from manylora.policy.value import (
     FastLibraValue,

@@ -11,14 +11,15 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from manylora.config import MOST_CPU_TOKENS, PolicyConfig
+from manylora.config.cold_start import MOST_CPU_TOKENS
+from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import StepPlan
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING, Scheduled, Sequence
 from manylora.policy.tree import LOADING as NODE_LOADING
 from manylora.policy.tree import RESIDENT, Node, path_to
-from manylora.protocol import Await, CopyDone, CpuRows, StepDone, SwapPages
+from manylora.protocol import commands, events
 from manylora.types import AdapterId, CopyId, SequenceId
 
 MOST_ALLOWED_S = 0.1
@@ -155,7 +156,7 @@ class ComingCopies:
         """Drop a copy that no step names any more."""
         del self._copies[copy]
 
-    def started(self, copies: Iterable[SwapPages], now: float) -> None:
+    def started(self, copies: Iterable[commands.SwapPages], now: float) -> None:
         """Add copies that were just commanded, in order."""
         for command in copies:
             if command.to_device:
@@ -212,8 +213,8 @@ class _Step:
     """The copies that a step in flight needs, and its forecasts. ``waited``: forecasts of rows that had to
     wait."""
 
-    awaits: tuple[Await, ...]
-    cpu: tuple[CpuRows, ...]
+    awaits: tuple[commands.Await, ...]
+    cpu: tuple[commands.CpuRows, ...]
     begun: _Forecast | None
     waited: list[_Forecast]
     stall_s: float
@@ -258,7 +259,7 @@ class ColdStarts:
         self._stall_s = 0.0
         self._has_others = False  # which stand still with it
 
-    def copy_ended(self, event: CopyDone) -> None:
+    def copy_ended(self, event: events.CopyDone) -> None:
         """Note the answer to a copy, which is kept while a step in flight needs it."""
         if self._copies.ended(event.copy, event.copy_s):
             self._forget_unless_needed(event.copy)
@@ -269,7 +270,7 @@ class ColdStarts:
 
     # ------------------------------------------------------------ the next step
 
-    def add_rows(self, plan: StepPlan, started: Iterable[SwapPages], now: float) -> None:
+    def add_rows(self, plan: StepPlan, started: Iterable[commands.SwapPages], now: float) -> None:
         """Add loading sequences to the step, oldest first, while the stall of the others stays within the
         budget.
 
@@ -372,7 +373,7 @@ class ColdStarts:
 
     def step_started(
         self, step: int, rows: list[Scheduled], now: float
-    ) -> tuple[tuple[Await, ...], tuple[CpuRows, ...]]:
+    ) -> tuple[tuple[commands.Await, ...], tuple[commands.CpuRows, ...]]:
         """Return the copies that the step awaits, and the copies whose adapters the CPU serves."""
         num_prefill = sum(count for _, count, _ in rows if count > 1)
         expected_s = self._residency.rates.expected_step_s(num_prefill)
@@ -393,8 +394,8 @@ class ColdStarts:
                     self._residency.in_use.read_by(self._residency.tree.node(sequence.adapter), step)
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
-        awaits = tuple(Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
-        cpu = tuple(CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
+        awaits = tuple(commands.Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
+        cpu = tuple(commands.CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
         waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
@@ -406,7 +407,7 @@ class ColdStarts:
         return awaits, cpu
 
     def step_ended(
-        self, event: StepDone, rows: list[Scheduled], now: float, *, is_idle: bool
+        self, event: events.StepDone, rows: list[Scheduled], now: float, *, is_idle: bool
     ) -> list[Scheduled]:
         """Learn from a step's end and return its valid rows. ``is_idle``: no other step is in flight."""
         if is_idle:
@@ -422,7 +423,7 @@ class ColdStarts:
             self._compare(event, step, now)
         return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
 
-    def _compare(self, event: StepDone, step: _Step, now: float) -> None:
+    def _compare(self, event: events.StepDone, step: _Step, now: float) -> None:
         """Compare the step with its forecasts, and count its stall."""
         took_s = beside_s = 0.0
         awaited = {wanted.copy for wanted in step.awaits}

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from manylora.config import QueueConfig, as_share
+from manylora.config.queueing import QueueConfig, as_share
 from manylora.policy.sequences import Sequence
 from manylora.reports import ClientUse
 from manylora.types import AdapterId, SequenceId

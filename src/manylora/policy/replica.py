@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import Admission, FirstComeFirstServed, StepPlan
 from manylora.policy.cache_policies import CachePolicy
 from manylora.policy.cold_start import cold_starts
@@ -27,26 +27,7 @@ from manylora.policy.sequences import (
 )
 from manylora.policy.swap import PinnedAdapters, Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
-from manylora.protocol import (
-    Abort,
-    AdapterAdded,
-    AdapterFreed,
-    AdapterRead,
-    AdapterRemoved,
-    Arrive,
-    Command,
-    CopyDone,
-    Event,
-    Keep,
-    LetGo,
-    Report,
-    ReportDue,
-    SetTimer,
-    StatusDue,
-    StepDone,
-    SwitchDone,
-    Timer,
-)
+from manylora.protocol import commands, events
 from manylora.reports import Which
 from manylora.types import BASE, AdapterId, RequestError
 
@@ -89,42 +70,42 @@ class Replica:
 
     # ------------------------------------------------------------ the door
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: events.Event, now: float) -> list[commands.Command]:
         """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
         more = False
         match event:
-            case StepDone():  # first, for there are most of them
+            case events.StepDone():  # first, for there are most of them
                 self._step_done(event, now)
                 more = event.more
-            case Arrive():
+            case events.Arrive():
                 self._requests.arrive(event, now)
                 more = event.more
-            case Abort():
+            case events.Abort():
                 self._requests.abort(event, now)
-            case LetGo():
+            case events.LetGo():
                 self._requests.hand_over(event, now)
-            case AdapterRead():
+            case events.AdapterRead():
                 self._adapter_read(event, now)
-            case CopyDone():
+            case events.CopyDone():
                 self._copy_done(event, now)
-            case SwitchDone():
+            case events.SwitchDone():
                 if self._merging is not None:
                     self._merging.ended(event, now)
-            case Timer():
+            case events.Timer():
                 self._timer_is_set = False
                 self._swapper.tick(now)
-            case AdapterAdded():
+            case events.AdapterAdded():
                 self._tree.add_adapter(event.adapter, event.num_pages)
-            case AdapterRemoved():
+            case events.AdapterRemoved():
                 self._remove(event.adapter)
-            case Keep():
+            case events.Keep():
                 if event.is_kept:
                     self._pinned.keep(event.adapter)
                 else:
                     self._pinned.forget(event.adapter)
-            case ReportDue():
+            case events.ReportDue():
                 return [self._report(event.which)]
-            case StatusDue():
+            case events.StatusDue():
                 return [self._cluster_report.read(event.is_full)]
         self._requests.release_idle(now)
         if self._removing:
@@ -134,12 +115,12 @@ class Replica:
                 pass
         return self._requests.take_commands()
 
-    def _report(self, which: Which) -> Report:
+    def _report(self, which: Which) -> commands.Report:
         """Return the gauges and counters. O(requests + the adapters named by ``which``).
 
         With ``changed`` each report leaves out the adapters that are as in the one before.
         """
-        return Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
+        return commands.Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
 
     # ------------------------------------------------------------ adapters
 
@@ -149,9 +130,9 @@ class Replica:
         if self._tree.mark_removed(adapter):
             self._removing.add(adapter)
         elif adapter not in self._removing:
-            self._requests.send(AdapterFreed(adapter))
+            self._requests.send(commands.AdapterFreed(adapter))
 
-    def _adapter_read(self, event: AdapterRead, now: float) -> None:
+    def _adapter_read(self, event: events.AdapterRead, now: float) -> None:
         if not self._residency.transfers.is_read(event.adapter):
             return
         node = self._residency.read_ended(event)
@@ -163,7 +144,7 @@ class Replica:
             self._residency.abandon_load(node)
         self._wake(now)
 
-    def _copy_done(self, event: CopyDone, now: float) -> None:
+    def _copy_done(self, event: events.CopyDone, now: float) -> None:
         nodes = self._residency.copy_ended(event)
         if self._cold is not None:
             self._cold.copy_ended(event)
@@ -224,7 +205,7 @@ class Replica:
             self._waiting.forget(adapter)
             if self._merging is not None:
                 self._merging.forget(adapter)
-            self._requests.send(AdapterFreed(adapter))
+            self._requests.send(commands.AdapterFreed(adapter))
 
     # ------------------------------------------------------------ the clock
 
@@ -232,7 +213,7 @@ class Replica:
         """Set the timer of the next interval, while there is anything to watch."""
         if self._requests.by_id or self._swapper.may_bring_in:
             self._timer_is_set = True
-            self._requests.send(SetTimer(now + self._config.cache.interval_s))
+            self._requests.send(commands.SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
@@ -297,18 +278,18 @@ class Replica:
                 self._requests.note_ready(sequence, now, self._cold.mode_of(sequence))
         self._requests.send(run_step(step, rows, merged, awaits, cpu))
 
-    def _step_done(self, event: StepDone, now: float) -> None:
+    def _step_done(self, event: events.StepDone, now: float) -> None:
         oldest = self._num_steps - len(self._in_flight) + 1
         if not oldest <= event.step <= self._num_steps:
             return  # it has ended, or never started
         for step in range(oldest, event.step):
             # Steps end in order, so it has ended too; its result is not known.
-            self._end_step(StepDone(step, False, error="its end was not told"), now)
+            self._end_step(events.StepDone(step, False, error="its end was not told"), now)
         self._end_step(event, now)
         self._swapper.step_ended(now)
         self._wake(now)  # a page that was computed may be what another was waiting for
 
-    def _end_step(self, event: StepDone, now: float) -> None:
+    def _end_step(self, event: events.StepDone, now: float) -> None:
         rows = self._in_flight.popleft()
         self._residency.device.step_ended(event.step)
         if self._merging is not None:

@@ -14,7 +14,7 @@ from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
 from manylora.policy.tree import ABSENT, HELD, RESIDENT
 from manylora.policy.value import REUSE_S
-from manylora.protocol import Status
+from manylora.protocol import commands
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse, CreditUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
@@ -32,7 +32,7 @@ class ClusterReport:
         self._reported: dict[AdapterId, int] = {}  # but NOWHERE
         self._num_preemptions = 0
 
-    def read(self, is_full: bool) -> Status:
+    def read(self, is_full: bool) -> commands.Status:
         """Return the present state; the first report is a full one."""
         residency, changes = self._residency, self._residency.changes
         is_full = is_full or not changes.is_on
@@ -53,7 +53,7 @@ class ClusterReport:
         # The value a second of the node that left last, over the time in which KV keeps its value.
         value = residency.last_value
         page_price_s = 0.0 if value is None else REUSE_S * math.exp(min(value, 0.0))
-        return Status(
+        return commands.Status(
             self._seq,
             running,
             waiting + len(self._waiting),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence as SequenceOf
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import Admission
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
@@ -24,21 +24,7 @@ from manylora.policy.sequences import (
     Sequence,
     rows_ended,
 )
-from manylora.protocol import (
-    Abort,
-    Admitted,
-    Arrive,
-    Command,
-    CopyPages,
-    EndSequence,
-    Finish,
-    LetGo,
-    PromptScored,
-    Ready,
-    Reject,
-    Released,
-    emit,
-)
+from manylora.protocol import commands, events
 from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
 UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter gives such numbers"
@@ -61,7 +47,7 @@ class Requests:
         self._residency = residency
         self._held = held
         self._waiting = waiting
-        self.commands: list[Command] = []
+        self.commands: list[commands.Command] = []
         """Commands in execution order, but for those that ``residency`` decided since the last ``collect``."""
         self.by_id: dict[RequestId, RequestState] = {}
         self._leaving: dict[RequestId, RequestState] = {}  # of them
@@ -73,16 +59,16 @@ class Requests:
         """Append what residency has decided since the last call."""
         self.commands += self._residency.collect()
 
-    def send(self, command: Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Append a command, behind what residency has decided before."""
         self.collect()
         self.commands.append(command)
 
-    def take_commands(self) -> list[Command]:
+    def take_commands(self) -> list[commands.Command]:
         """Return all commands since the last call, in order."""
         self.collect()
-        commands, self.commands = self.commands, []
-        return commands
+        decided, self.commands = self.commands, []
+        return decided
 
     def has_any_of(self, adapter: AdapterId) -> bool:
         """Return whether a live request is for the adapter."""
@@ -94,7 +80,7 @@ class Requests:
 
     # ------------------------------------------------------------ arrival
 
-    def arrive(self, event: Arrive, now: float) -> None:
+    def arrive(self, event: events.Arrive, now: float) -> None:
         """Add a request to the queue, or reject it."""
         request, live = event.request, self.by_id.get(event.request.id)
         if live is not None and live.attempt < event.attempt:
@@ -104,7 +90,7 @@ class Requests:
         if error is None and not is_resumed:
             error = self._admission.refusal()
         if error is not None:
-            self.send(Reject(request.id, error))
+            self.send(commands.Reject(request.id, error))
             return
         num_tokens, arrived_s = self._most_tokens(request), now - event.waited_s
         state = RequestState(
@@ -118,7 +104,7 @@ class Requests:
         else:
             self._waiting.arrive(self._new_sequence(state, state.fresh[0], list(request.prompt)))
 
-    def _refusal(self, event: Arrive) -> RequestError | None:
+    def _refusal(self, event: events.Arrive) -> RequestError | None:
         """Return why a request with this id, adapter and history cannot be served, if so."""
         request, n = event.request, event.request.params.n
         if request.id in self.by_id:
@@ -216,7 +202,7 @@ class Requests:
         """A sequence left the queue: announce its request's first admission."""
         if sequence.state.note_admission():
             num_cached = min(sequence.num_computed, sequence.num_prompt)
-            self.commands.append(Admitted(sequence.state.request.id, num_cached))
+            self.commands.append(commands.Admitted(sequence.state.request.id, num_cached))
         if sequence.state.later:
             self._queue_later_if_shared(sequence)
         sequence.note_admission(now, self._residency.source_of(sequence.adapter))
@@ -230,7 +216,7 @@ class Requests:
             adapter_s = sequence.adapter_s or 0.0
             kv_s = now - sequence.admitted_s - adapter_s
             self._residency.counters.cold_start(mode, sequence.cold_source)
-            self.commands.append(Ready(sequence.state.request.id, adapter_s, kv_s))
+            self.commands.append(commands.Ready(sequence.state.request.id, adapter_s, kv_s))
 
     def take_step(
         self, step: int, rows: list[Scheduled], sampled: dict[SequenceId, tuple[int, ...]], now: float
@@ -269,7 +255,7 @@ class Requests:
     def _note_scored(self, sequence: Sequence, step: int) -> None:
         state, first = sequence.state, sequence.state.num_scored
         if state.score(sequence, step):
-            self.commands.append(PromptScored(state.id, sequence.id, first))
+            self.commands.append(commands.PromptScored(state.id, sequence.id, first))
 
     def fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """Fail the requests of a step's rows, none of which counts as computed."""
@@ -320,7 +306,7 @@ class Requests:
             # No room: it waits in its place and finds the prompt's full pages in the tree.
             self._waiting.put_back(child)
         elif copy is not None:
-            self.send(CopyPages((copy,)))
+            self.send(commands.CopyPages((copy,)))
         self._take_token(child, token, (parent.id, index), now)
 
     def _take_token(
@@ -334,7 +320,7 @@ class Requests:
                 self._drop(sequence, now)
             return
         count = len(tokens) - sequence.num_prompt
-        self.commands.append(emit((state.id, sample, count - 1, token, sampled_by)))
+        self.commands.append(commands.emit((state.id, sample, count - 1, token, sampled_by)))
         if token in state.stop_ids and count >= state.min_tokens:
             self._end_sample(state, sample, "stop", now)
         elif len(tokens) >= sequence.most_tokens:
@@ -342,7 +328,7 @@ class Requests:
 
     # ------------------------------------------------------------ ends
 
-    def abort(self, event: Abort, now: float) -> None:
+    def abort(self, event: events.Abort, now: float) -> None:
         """End one open sample of a request, or all."""
         state = self.by_id.get(event.request)
         if state is None:
@@ -361,7 +347,7 @@ class Requests:
     ) -> None:
         """End a sample, once, in whatever stage it is."""
         state.end_sample(sample)
-        self.send(Finish(state.request.id, sample, reason, error))
+        self.send(commands.Finish(state.request.id, sample, reason, error))
         sequence = state.sequences.get(sample)
         # Sample 0 computes the prompt for all: it runs on unannounced while others have yet to fork off it.
         if sequence is not None and not (state.open_samples and sequence.num_forks):
@@ -369,7 +355,7 @@ class Requests:
         if not state.open_samples:
             self._forget(state, now)
             if state.is_leaving:
-                self.send(Released(state.id, state.attempt, tuple(state.positions)))
+                self.send(commands.Released(state.id, state.attempt, tuple(state.positions)))
         elif state.later and not state.sequences and not state.is_leaving:
             self._queue_later(state)
 
@@ -392,15 +378,15 @@ class Requests:
             self._held.release(sequence, now)
             self.collect()
         if sequence.forget_executor():
-            self.send(EndSequence(sequence.id))
+            self.send(commands.EndSequence(sequence.id))
 
     # ------------------------------------------------------------ hand-over to another replica
 
-    def hand_over(self, event: LetGo, now: float) -> None:
+    def hand_over(self, event: events.LetGo, now: float) -> None:
         """Stop a request, which another replica goes on with; it is released when its last step has ended."""
         state = self.by_id.get(event.request)
         if state is None or state.attempt != event.attempt:
-            self.send(Released(event.request, event.attempt))
+            self.send(commands.Released(event.request, event.attempt))
         elif not state.is_leaving:
             state.is_leaving = True
             self._leaving[state.id] = state
@@ -418,4 +404,4 @@ class Requests:
         """End this attempt at the request; it gets no more news here."""
         positions = tuple(state.position_of(sample) for sample in range(state.request.params.n))
         self._forget(state, now)
-        self.send(Released(state.id, state.attempt, positions))
+        self.send(commands.Released(state.id, state.attempt, positions))

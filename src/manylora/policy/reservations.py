@@ -11,13 +11,13 @@ import dataclasses
 import enum
 import itertools
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
 from manylora.policy.sequences import Sequence
 from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
-from manylora.protocol import EndSequence
+from manylora.protocol import commands
 from manylora.types import PageId
 
 
@@ -356,7 +356,7 @@ class Reservations:
         assert sequence.node is not None
         self._release(sequence, now, sequence.node.last_use)
         if sequence.forget_executor():
-            self._residency.decide(EndSequence(sequence.id))
+            self._residency.decide(commands.EndSequence(sequence.id))
         self._waiting.put_back(sequence)
 
     # ------------------------------------------------------------ filling

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.cache_policies import CachePolicy, Signals, find_cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.pages import PageLedger
@@ -32,7 +32,7 @@ from manylora.policy.tree import (
     subtree,
 )
 from manylora.policy.value import KvTurns, Rates, Visits
-from manylora.protocol import AdapterRead, Command, CopyDone, Decided, EvictAdapter, SwapPages
+from manylora.protocol import commands, events
 from manylora.reports import Counters
 from manylora.types import AdapterId, PageId
 
@@ -100,21 +100,21 @@ class Residency:
             can_enter=self.marks is not None,
         )
         self._traces = config.cache.trace
-        self._decided: list[Command] = []
+        self._decided: list[commands.Command] = []
 
-    def collect(self) -> list[Command]:
+    def collect(self) -> list[commands.Command]:
         """Return the commands decided since the last call, in order."""
         decided, self._decided = self._decided, []
         return decided
 
-    def decide(self, command: Command) -> None:
+    def decide(self, command: commands.Command) -> None:
         """Add a command of a part above, in its place among the others."""
         self._decided.append(command)
 
     def note(self, action: str, node: Node, reason: str, value: float | None = None) -> None:
         """Add a decision to the trace, if there is one."""
         if self._traces:
-            self._decided.append(Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
+            self._decided.append(commands.Decided(action, node.adapter, node.depth, node.num_pages, reason, value))
 
     # ------------------------------------------------------------ states
 
@@ -286,7 +286,7 @@ class Residency:
         """Count and command the eviction of a node whose contents have left the device."""
         if node.parent is None:
             self.counters.adapter_evictions += 1
-            self._decided.append(EvictAdapter(node.adapter))
+            self._decided.append(commands.EvictAdapter(node.adapter))
         else:
             self.counters.history_evictions += 1
 
@@ -430,7 +430,7 @@ class Residency:
             return [each for each in turn if _can_come(each)]
         return [*itertools.takewhile(_can_come, turn[node.depth - turn[0].depth :])]
 
-    def start_transfers(self) -> list[SwapPages]:
+    def start_transfers(self) -> list[commands.SwapPages]:
         """Start the queued copies, and return them."""
         started = self.transfers.flush()
         self._decided += started
@@ -460,7 +460,7 @@ class Residency:
 
     # ------------------------------------------------------------ ends of transfers
 
-    def read_ended(self, event: AdapterRead) -> Node | None:
+    def read_ended(self, event: events.AdapterRead) -> Node | None:
         """Take a read's end; return the adapter's node if the read failed and the node is loading."""
         read = self.transfers.read_ended(event.adapter)
         node = read.node
@@ -479,7 +479,7 @@ class Residency:
             self.in_use.release(node, pages)
         return node if node.residence is LOADING else None
 
-    def copy_ended(self, event: CopyDone) -> list[Node]:
+    def copy_ended(self, event: events.CopyDone) -> list[Node]:
         """Take a copy's end; return the nodes whose contents did not arrive."""
         moves = self.transfers.copy_ended(event.copy)
         if moves:
@@ -494,7 +494,7 @@ class Residency:
                 elif is_current:
                     failed.append(node)
                 elif event.ok and node.is_adapter:
-                    self._decided.append(EvictAdapter(node.adapter))  # the executor believes it resident
+                    self._decided.append(commands.EvictAdapter(node.adapter))  # the executor believes it resident
             elif is_current:
                 self._saved(node, event.ok)
             if move.owns_pages:
@@ -503,7 +503,7 @@ class Residency:
                 self.in_use.release(node, move.host_pages)
         return failed
 
-    def _count_copy(self, moves: list[Move], event: CopyDone) -> None:
+    def _count_copy(self, moves: list[Move], event: events.CopyDone) -> None:
         num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
         self.counters.swaps_failed += not event.ok
         if event.ok:

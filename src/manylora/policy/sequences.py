@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Final
 
 from manylora.policy.tree import Node, PageKey
-from manylora.protocol import Await, CpuRows, RunStep, SequenceStart, StepRow, step_row
+from manylora.protocol import commands
 from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
 
 _TOKEN_BYTES = 8
@@ -373,16 +373,16 @@ def run_step(
     step: int,
     scheduled: list[Scheduled],
     merged: AdapterId = BASE,
-    awaits: tuple[Await, ...] = (),
-    cpu: tuple[CpuRows, ...] = (),
-) -> RunStep:
+    awaits: tuple[commands.Await, ...] = (),
+    cpu: tuple[commands.CpuRows, ...] = (),
+) -> commands.RunStep:
     """Note the rows as scheduled, and return the command that computes them.
 
     ``merged``: the adapter in the weights. ``awaits``: copies that rows wait for. ``cpu``: rows that the CPU
     serves.
     """
-    starts: list[SequenceStart] = []
-    rows: list[StepRow] = []
+    starts: list[commands.SequenceStart] = []
+    rows: list[commands.StepRow] = []
     for sequence, num_tokens, num_samples in scheduled:
         changed: tuple[tuple[int, PageId], ...] = ()
         if sequence.page_updates:
@@ -393,14 +393,14 @@ def run_step(
             sequence.is_known_to_executor = True
             changed = ()
         first = sequence.num_scheduled
-        rows.append(step_row((sequence.id, first, num_tokens, num_samples, changed)))
+        rows.append(commands.step_row((sequence.id, first, num_tokens, num_samples, changed)))
         if sequence.state.num_unscored:
             sequence.scoring[step] = first, first + num_tokens
         sequence.num_scheduled = first + num_tokens
         sequence.last_step = step
         if num_samples:
             sequence.num_pending += 1
-    return RunStep(step, tuple(starts), tuple(rows), merged, awaits, cpu)
+    return commands.RunStep(step, tuple(starts), tuple(rows), merged, awaits, cpu)
 
 
 def rows_ended(scheduled: list[Scheduled]) -> None:
@@ -415,9 +415,9 @@ def rows_ended(scheduled: list[Scheduled]) -> None:
             sequence.num_pending -= 1
 
 
-def _start_of(sequence: Sequence) -> SequenceStart:
+def _start_of(sequence: Sequence) -> commands.SequenceStart:
     request = sequence.state.request
-    return SequenceStart(
+    return commands.SequenceStart(
         sequence=sequence.id,
         sample=sequence.sample,
         adapter=request.adapter,

@@ -7,7 +7,7 @@ whenever the lane is idle. The value model chooses the nodes; ``residency`` move
 
 from __future__ import annotations
 
-from manylora.config import CacheConfig, PolicyConfig
+from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.cache_policies import Marks
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations

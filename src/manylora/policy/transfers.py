@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from manylora.policy.tree import Node
-from manylora.protocol import ReadAdapter, SwapPages
+from manylora.protocol import commands
 from manylora.types import AdapterId, CopyId, PageId
 
 MOST_PAGES_A_COPY = 64
@@ -76,7 +76,7 @@ class Transfers:
         """Detach the node from its part, and return that; the caller sets which pages it owns."""
         return self._current.pop(node, None)
 
-    def flush(self) -> list[SwapPages]:
+    def flush(self) -> list[commands.SwapPages]:
         """Start the queued copies: to the host first; adapters one by one, KV in batches."""
         if not self._queued:
             return []
@@ -95,7 +95,7 @@ class Transfers:
                 started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
         return started
 
-    def _start(self, moves: list[Move], adapter: AdapterId | None) -> SwapPages:
+    def _start(self, moves: list[Move], adapter: AdapterId | None) -> commands.SwapPages:
         self._num_copies += 1
         self._copies[self._num_copies] = moves
         to_device = moves[0].to_device
@@ -107,7 +107,7 @@ class Transfers:
         groups = self._num_groups if to_device else 0
         for move in moves:
             move.copy = self._num_copies
-        return SwapPages(self._num_copies, to_device, pairs, adapter, groups)
+        return commands.SwapPages(self._num_copies, to_device, pairs, adapter, groups)
 
     def copy_ended(self, copy: CopyId) -> list[Move]:
         """Return the copy's parts in order, none if it is unknown; the caller ends each by ``end``."""
@@ -132,12 +132,12 @@ class Transfers:
 
     # ------------------------------------------------------------ reads
 
-    def read(self, node: Node, to_device: bool) -> ReadAdapter:
+    def read(self, node: Node, to_device: bool) -> commands.ReadAdapter:
         """Return the command to read an adapter into its node's pages in one tier."""
         self._reads[node.adapter] = Read(node, to_device)
         if to_device:
-            return ReadAdapter(node.adapter, node.pages, "device")
-        return ReadAdapter(node.adapter, node.host_pages, "host")
+            return commands.ReadAdapter(node.adapter, node.pages, "device")
+        return commands.ReadAdapter(node.adapter, node.host_pages, "host")
 
     def read_ended(self, adapter: AdapterId) -> Read:
         """End the read of an adapter."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from manylora.protocol import Status
+from manylora.protocol import commands
 from manylora.protocol.routing import NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaReport, StepPlane
 from manylora.router.requests import LiveRequest, Shape
 from manylora.types import BASE, AdapterId, RequestId
@@ -30,7 +30,7 @@ class Learnt(NamedTuple):
 NOTHING = Learnt()
 
 
-def learnt_of(status: Status) -> Learnt:
+def learnt_of(status: commands.Status) -> Learnt:
     return Learnt(status.token_s, status.page_in_s, status.page_read_s)
 
 
@@ -139,7 +139,7 @@ class ReplicaState:
         self.num_changes = 0
         self.unseen: dict[int, Taken] = {}
         self.gone: list[Taken] = []
-        self.report = Status(0, 0, 0, facts.num_pages)
+        self.report = commands.Status(0, 0, 0, facts.num_pages)
         self.free_pages = self.spare_pages = facts.num_pages
         self.waiting_tokens = self.kv_tokens = 0
         self.step_now: tuple[float, StepPlane] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from manylora.config.routing import RouterConfig, read_parameters
-from manylora.protocol import SetTimer, Timer
+from manylora.protocol import commands, events
 from manylora.protocol.routing import (
     Asked,
     AskReport,
@@ -94,7 +94,7 @@ class Router:
                 self._end(event.request)
             case Withdrawn():
                 self._withdrawn(event)
-            case Timer():
+            case events.Timer():
                 self._timer_is_set = False
                 self._tick()
             case ReplicaUp():
@@ -121,9 +121,9 @@ class Router:
             self._serve_queue()
         if not self._timer_is_set and (self._fleet.up or self._requests):
             self._timer_is_set = True
-            self._commands.append(SetTimer(now + self._config.tick_s))
-        commands, self._commands = self._commands, []
-        return commands
+            self._commands.append(commands.SetTimer(now + self._config.tick_s))
+        decided, self._commands = self._commands, []
+        return decided
 
     @property
     def fleet(self) -> Fleet:

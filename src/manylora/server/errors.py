@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manylora.engine.client import EngineBusy, EngineDead, EngineSilent
-from manylora.protocol import AdapterError
+from manylora.protocol.executor import AdapterError
 from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest, RequestError
 

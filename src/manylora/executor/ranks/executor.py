@@ -36,27 +36,8 @@ from manylora.executor.reading import Inspections
 from manylora.executor.worker import unheard
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.processes import is_stopped
-from manylora.protocol import (
-    AdapterRead,
-    Ask,
-    CopyDone,
-    DeviceCommand,
-    DeviceEvent,
-    EvictAdapter,
-    ExecutorLost,
-    ExecutorState,
-    ForgetAdapter,
-    InspectAdapter,
-    ReadAdapter,
-    ReportState,
-    RunStep,
-    StepDone,
-    StepResult,
-    SwapPages,
-    SwitchDone,
-    VerifyAdapter,
-    ask_of,
-)
+from manylora.protocol import commands, events
+from manylora.protocol.executor import DeviceEvent, ExecutorLost, ExecutorState, StepResult
 from manylora.types import AdapterId, CopyId
 
 _log = logging.getLogger(__name__)
@@ -150,10 +131,12 @@ class RankedExecutor:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
-        self._answers: dict[Ask, dict[int, AdapterRead | CopyDone | SwitchDone]] = {}
+        self._answers: dict[commands.Ask, dict[int, events.AdapterRead | events.CopyDone | events.SwitchDone]] = {}
         # Adapters that only some ranks have brought to the device; they are evicted before the next command.
         self._evictions: collections.deque[AdapterId] = collections.deque()
-        self._brings: dict[Ask, AdapterId] = {}  # the adapters that commands in flight bring to the device
+        self._brings: dict[
+            commands.Ask, AdapterId
+        ] = {}  # the adapters that commands in flight bring to the device
         self._awaitable: set[CopyId] = set()  # copies in flight that steps may await
         # Awaitable copies answered since the last step's end, and those answered in the interval before; each
         # with whether it went well.
@@ -176,29 +159,29 @@ class RankedExecutor:
             if thread.ident is None:
                 thread.start()
 
-    def obey(self, command: DeviceCommand) -> None:
+    def obey(self, command: commands.DeviceCommand) -> None:
         match command:
-            case ReportState():
+            case commands.ReportState():
                 self._report_state()
                 return
-            case InspectAdapter():
+            case commands.InspectAdapter():
                 found = self._inspections.inspect(command)
                 if found.ok:
                     spec = self._inspections.spec(command.adapter)
                     self._write(Learn(command.adapter, spec.to_json()))
                 self._tell(found)
                 return
-            case VerifyAdapter():
+            case commands.VerifyAdapter():
                 self._tell(self._inspections.verify(command))
                 return
-            case ForgetAdapter():
+            case commands.ForgetAdapter():
                 self._inspections.forget(command.adapter)
-            case SwapPages() if command.groups:
+            case commands.SwapPages() if command.groups:
                 self._awaitable.add(command.copy)
-            case ReadAdapter(tier="device") | SwapPages(to_device=True):
+            case commands.ReadAdapter(tier="device") | commands.SwapPages(to_device=True):
                 if command.adapter is not None:
-                    self._brings[ask_of(command)] = command.adapter
-            case RunStep():
+                    self._brings[commands.ask_of(command)] = command.adapter
+            case commands.RunStep():
                 with self._changed:
                     self._steps.append(_Step(command.step, time.perf_counter()))
         self._write(command)
@@ -265,7 +248,7 @@ class RankedExecutor:
         thread sends nothing itself, so a blocked send never stops it from reading the ranks' messages."""
         with self._writing:
             while self._evictions:
-                self._send(EvictAdapter(self._evictions.popleft()))
+                self._send(commands.EvictAdapter(self._evictions.popleft()))
             self._send(command)
 
     def _send(self, command: object) -> None:
@@ -317,7 +300,7 @@ class RankedExecutor:
             case StepAnswer():
                 self._status[rank] = message.status
                 self._hear_step(rank, message)
-            case AdapterRead() | CopyDone() | SwitchDone():
+            case events.AdapterRead() | events.CopyDone() | events.SwitchDone():
                 self._hear_landed(rank, message)
             case RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
@@ -356,7 +339,7 @@ class RankedExecutor:
         seconds, self._ended_s = now - max(step.began, self._ended_s), now
         answers = step.answers.values()
         spoilt = sorted({sequence for answer in answers for sequence in answer.spoilt})
-        done: StepDone = dataclasses.replace(
+        done: events.StepDone = dataclasses.replace(
             result.done,
             device_s=seconds,
             spoilt=tuple(spoilt),
@@ -364,7 +347,7 @@ class RankedExecutor:
         )
         return StepResult(done, result.logprobs, result.prompt_logprobs)
 
-    def _hear_landed(self, rank: int, answer: AdapterRead | CopyDone | SwitchDone) -> None:
+    def _hear_landed(self, rank: int, answer: events.AdapterRead | events.CopyDone | events.SwitchDone) -> None:
         """Collect the ranks' answers to a read, a copy or a switch, and report one answer once all have
         arrived.
 
@@ -372,7 +355,7 @@ class RankedExecutor:
         the report, since the policy may then give its pages away. A failed copy that steps may await is
         undone later, by ForgetCopies, when no step awaits it any more.
         """
-        ask = ask_of(answer)
+        ask = commands.ask_of(answer)
         answers = self._answers.setdefault(ask, {})
         answers[rank] = answer
         if len(answers) < len(self._ranks):
@@ -383,20 +366,20 @@ class RankedExecutor:
         worst = next((one for one in every if not one.ok), every[0])
         if not worst.ok and brought is not None and any(one.ok for one in every):
             self._evictions.append(brought)
-        if isinstance(worst, AdapterRead):
-            reads = [one for one in every if isinstance(one, AdapterRead)]
+        if isinstance(worst, events.AdapterRead):
+            reads = [one for one in every if isinstance(one, events.AdapterRead)]
             self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
-        elif isinstance(worst, SwitchDone):
-            self._tell_switched([one for one in every if isinstance(one, SwitchDone)])
+        elif isinstance(worst, events.SwitchDone):
+            self._tell_switched([one for one in every if isinstance(one, events.SwitchDone)])
         else:
-            slowest = max(one.copy_s for one in every if isinstance(one, CopyDone))
+            slowest = max(one.copy_s for one in every if isinstance(one, events.CopyDone))
             self._tell(dataclasses.replace(worst, copy_s=slowest))
             if worst.copy in self._awaitable:
                 self._awaitable.remove(worst.copy)
                 with self._changed:
                     self._answered.append((worst.copy, worst.ok))
 
-    def _tell_switched(self, every: list[SwitchDone]) -> None:
+    def _tell_switched(self, every: list[events.SwitchDone]) -> None:
         """Report the ranks' answers to a switch as one. The ranks restore their weights together, so
         different outcomes mean that a rank's weights are lost, and the ranks with it."""
         if len({one.ok for one in every}) > 1:

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from manylora.adapters.peft import AdapterSpec
-from manylora.config import ConfigError
+from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device, open_device
 from manylora.devices.peers import GroupPeers, Peers, Purpose
 from manylora.devices.preparation import PREPARATION
@@ -49,7 +49,8 @@ from manylora.executor.ranks.wire import (
 from manylora.executor.worker import Worker
 from manylora.kernels.shapes import RankPlace
 from manylora.models.spec import ModelError
-from manylora.protocol import DeviceEvent, RunStep, StepResult
+from manylora.protocol import commands
+from manylora.protocol.executor import DeviceEvent, StepResult
 from manylora.types import RankTraffic
 
 _log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class _Rank:
             match command:
                 case None:
                     _leave()
-                case RunStep():
+                case commands.RunStep():
                     self._run(worker, command)
                 case Learn():
                     worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
@@ -178,7 +179,7 @@ class _Rank:
                     worker.obey(command)
                     worker.flush()
 
-    def _run(self, worker: Worker, step: RunStep) -> None:
+    def _run(self, worker: Worker, step: commands.RunStep) -> None:
         worker.settle_merged()  # a switch's exchanges must not count as the step's
         before = self._peers.num_exchanges
         self._failed: StepResult | None = None

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from manylora import processes
-from manylora.config import ConfigError, EngineSettings, PolicyConfig
+from manylora.config.declaring import ConfigError
+from manylora.config.policy import PolicyConfig
+from manylora.config.sections import EngineSettings
 from manylora.devices.cuda import visible_gpus
 from manylora.executor.build import registry_of, with_merge_times
 from manylora.executor.plan import Loaded, RankTask, engine_info, planned, sized

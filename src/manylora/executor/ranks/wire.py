@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.executor.plan import Loaded, RankTask
-from manylora.protocol import DEVICE_COMMANDS, AdapterRead, CopyDone, StepResult, SwitchDone
+from manylora.protocol import commands, events
+from manylora.protocol.executor import StepResult
 from manylora.types import AdapterId, CopyId, RankTraffic, SequenceId
 
 _LENGTH = struct.Struct("<I")
@@ -118,9 +119,9 @@ class End(msgspec.Struct, tag=True):
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
+        *commands.DEVICE_COMMANDS, Learn, Pretend, ForgetCopies, End,
         Begin, Pools, RankLoading, Loaded, RankReady, RankFailed, RankStatus, StepAnswer,
-        AdapterRead, CopyDone, SwitchDone,
+        events.AdapterRead, events.CopyDone, events.SwitchDone,
     )
 }  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

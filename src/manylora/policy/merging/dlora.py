@@ -11,7 +11,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable
 
-from manylora.config import MergeConfig, PolicyConfig
+from manylora.config.merging import MergeConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.sequences import LOADING, Scheduled, Sequence

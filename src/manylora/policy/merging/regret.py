@@ -11,7 +11,7 @@ rules go before the bound (see docs/decisions.md).
 
 from __future__ import annotations
 
-from manylora.config import PolicyConfig
+from manylora.config.policy import PolicyConfig
 from manylora.policy.merging.choice import Choice, MergePolicy, MergeView, StepShape
 from manylora.policy.merging.times import StepSeconds
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence

@@ -12,8 +12,9 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-from manylora.config import MERGE_POLICIES, PolicyConfig, place_of
-from manylora.config.named import imported_class
+from manylora.config.merging import MERGE_POLICIES
+from manylora.config.named import imported_class, place_of
+from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
 from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape, shape_of
 from manylora.policy.merging.times import StepSeconds
@@ -21,7 +22,7 @@ from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
-from manylora.protocol import SetMerged, SwitchDone
+from manylora.protocol import commands, events
 from manylora.types import BASE, AdapterId, SequenceId, SwitchId
 
 
@@ -144,13 +145,13 @@ class MergeState:
         self._has_drawn = False
         self.switch = Switch(self._num_switches, before, after)
         self.adapter = after
-        self._residency.decide(SetMerged(self._num_switches, after))
+        self._residency.decide(commands.SetMerged(self._num_switches, after))
         action, named = ("unmerge", before) if after == BASE else ("merge", after)
         self._residency.note(action, tree.node(named), choice.reason)
 
     # ------------------------------------------------------------ events
 
-    def ended(self, event: SwitchDone, now: float) -> None:
+    def ended(self, event: events.SwitchDone, now: float) -> None:
         """Take the end of a switch; after a failed one nothing is merged."""
         switch, counters = self.switch, self._residency.counters
         if switch is None or event.switch != switch.number:

@@ -12,7 +12,7 @@ import collections
 import statistics
 from collections.abc import Mapping
 
-from manylora.config import MergeTimes, StepTimes
+from manylora.config.merging import MergeTimes, StepTimes
 from manylora.policy.merging.choice import StepShape
 from manylora.types import BASE, AdapterId
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from manylora.config import ConfigError, place_of
-from manylora.config.named import imported_class
+from manylora.config.declaring import ConfigError
+from manylora.config.named import imported_class, place_of
 from manylora.config.routing import ROUTERS, NoParameters, RouterConfig, RouterParameters, parameter_lines
 from manylora.protocol.routing import Place, Planned, ReplicaId, Solve, Solved, Unplace
 from manylora.router.fleet import Fleet
