@@ -1,11 +1,11 @@
-"""Running sequences, and a step's batch of them as numbers on the host, gathered without a loop over tokens.
+"""Keeps the running sequences, and builds a step's batch as arrays on the host, without a loop over tokens.
 
-Owns each sequence's tokens, page table and parameters, and which tokens only the device knows so far: a step
-may be issued before the tokens of the step before it have arrived. Owns the order of the batch: rows of one
-adapter side by side, the base model's first, decoding rows of an adapter before its prompt chunks; and which rows
-need an adapter beside the weights. What follows from the composition alone is worked out once for all steps that
-share it.
-Does not send anything to a device and does not run anything.
+Owns each sequence's tokens, page table and parameters. It records which tokens only the device knows so far,
+since a step may be issued before the previous step's tokens have arrived. Owns the order of the batch: rows
+of one adapter are adjacent, the base model's rows come first, and an adapter's decoding rows precede its
+prompt chunks. Also decides which rows need an adapter beyond the weights. Results that depend on the
+composition alone are computed once for all steps that share it. Does not send anything to a device and does
+not run anything.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _FIRST_TOKENS = 256
 _FIRST_PAGES = 16
 
 PENDING_ENTRIES = 2 * MOST_SEQS
-"""Length of the device's array of pending tokens. Entry 0 belongs to no sequence."""
+"""The length of the device's array of pending tokens. Entry 0 belongs to no sequence."""
 
 _NONE = np.zeros(0, dtype=np.int32)
 
 Undo = list[tuple[int, int, int]]
-"""Entries of page tables as they were: (slot, index, page)."""
+"""Former entries of page tables, in the order of their changes: (slot, index, page)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A sequence beside its arrays. ``slot``: its row in all of them. ``drawing`` is filled in every step."""
+    """The state of a sequence outside the table's arrays. ``slot``: its row in every array. ``drawing``:
+    updated in each step that needs it."""
 
     slot: int
     sample: int
@@ -49,11 +50,11 @@ class _Sequence:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Composition:
-    """The sequences of a step and their numbers of tokens: by row, int64 [R] but for ``sequences``.
+    """The sequences of a step, with each row's slot and numbers of tokens and samples, as int64 [R].
 
-    ``drawing``: the rows that draw, ascending; ``sampled_sequences``: their sequences. Decoding steps share one
-    object until a sequence starts or ends or takes another part, so what follows from it alone need not be
-    computed again.
+    ``drawing``: the rows that draw tokens, ascending; ``sampled_sequences``: the sequences of these rows.
+    Decoding steps share one object until a sequence starts, ends or changes its number of tokens or samples.
+    Results that depend on the object alone can therefore be reused.
     """
 
     sequences: tuple[SequenceId, ...]
@@ -75,7 +76,7 @@ class Composition:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """A step's rows as columns. ``starts`` int64 [R]: each row's first position."""
+    """A step's rows, one array for each field. ``starts`` int64 [R]: each row's first position."""
 
     composition: Composition
     starts: np.ndarray
@@ -83,7 +84,8 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Expected:
-    """Tokens that a step will have sampled, one for each row that draws: in which slots, whose, and where."""
+    """The tokens that a step will sample, one for each row that draws: their slots, the slots' ``owners``,
+    and their positions (``ends``)."""
 
     slots: np.ndarray
     owners: np.ndarray
@@ -91,17 +93,17 @@ class Expected:
 
 
 class SequenceTable:
-    """The sequences that the executor has been told of.
+    """The running sequences of the executor, in arrays with one row for each slot.
 
-    ``tokens`` int32 [slots, width]: prompt and generated; a token that has been sampled but is not known yet is
-    -i, where i is the slot's entry among the device's pending tokens (slot + 1). ``lengths`` int64 [slots]: how
-    many tokens there are, pending ones included. ``pages`` int32 [slots, width]: page tables; entries past a
-    sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``rotary`` int64 [slots]: the row of the
-    rotary tables of a sequence's position 0. ``greedy`` bool [slots]: ``is_greedy`` of its parameters. ``scored``
-    int64 [slots, 2]: from which position on, and before which, the logits are to tell how probable the prompt's
-    next token is; 0 and 0 where they are not. ``owners`` int64 [slots]: a number of the slot's sequence, never
-    given twice; 0 in a free slot.
-    The arrays are replaced when they grow: read them anew every step.
+    ``tokens`` int32 [slots, width]: prompt and generated tokens. A token that is sampled but not known yet is
+    -i, where i is the slot's entry among the device's pending tokens (slot + 1). ``lengths`` int64 [slots]:
+    the number of tokens, pending ones included. ``pages`` int32 [slots, width]: page tables; entries beyond a
+    sequence's own are stale but valid ids. ``adapters`` int64 [slots]. ``rotary`` int64 [slots]: the row of
+    the rotary tables for the sequence's position 0. ``greedy`` bool [slots]: ``is_greedy`` of the parameters.
+    ``scored`` int64 [slots, 2]: the first position whose next prompt token is scored from the logits, and the
+    end of these positions; both 0 where none is scored. ``owners`` int64 [slots]: a number of the slot's
+    sequence, never used twice; 0 in a free slot. The arrays are replaced when they grow, so read the
+    attributes again in every step.
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,8 @@ class SequenceTable:
         return sequence in self._sequences
 
     def start(self, start: commands.SequenceStart) -> None:
-        """Take a sequence up. Raises ValueError when it is running already; then nothing has changed."""
+        """Add a sequence. Raises ValueError, without any change to the sequences, where it is running already
+        or has a negative token, or where no more slots can be added."""
         if start.sequence in self._sequences:
             raise ValueError(f"sequence {start.sequence} is running already")
         tokens = np.array(start.tokens, dtype=np.int32)
@@ -155,14 +158,15 @@ class SequenceTable:
         )
 
     def _bias_of(self, params: SamplingParams) -> Bias | None:
-        """What another sample of the same request has already, if any."""
+        """Return the ``Bias`` of another running sample of the same request, so that samples share it. Return
+        None where there is no such sample or the request has no logit_bias."""
         if not params.logit_bias:
             return None
         rows = (held.drawing for held in self._sequences.values())
         return next((row.bias for row in rows if row.params is params), None)
 
     def end(self, sequence: SequenceId) -> None:
-        """Forget a sequence (unknown ones are ignored)."""
+        """Remove a sequence and free its slot. Unknown sequences are ignored."""
         held = self._sequences.pop(sequence, None)
         if held is not None:
             self._free.append(held.slot)
@@ -170,7 +174,7 @@ class SequenceTable:
             self._composition = None
 
     def rows(self, rows: Sequence[commands.StepRow]) -> Rows:
-        """The rows (at least one) as columns. Raises KeyError for an unknown sequence."""
+        """Convert a step's rows (at least one) to arrays. Raises KeyError for an unknown sequence."""
         sequences, starts, *others, _ = zip(*rows)
         columns = (sequences, *others)
         if self._composition is None or columns != self._composition_columns:
@@ -181,20 +185,20 @@ class SequenceTable:
         return Rows(self._composition, np.array(starts, dtype=np.int64))
 
     def update_pages(self, rows: Iterable[commands.StepRow], undo: Undo) -> None:
-        """Carry the rows' changes into the page tables; ``undo`` receives what was there before."""
+        """Apply the rows' changes to the page tables, and append the former entries to ``undo``."""
         for row in rows:
             if row.pages:
                 slot = self._sequences[row.sequence].slot
                 self._set_pages(slot, row.pages, undo)
 
     def undo(self, changes: Undo) -> None:
-        """Take page table changes back."""
+        """Reverse changes to the page tables."""
         for slot, index, page in reversed(changes):
             self.pages[slot, index] = page
 
     def expect(self, rows: Rows) -> Expected:
-        """Each row that draws reaches the end of its sequence and adds a token, which is pending until
-        ``settle``."""
+        """Append a pending token to each sequence that draws; ``settle`` replaces it. A row that draws always
+        reaches the end of its sequence."""
         composition, drawing = rows.composition, rows.composition.drawing
         slots, ends = composition.slots[drawing], (rows.starts + composition.counts)[drawing]
         self.tokens = _widened(self.tokens, int(ends.max(initial=-1)) + 1)
@@ -203,19 +207,19 @@ class SequenceTable:
         return Expected(slots, self.owners[slots], ends)
 
     def settle(self, expected: Expected, tokens: Sequence[int]) -> None:
-        """These were the tokens; sequences that have ended meanwhile are passed over."""
+        """Replace the expected pending tokens by the sampled ones. Skip sequences that have ended since."""
         lives = self.owners[expected.slots] == expected.owners
         sampled = np.array(tokens, dtype=np.int32)
         self.tokens[expected.slots[lives], expected.ends[lives]] = sampled[lives]
 
     def forget(self, expected: Expected) -> None:
-        """There are no such tokens: the step failed."""
+        """Remove the expected tokens of a failed step. Skip sequences that have ended since."""
         lives = self.owners[expected.slots] == expected.owners
         self.lengths[expected.slots[lives]] = expected.ends[lives]
 
     def sampled_row(self, sequence: SequenceId, end: int, num_samples: int) -> SampledRow:
-        """What the sampler must know of a row that draws ``num_samples`` tokens at ``end``. Valid until the next
-        call for the same sequence."""
+        """Return the sampler's input for a row that draws ``num_samples`` tokens at position ``end``. It is
+        valid until the next call for the same sequence."""
         held = self._sequences[sequence]
         drawing, sample = held.drawing, held.sample
         position = end - held.num_prompt_tokens
@@ -227,7 +231,7 @@ class SequenceTable:
         return drawing
 
     def num_top(self, sequence: SequenceId) -> int:
-        """How many alternatives to a prompt's token the sequence's request asks for."""
+        """Return how many alternatives to each prompt token the sequence's request asks for."""
         return self._sequences[sequence].drawing.params.prompt_logprobs or 0
 
     def _set_pages(self, slot: int, changes: tuple[tuple[int, PageId], ...], undo: Undo) -> None:
@@ -252,12 +256,12 @@ class SequenceTable:
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
-    """The array with as many rows of zeros after its own."""
+    """Return a copy of the array with as many rows of zeros appended."""
     return np.concatenate((array, np.zeros_like(array)))
 
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:
-    """The array with at least ``width`` columns: itself, or a copy twice as wide or more."""
+    """Return an array with at least ``width`` columns: the array itself, or a copy at least twice as wide."""
     if width <= array.shape[1]:
         return array
     wider = np.zeros((len(array), max(width, 2 * array.shape[1])), dtype=array.dtype)
@@ -267,15 +271,16 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StepInputs:
-    """One step of T tokens, M of whose rows draw.
+    """The inputs of one step with T tokens, in which M rows draw.
 
-    ``token_ids`` int64 [T]: a negative one, -i, is entry i of the device's pending tokens. ``positions`` (as
-    rows of the rotary tables),
-    ``slots`` int64 [T]; ``sample_index`` int64 [M]: the tokens whose logits are wanted; ``pending_index`` int64
-    [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
-    the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
-    once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed,
-    and ``lora_adapters`` are those of its segments. ``scored``: the tokens whose logits tell of a prompt, if any.
+    ``token_ids`` int64 [T]: a negative id -i stands for entry i of the device's pending tokens. ``positions``
+    int64 [T]: rows of the rotary tables. ``slots`` int64 [T]: the tokens' places in the pool, page times page
+    size plus offset. ``sample_index`` int64 [M]: the tokens whose logits are wanted. ``pending_index`` int64
+    [M]: the entries of the pending tokens that receive the draws. ``sampled[i]`` draws from row i of the
+    logits, for the step's row ``sampled_rows[i]`` (int64 [M]). ``sampled`` is None where each row draws its
+    most likely token once and asks for nothing else. ``lora`` is the same object as in the previous step
+    where nothing has changed; ``lora_adapters``: the adapters of its segments, in order. ``scored``: the
+    prompt tokens to score, if any.
     """
 
     token_ids: np.ndarray
@@ -293,11 +298,13 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Layout:
-    """A batch without its positions, for a composition and a version of the adapters' tables.
+    """The parts of a batch that do not depend on positions, for one composition and one version of the
+    adapters' tables.
 
-    By row, in batch order: ``order`` (which row of the step), ``slots`` in the table, ``counts`` of tokens. By
-    token: its row's place in the batch (``row``) and slot, its own place ``inside`` the row, and the row of the
-    rotary tables where its sequence's begin (``rotary``).
+    For each row, in batch order: ``order`` (its place in the step), ``slots`` in the table, ``counts`` of
+    tokens. For each token: its row's place in the batch (``row``), that row's slot (``token_slots``), the
+    token's place ``inside`` the row, and the row of the rotary tables for its sequence's position 0
+    (``rotary``).
     """
 
     composition: Composition
@@ -320,7 +327,7 @@ class _Layout:
 
 
 class InputBuilder:
-    """Builds one step's inputs at a time."""
+    """A builder of step inputs, which reuses the layout while composition and adapters stay the same."""
 
     def __init__(self, sequences: SequenceTable, tables: AdapterTables, geometry: AdapterGeometry) -> None:
         self._sequences = sequences
@@ -331,10 +338,10 @@ class InputBuilder:
         self._layout: _Layout | None = None
 
     def build(self, rows: Rows) -> StepInputs:
-        """Inputs for rows whose sequences and page tables are up to date.
+        """Build the inputs for rows whose sequences and page tables are up to date.
 
-        Raises KeyError where a sequence's adapter is not resident, ValueError where a row computes tokens that do
-        not exist.
+        Raises KeyError where a sequence's adapter is not resident. Raises ValueError where a row computes
+        tokens that do not exist, or where rows of other adapters accompany the merged adapter's.
         """
         table, page_tokens = self._sequences, self._page_tokens
         layout = self._layout_of(rows.composition)
@@ -426,9 +433,9 @@ class InputBuilder:
     def _segments(
         self, adapters: np.ndarray, first: np.ndarray, ends: np.ndarray
     ) -> tuple[LoraSegments | None, tuple[AdapterId, ...]]:
-        """The runs of equal ``adapters`` among sorted rows, with these, but for those that the weights are right
-        for: the merged adapter's, where one is, else the base model's. Raises ValueError where others stand beside
-        the merged adapter's."""
+        """Return the runs of equal ``adapters`` among sorted rows, and the adapters of these runs. Leave out
+        the run that the weights already serve: the merged adapter's, or the base model's where none is
+        merged. Raises ValueError where an adapter is merged and there are rows of others."""
         edges = np.flatnonzero(np.concatenate(([True], adapters[1:] != adapters[:-1])))
         start = first[edges]
         length = (np.concatenate((start[1:], ends[-1:])) - start).astype(np.int32)

@@ -1,8 +1,8 @@
-"""A rank, or the only one, from its task to a worker that is ready to run.
+"""Builds a rank, or the only worker, from its task to the point where it is ready to run.
 
-Owns what happens in which order: the share of the weights, the pools, the worker, what is compiled, captured and
-measured before the first command. One rank is built in this process, several in processes of their own
-(``ranks.start``), by the same steps.
+Owns the order of the steps: load the share of the weights, take the pools, make the worker, then compile,
+capture and measure before the first command. A single rank is built in this process. Several ranks are built
+by the same steps, in processes of their own (``ranks.start``).
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ def build_worker(
     registry_path: Path | None = None,
     pads_steps: bool | None = None,
 ) -> tuple[Worker, PolicyConfig, EngineInfo]:
-    """Load the model and take the pools' memory.
+    """Load the model, take the pools' memory, and prepare the worker of a single rank.
 
-    ``progress(done_bytes, total_bytes)``: called while weights load; ``capture_progress(done, total)``: while
-    decoding steps are captured. ``registry_path``: the cache of adapter headers, by default in the user's cache
-    directory. ``pads_steps``: whether decoding steps run at fixed sizes; None: where the device can capture them
-    and the settings allow it. Raises ConfigError or ModelError, in one line.
+    Returns the worker, the policy's limits and the engine's information.
+    ``progress(done_bytes, total_bytes)`` is called while weights load, ``capture_progress(done, total)``
+    while steps are captured. ``registry_path``: the cache of adapter headers, by default in the user's cache
+    directory. ``pads_steps``: whether steps run at fixed sizes; with None, they do where the device can
+    capture them and the settings allow it. Raises ConfigError or ModelError with a message of one line.
     """
     plan = planned(settings)
     assert plan.device is not None
@@ -82,7 +83,7 @@ def build_worker(
 def with_merge_times(
     executor: Pretends, limits: PolicyConfig, max_adapter_rank: int | None, copy: CopyOfWeights
 ) -> PolicyConfig:
-    """With what switches and steps take, where adapters are merged."""
+    """Return the limits with the measured times of switches and steps, or unchanged where merging is off."""
     merge = limits.merge
     if not merge.is_on:
         return limits
@@ -91,7 +92,8 @@ def with_merge_times(
 
 
 def registry_of(task: RankTask, whole: AdapterGeometry, layer_prefix: str) -> Registry:
-    """Inspects adapters for the task's model. ``whole``: of all ranks together."""
+    """Return a registry that inspects adapters for the task's model. ``whole``: the geometry of all ranks
+    together."""
     model = task.settings.model
     texts = TextCheck(resolve_model(model.model), resolve_model(model.tokenizer or model.model))
     path = None if task.registry_path is None else Path(task.registry_path)
@@ -99,7 +101,8 @@ def registry_of(task: RankTask, whole: AdapterGeometry, layer_prefix: str) -> Re
 
 
 class RankBuild:
-    """Loads a rank's share of the weights at once, and makes its worker when the pools' sizes are known."""
+    """The construction of one rank: it loads the share of the weights at once, and makes the worker once the
+    pools' sizes are known."""
 
     def __init__(
         self,
@@ -109,7 +112,8 @@ class RankBuild:
         peers: Peers | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``peers``: of one of several ranks. Raises ConfigError or ModelError."""
+        """Load the share of the weights. ``peers``: the connection to the other ranks, None for a single
+        rank. Raises ConfigError or ModelError."""
         self._task = task
         self._device = device
         self._peers = peers
@@ -142,7 +146,8 @@ class RankBuild:
         return self._task.settings.adapters.max_adapter_rank
 
     def loaded(self) -> Loaded:
-        """What the driver is to know of the weights. Raises ConfigError where there is no room."""
+        """Return the sizes of the loaded weights, and the room for the pool, for the driver. Raises
+        ConfigError where there is no room."""
         task, device, decoder, held = self._task, self._device, self._decoder, 0
         cache = task.settings.cache
         own = None if cache.device_pool is None else -(-cache.device_pool // task.count)
@@ -155,7 +160,8 @@ class RankBuild:
         return Loaded(size, held, device.name, copy.place, copy.num_bytes)
 
     def _copy_of_weights(self, own_pool: int | None) -> CopyOfWeights:
-        """The one that merging needs of this decoder, beside a pool on this device."""
+        """Return the place and size of the copy that merging needs of this decoder's weights. ``own_pool``:
+        the bytes asked for this rank's pool on the device."""
         merge, device = self._task.settings.scheduler.merge, self._device
         if not merge.is_on:
             return CopyOfWeights()
@@ -165,12 +171,13 @@ class RankBuild:
         return CopyOfWeights(place, size)
 
     def worker(self, limits: PolicyConfig, copy: CopyOfWeights) -> Worker:
-        """Take the pools' memory. Raises ConfigError where the system does not give it."""
+        """Take the pools' memory and make the worker. Raises ConfigError where the system refuses the
+        memory."""
         task, device, share, dtype, decoder = (
             self._task, self._device, self._share, self._dtype, self._decoder,
         )  # fmt: skip
         page, ranked = share.page_shape(*self._lies), None
-        # One page more where steps are padded: what padding tokens write goes there.
+        # Padded steps need one more page, which receives the writes of padding tokens.
         arena = Arena(limits.num_pages + task.pads_steps, page, dtype, device)
         self._host = HostPool(limits.num_host_pages, page, dtype, device)
         if self._peers is not None:
@@ -195,7 +202,8 @@ class RankBuild:
         return RankedMerging(self._peers, as_linears, self._decoder.linears)
 
     def prepare(self, worker: Worker, limits: PolicyConfig, progress: Progress | None = None) -> None:
-        """Compile, capture and warm up. ``progress(done, total)``: called while steps are captured."""
+        """Compile kernels, capture steps and warm up. ``progress(done, total)`` is called while steps are
+        captured."""
         task, peers, max_rank = self._task, self._peers, self.max_adapter_rank
         with compiling_ahead(self._device.torch_device) as ahead:
             rehearse = ahead if peers is None else in_turn(ahead, peers)
@@ -206,7 +214,7 @@ class RankBuild:
                 warm_up(worker, limits, max_rank, rehearse)
 
     def with_cpu_lora(self, worker: Worker, config: ColdStartConfig) -> ColdStartConfig:
-        """Start CPU LoRA's threads; what the policy is to know of them."""
+        """Start CPU LoRA's threads for the worker, and return the configuration with their number."""
         geometry, host, device = self._geometry, self._host, self._device
         cpu = CpuLora(geometry, host, config.wanted_workers, config.cores_before)
         worker.use_cpu_lora(cpu, device_handover(cpu, self._decoder.ops, device))
@@ -216,8 +224,9 @@ class RankBuild:
 
 
 def in_turn(rehearse: Rehearse | None, peers: Peers) -> Rehearse | None:
-    """``rehearse`` of one of several ranks, all of which call it: the first rank's kernels are compiled, then what
-    others lack besides. The ranks meet in between; rehearsals make no exchange, for another may have none."""
+    """Wrap ``rehearse`` for one of several ranks, all of which call the result. The first rank compiles its
+    kernels; then each other rank compiles the kernels that it still lacks. The ranks synchronise in between.
+    Rehearsals leave out exchanges, since another rank may have nothing to rehearse."""
     if rehearse is None:
         return None
 

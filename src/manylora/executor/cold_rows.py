@@ -1,9 +1,10 @@
-"""Rows of a step whose adapters' products the CPU computes, since the adapters are still on their way (CaraServe
-§4).
+"""Runs cold rows: the CPU computes their adapters' products while the adapters are still being copied
+(CaraServe §4).
 
-Owns which tokens of a step are whose, and how what the CPU finds gets into the rows. The base's part of these rows
-runs with that of all others. Where operations and the device can, the host launches such a step and waits for
-nothing in it (``DeviceHandover``); else it hands over each product itself. Does not know why a row is cold.
+Owns the assignment of a step's tokens to adapters, and how the CPU's results are added to the rows. The base
+model's part of cold rows runs together with that of all other rows. Where the operations and the device allow
+it, the host launches such a step without waiting in it (``DeviceHandover``); else the host hands over each
+product itself. Does not know why a row is cold.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ColdAdapter:
-    """An adapter in the host's pool, ``offsets`` as ``cell_offsets`` gives them of its pages there; the gate of
-    its copy, and which sequences' rows are its."""
+    """An adapter in the host's pool, with the gate of its copy and the sequences that use it. ``offsets``:
+    the ``cell_offsets`` of its pages in the host's pool."""
 
     layout: AdapterLayout
     offsets: np.ndarray
@@ -42,7 +43,8 @@ class ColdAdapter:
 
 
 class ColdStep:
-    """The cold rows of one step, by their adapters. Where the CPU does not take the step, it awaits the copies."""
+    """The cold rows of one step, grouped by adapter. Where the CPU does not take the step, the step awaits
+    the adapters' copies."""
 
     def __init__(self, adapters: dict[AdapterId, ColdAdapter]) -> None:
         self._adapters = adapters
@@ -59,8 +61,9 @@ class ColdStep:
         geometry: AdapterGeometry,
         device: Device,
     ) -> ColdRows | None:
-        """Hand the step over to the CPU; None where it does not take it, once the copies have landed.
-        ``handover``: where the device posts and takes."""
+        """Hand the step over to the CPU and return its rows. Where the CPU does not take the step, pass the
+        gates of all copies and return None. ``handover``: given where the device itself posts rows and takes
+        results."""
         segments, names = inputs.lora, inputs.lora_adapters
         chosen = [place for place, name in enumerate(names) if name in self._adapters]
         self._num_threads = 0 if cpu is None else cpu.num_threads
@@ -76,7 +79,8 @@ class ColdStep:
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Around the step's launch; one that fails has ended."""
+        """Return a context for the step's launch. Where the launch fails, the CPU's part of the step is
+        ended."""
         try:
             yield
         except BaseException:
@@ -90,12 +94,12 @@ class ColdStep:
             self._rows.launched()
 
     def end(self) -> None:
-        """Wait until the device has taken what the CPU found."""
+        """Wait until the device has taken the CPU's results."""
         if self._rows is not None:
             self._cpu_s, self._waited_s = self._rows.end()
 
     def tell(self, done: events.StepDone) -> None:
-        """Add what became of these rows to what is told of the step."""
+        """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
         spoilt = {*done.spoilt}
         if self._awaited is not None:
             spoilt.update(self._awaited.spoilt())
@@ -110,7 +114,8 @@ class ColdStep:
 
 class ColdRows:
     """The cold rows of one step that the CPU serves. Used by the step loop's thread, layer after layer.
-    ``others``: the segments of other rows."""
+    ``others``: the segments of all other adapters' rows. ``has_failed``: whether the CPU was late, which
+    makes the rows invalid."""
 
     def __init__(
         self,
@@ -122,7 +127,8 @@ class ColdRows:
         device: Device,
         handover: DeviceHandover | None = None,
     ) -> None:
-        """``chosen``: the segments of the adapters, in their order."""
+        """Describe the rows for the CPU. ``chosen``: the places of the adapters' segments, in the order of
+        ``adapters``."""
         self.others = _without(segments, chosen)
         self.has_failed = False
         self._cpu = cpu
@@ -136,7 +142,7 @@ class ColdRows:
         self._widths, self._work = _described(lengths, adapters, geometry)
 
     def begin(self) -> bool:
-        """Hand the step over; False where the CPU does not take it."""
+        """Hand the step over to the CPU's threads. Return False where they do not take it."""
         if self._handover is not None and self._handover.is_busy:
             return False
         num_given = self._cpu.begin(self._work)
@@ -144,10 +150,11 @@ class ColdRows:
             self._handover.begin(len(self._work.jobs), num_given)
         return num_given > 0
 
-    # ------------------------------------------------------------ as the decoder goes
+    # ------------------------------------------------------------ during the forward pass
 
     def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
-        """Show the CPU what it needs of x ``[T, in]``; False where no adapter of these rows is on this group."""
+        """Post the cold rows of x ``[T, in]`` to the CPU. Return False where no adapter of these rows adapts
+        this group, or the CPU has been late."""
         if self.has_failed or group.name not in self._widths:
             return False
         rows = x.index_select(0, self._rows)
@@ -159,7 +166,7 @@ class ColdRows:
         return True
 
     def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
-        """Add what the CPU has computed to y ``[T, sum(out)]``. Where it is late the rows are worth nothing."""
+        """Add the CPU's results to y ``[T, sum(out)]``. Where the CPU is late, the rows are invalid."""
         width = self._widths[group.name]
         if self._handover is not None:
             y.index_add_(0, self._rows, self._handover.take(self.num_tokens, width).to(y.dtype))
@@ -173,7 +180,7 @@ class ColdRows:
         y.index_add_(0, self._rows, found.to(y.device, y.dtype))
 
     def launched(self) -> None:
-        """All of the step has been, or it has failed."""
+        """Note that the whole step has been launched, or that its launch has failed."""
         if self._handover is not None:
             self._told = self._handover.issued()
             return
@@ -181,7 +188,8 @@ class ColdRows:
         self._seconds = self._cpu.busy_s(), self._cpu.waited_s
 
     def end(self) -> tuple[float, float]:
-        """Wait until all has been taken: seconds that the CPU computed, and that the step waited for it."""
+        """Wait until all results have been taken. Return the seconds that the CPU computed, and the seconds
+        that the step waited for it."""
         if self._handover is None or self._told is None:
             return self._seconds
         waited_ns, is_late = self._told().tolist()
@@ -194,7 +202,8 @@ class ColdRows:
 def _described(
     lengths: list[int], adapters: Sequence[ColdAdapter], geometry: AdapterGeometry
 ) -> tuple[dict[str, int], ColdWork]:
-    """What the CPU is told, and by group's name the widths of its results: of groups that some adapter is on."""
+    """Return the widths of the results by group name, and the work for the CPU. Both include only groups that
+    some adapter adapts."""
     begins = np.cumsum([0, *(len(adapter.offsets) for adapter in adapters)])
     records = np.stack([a.layout.records + at * a.layout.shifted for a, at in zip(adapters, begins.tolist())])
     first, places, widths = 0, {}, {}
@@ -227,11 +236,12 @@ def _without(segments: LoraSegments, cold: list[int]) -> LoraSegments | None:
     )
 
 
-# ---------------------------------------------------------------- handed over by the device
+# ---------------------------------------------------------------- handover by the device
 
 
 def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | None:
-    """None where the host has to hand rows over."""
+    """Return a handover that has been tried out, or None where the host has to hand rows over. Logs the
+    reason where the operations could wait on the device but the handover does not work."""
     if not ops.waits:
         return None
     if not device.can_mark():
@@ -250,12 +260,13 @@ def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | 
 
 
 class DeviceHandover:
-    """Of one step at a time; of the step loop's thread."""
+    """A handover of cold rows that the device drives: it posts rows to the CPU's threads and waits for their
+    results. Serves one step at a time. Used by the step loop's thread."""
 
     def __init__(self, cpu: CpuLora, ops: Ops, device: Device) -> None:
-        """Raises RuntimeError where the device cannot use the memory of rows and results."""
+        """Pin the memory of rows and results. Raises RuntimeError where the device cannot use it."""
         self.is_busy = False
-        """Whether a step has begun that has not ended."""
+        """Whether a step has begun and not ended."""
         self._ops, self._device = ops, device
         self._late_ns = int(LATE_S * 1e9)
         self._cpu = cpu
@@ -263,22 +274,25 @@ class DeviceHandover:
         self._is_pinned = True
         self._done = cpu.words[1:]
         self._told = device.zeros((2,), torch.int64)
-        # Rows of ``_wanted`` begin at multiples of 16 bytes: kernels are compiled anew for what does not.
+        # Rows of ``_wanted`` begin at multiples of 16 bytes, since kernels are compiled anew for other
+        # alignments.
         self._width = 2 * (1 + cpu.num_threads // 2)
 
     def try_out(self) -> None:
-        """Before the first step: have the device write a word there, and wait for none. Raises what went wrong."""
-        trial = self._cpu.words[0, -1:]  # says nothing to anyone
+        """Let the device write a word to the shared memory, and run its wait with nothing to wait for. Call
+        it before the first step. Raises RuntimeError where the word does not arrive, or the device's own
+        error."""
+        trial = self._cpu.words[0, -1:]  # a word that no thread reads
         self._device.mark(trial, 1)
         nothing = self._device.zeros((self._width,), torch.int64)
-        for is_first in (True, False):  # each is a kernel of its own, to be compiled now
+        for is_first in (True, False):  # two kernels, both compiled now
             self._ops.await_words(self._done, nothing, self._told, is_first)
         self._device.synchronize()
         if int(trial) != 1:
             raise RuntimeError("numbers that the device writes do not arrive in the host's memory")
 
     def begin(self, num_jobs: int, num_given: int) -> None:
-        """A step of so many jobs, given to so many threads."""
+        """Begin a step of ``num_jobs`` jobs that ``num_given`` threads share."""
         self._first_job = self._cpu.job
         wanted = np.zeros((num_jobs, self._width), np.int64)
         wanted[:, 0] = self._late_ns
@@ -287,26 +301,28 @@ class DeviceHandover:
         self.is_busy = True
 
     def post(self, rows: torch.Tensor) -> None:
-        """Show the CPU the rows ``[T, in]`` of the next job, once the device has computed them."""
-        # Results of the job before have been taken by then.
+        """Post the rows ``[T, in]`` of the next job to the CPU, once the device has computed them."""
+        # By then the previous job's results have been taken, so the CPU no longer reads that job's rows.
         self._cpu.rows(*rows.shape).copy_(rows, non_blocking=True)
         self._cpu.job += 1
         self._device.mark(self._cpu.words[0, loops.POSTED : loops.POSTED + 1], self._cpu.job)
 
     def take(self, num_tokens: int, features: int) -> torch.Tensor:
-        """float32 ``[num_tokens, features]`` on the device: what the CPU has found of the last job, or anything
-        where it is late."""
+        """Return the CPU's results of the last job, float32 ``[num_tokens, features]`` on the device. Where
+        the CPU is late, the contents are undefined."""
         place = self._cpu.job - self._first_job - 1
         self._ops.await_words(self._done, self._wanted[place], self._told, place == 0)
         found = self._cpu.results(num_tokens, features)
         return torch.empty_like(found, device=self._device.torch_device).copy_(found, non_blocking=True)
 
     def issued(self) -> Callable[[], np.ndarray]:
-        """All of the step has been launched. Gives what its kernels have told, once the device is through it."""
+        """Start to download what the step's kernels reported, after the whole step has been launched. Returns
+        a function that waits for the step and returns int64 [2]: nanoseconds waited, and 1 where the CPU was
+        late."""
         return self._device.download(self._told)
 
     def close(self) -> None:
-        """With no step on its way. Idempotent."""
+        """Unpin the memory. Call it when no step is in flight. Idempotent."""
         if self._is_pinned:
             self._is_pinned = False
             try:

@@ -1,6 +1,7 @@
-"""What comes to the device beside the steps: copies with their gates, and the entries of what lands.
+"""Tracks copies and reads to the device that run beside the steps, and enters landed adapters into the
+tables.
 
-Owns a gate from its copy's command on until no step can name it. Does not copy and does not read.
+Owns each gate from its copy's command until no step can name that copy. Does not copy and does not read.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class Coming:
-    """Used by the step loop's thread, but for ``landed`` and what copies call at their end.
+    """The copies on their way to the device, with their gates and adapters.
 
+    Used by the step loop's thread, except ``landed`` and the functions that copies call at their end.
     ``landed``: adapters that have landed and are not in the tables yet.
     """
 
@@ -36,34 +38,36 @@ class Coming:
         geometry: AdapterGeometry,
         layout_of: Callable[[AdapterId], AdapterLayout],
     ) -> None:
-        """``layout_of`` raises AdapterError for an adapter that is not known."""
+        """Start with no copies. ``layout_of`` raises AdapterError for an unknown adapter."""
         self._copier = copier
         self._tables = tables
         self._geometry = geometry
         self._layout_of = layout_of
         self.landed: collections.deque[Landed] = collections.deque()
-        self._ahead: dict[AdapterId, CopyId] = {}  # entered before they have landed, by which copy
+        self._ahead: dict[AdapterId, CopyId] = {}  # adapters entered before they land, with their copies
         self._gates: dict[CopyId, CopyGate] = {}
-        self._commands: dict[CopyId, commands.SwapPages] = {}  # of the gates
-        self._answered: list[CopyId] = []  # at the last step's end
+        self._commands: dict[CopyId, commands.SwapPages] = {}  # the command of each copy in ``_gates``
+        self._answered: list[CopyId] = []  # copies that had been answered at the last step's end
 
     def enter(self) -> None:
-        """Enter what has landed into the tables. It is among it before its ``done`` is heard of."""
+        """Enter the adapters that have landed into the tables. An adapter is in ``landed`` before the
+        ``done`` of its read or copy is called."""
         while self.landed:
             landed = self.landed.popleft()
-            if self._ahead.get(landed.adapter) not in self._gates:  # else it may fail on another rank
+            if self._ahead.get(landed.adapter) not in self._gates:  # else it may yet fail on another rank
                 self._ahead.pop(landed.adapter, None)
             self._tables.put(landed.adapter, landed.layout, landed.offsets)
 
     def leave(self, adapter: AdapterId) -> None:
-        """Drop the adapter's entry, landed or ahead."""
+        """Drop the adapter's entry, whether the adapter has landed or was entered ahead."""
         self.enter()
         self._ahead.pop(adapter, None)
         self._tables.drop(adapter)
 
     def claim(self, command: commands.SwapPages | commands.ReadAdapter) -> None:
-        """Before an adapter is brought to device pages: drop what was entered ahead there for another. Its copy
-        has failed, maybe on another rank, and the policy has given the pages away, so no later step names it."""
+        """Drop entries of other adapters that were entered ahead in the device pages of ``command``. Call it
+        before the command brings an adapter to these pages. The other adapter's copy has failed, perhaps on
+        another rank, and the policy has given its pages away, so no later step names it."""
         others = [(adapter, copy) for adapter, copy in self._ahead.items() if adapter != command.adapter]
         if not others:
             return
@@ -76,7 +80,8 @@ class Coming:
     # ------------------------------------------------------------ copies
 
     def swap(self, command: commands.SwapPages, tell: Callable[[events.CopyDone], None]) -> None:
-        """Carries out SwapPages; ``tell`` gets the one answer."""
+        """Carry out SwapPages; ``tell`` is called once, with the answer. A command with layer groups gets a
+        gate, and its adapter is entered into the tables before it lands."""
         self.claim(command)
         gate: CopyGate | None = None
         if command.groups:
@@ -86,13 +91,14 @@ class Coming:
         try:
             self._copier.start(command, self._landing(command, gate), tell, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
-            # Removed meanwhile, closed, or a wrong command: no thread will answer.
+            # The adapter was removed, the copier is closed, or the command is wrong: no thread will answer.
             tell(events.CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
             return
         if gate is not None and command.adapter is not None:
-            # Now that the copy is on its way: for a large adapter it takes longer than the step.
+            # Entered only once the copy is under way: for a large adapter, entering takes longer than the
+            # step.
             try:
                 self._enter_ahead(self._landed(command, command.adapter), command.copy)
             except (AdapterError, RuntimeError, ValueError):
@@ -100,19 +106,20 @@ class Coming:
                 gate.fail()
 
     def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
-        """Steps that await the copy look for it."""
+        """Enter an adapter before it lands, so that steps that await the copy find it."""
         self.enter()
         self._tables.put(landed.adapter, landed.layout, landed.offsets)
         self._ahead[landed.adapter] = copy
 
     def _landed(self, command: commands.SwapPages, adapter: AdapterId) -> Landed:
-        """What the copy brings to the device. Raises AdapterError, ValueError."""
+        """Return the adapter as the copy will place it on the device. Raises AdapterError where the adapter
+        is not known, and ValueError where the number of pages is wrong."""
         pages = [destination for _, destination in command.pairs]
         return Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
 
     def _landing(self, command: commands.SwapPages, gate: CopyGate | None) -> Callable[[], None]:
-        """What to do on the copier's thread once the pages have landed. Raises AdapterError, and ValueError for a
-        wrong command."""
+        """Return the function that the copier's thread calls once the pages have landed. Raises AdapterError
+        for an unknown adapter, and ValueError for a wrong command."""
         adapter = command.adapter
         if adapter is None or not command.to_device:
             return lambda: None
@@ -120,7 +127,7 @@ class Coming:
         landed = None if gate is not None else self._landed(command, adapter)
 
         def note() -> None:
-            self._layout_of(adapter)  # it is known still
+            self._layout_of(adapter)  # raises where the adapter has been removed
             if landed is not None:
                 self.landed.append(landed)
             elif gate is not None and gate.has_failed:
@@ -131,13 +138,15 @@ class Coming:
     # ------------------------------------------------------------ steps
 
     def awaited(self, step: commands.RunStep) -> Awaited:
-        """What the step has to pass. Raises ValueError where it names a copy that is not known."""
+        """Return the gates that the step has to pass. Raises ValueError where the step names an unknown
+        copy."""
         self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
     def cold(self, step: commands.RunStep) -> ColdStep:
-        """What the CPU is to compute for the step, and what it has to pass beside. Raises ValueError likewise, and
-        AdapterError where an adapter was removed."""
+        """Return the step's cold rows for the CPU, with the gates to pass where the CPU does not take them.
+        Raises ValueError where the step names an unknown copy or one without an adapter. Raises AdapterError
+        where an adapter was removed."""
         self._check_known(step)
         found: dict[AdapterId, ColdAdapter] = {}
         for wanted in step.cpu:
@@ -157,15 +166,20 @@ class Coming:
             raise ValueError(f"the step awaits copy {unknown[0]}, which is not on its way")
 
     def step_ended(self) -> None:
-        """Before a step's end is told. A copy that was answered by the end before is forgotten: its answer
-        was told before that end, which has been acted upon, so no step names it any more. Between both one may:
-        what came before the answer is acted upon first."""
+        """Forget copies that had been answered at the previous step's end. Call it before a step's end is
+        reported.
+
+        Such a copy's answer was reported before the previous end, and the policy has acted upon both, so no
+        later step names the copy. A copy answered since then is kept, because a step issued before the policy
+        acts upon its answer may still name it.
+        """
         self.forget((copy, self._gates[copy].wait_answer()) for copy in self._answered)
         self._answered = [copy for copy, gate in self._gates.items() if gate.is_answered]
 
     def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
-        """No step names these copies any more, each with whether it went well; what was entered ahead of one that
-        did not is dropped. Until then steps may name it, whose rows are spoilt."""
+        """Forget copies that no step will name any more; each comes with whether it went well. Drop the
+        adapters entered ahead whose copies failed. Until then steps may name a failed copy, and their rows
+        are spoilt."""
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter
@@ -176,7 +190,7 @@ class Coming:
 
 
 def _device_pages(command: commands.SwapPages | commands.ReadAdapter) -> set[PageId]:
-    """Those that an adapter is brought to."""
+    """Return the device pages to which the command brings an adapter; none where it brings none."""
     if isinstance(command, commands.ReadAdapter):
         return set(command.pages) if command.tier == "device" else set()
     return {page for _, page in command.pairs} if command.to_device and command.adapter is not None else set()

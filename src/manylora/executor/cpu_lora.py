@@ -1,7 +1,9 @@
-"""CPU LoRA: threads that compute what adapters add to cold rows, straight from the host's pool (CaraServe §4).
+"""Computes the products of adapters for cold rows on CPU threads, directly from the host's pool (CaraServe
+§4).
 
-Owns the memory through which rows and results pass, and how rows are shared out. A thread runs one compiled loop
-a step, without the interpreter's lock (``loops.serve_cold``). Does not know sequences, or why a row is cold.
+Owns the memory for rows and results, and the division of rows among threads. In each step a thread runs one
+compiled loop (``loops.serve_cold``) without the interpreter's lock. Does not know sequences, or why a row is
+cold.
 """
 
 from __future__ import annotations
@@ -23,22 +25,25 @@ from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.pool import HostPool, shared_memory
 
 LATE_S = 10.0
-"""How long a step waits for the threads, in all, before it goes on without."""
+"""How long a step waits for the threads in total, in seconds, before it goes on without their results."""
 _IDLE_NS = 20_000_000
-"""How long a step waits until they have left the one before."""
+"""How long a step waits until the threads have left the previous step, in nanoseconds."""
 _FOR_EVER = 2**62
+"""A number that no step or job reaches."""
 _LINE_WORDS = 8
-"""A cache line: no thread's words share one with another's."""
+"""The int64 words of a cache line. Each thread's words have a line of their own, so that threads do not slow
+each other."""
 
 
 class CpuLoraLate(RuntimeError):
-    """The threads did not answer in time: what the step asked of the CPU is not there."""
+    """The error that the threads did not answer in time, so the step's results are missing."""
 
 
 class ColdWork(NamedTuple):
-    """The cold rows of a step, adapter by adapter: ``lengths`` of each. ``jobs`` int64 [J, 2]: layer and place of
-    the group, as the decoder comes to them. ``records`` int64 [N, P, 3], ``scales`` float32 [N, P, L]: as
-    LoraSegments has them. ``cells`` int64: at how many elements into the host's pool a cell's layer 0 begins."""
+    """The cold rows of a step, adapter by adapter. ``lengths``: the number of rows of each adapter. ``jobs``
+    int64 [J, 2]: the layer and the group's place, in the decoder's order. ``records`` int64 [N, P, 3] and
+    ``scales`` float32 [N, P, L] are as in LoraSegments. ``cells`` int64: the element of the host's pool at
+    which each cell's layer 0 begins."""
 
     lengths: list[int]
     jobs: np.ndarray
@@ -48,22 +53,23 @@ class ColdWork(NamedTuple):
 
 
 class CpuLora:
-    """``num_threads`` threads over one host pool, for one step at a time. ``words`` int64, ``rows`` of the pool's
-    type and ``results`` float32 lie in ``memory``, which a device may read and write too; of the words see
-    ``loops``."""
+    """A team of ``num_threads`` threads over one host pool, which serves one step at a time. ``memory`` holds
+    the ``words`` (int64), the rows (of the pool's type) and the results (float32); a device may read and
+    write it too. ``loops`` describes the words."""
 
     def __init__(
         self, geometry: AdapterGeometry, host: HostPool, num_threads: int, cores_before: int = 0
     ) -> None:
-        """``cores_before``: see ``ColdStartConfig``. Raises ConfigError where there is no memory."""
+        """Take the memory, compile the loops and start the threads. ``cores_before``: the number of the
+        machine's last cores that other engines' threads use. Raises ConfigError where there is no memory."""
         groups = geometry.groups
         self.num_threads = num_threads
         self.slice_tokens = 16
-        """As many tokens as one thread takes before another one helps."""
+        """The number of tokens that one thread takes before another thread helps; ``tune`` sets it."""
         self.waited_s = 0.0
-        """How long this step's host has waited for results."""
+        """The seconds that the host has waited for results in this step."""
         self.job = 0
-        """The last one that was posted, of all steps."""
+        """The number of the last job posted, counted over all steps."""
         sizes = (
             8 * _LINE_WORDS * (1 + num_threads),
             MOST_CPU_TOKENS * max(group.in_features for group in groups) * host.dtype.itemsize,
@@ -106,7 +112,8 @@ class CpuLora:
             thread.start()
 
     def _compile(self) -> None:
-        """Run each loop on nothing, or load what an earlier process compiled."""
+        """Run each loop on empty input, which compiles it or loads the code that an earlier process
+        compiled."""
         none = np.zeros((0, 3), np.int64)
         scales, cells = np.zeros((0, 0, 0), np.float32), np.zeros(0, np.int64)
         work = none[:, :2].copy(), self._groups, none, self._columns, none.reshape(0, 1, 3), scales, cells
@@ -117,8 +124,8 @@ class CpuLora:
     # ------------------------------------------------------------ a step
 
     def begin(self, work: ColdWork) -> int:
-        """Hand a step over: how many threads have rows of it. 0: there is no room for so many, or a thread is
-        still at the step before."""
+        """Hand a step over, and return how many threads have rows of it. Return 0 where the step has more
+        than MOST_CPU_TOKENS rows, a thread has not left the previous step, or the threads have ended."""
         if sum(work.lengths) > MOST_CPU_TOKENS or not self._orders:
             return 0
         before = self._num_given, loops.ENDED, self._num_steps
@@ -135,20 +142,23 @@ class CpuLora:
         return len(shares)
 
     def rows(self, num_tokens: int, features: int) -> torch.Tensor:
-        """``[num_tokens, features]``: where the next job's rows are to be written before they are posted."""
+        """Return the memory for the next job's rows, ``[num_tokens, features]``, to be written before
+        ``post``."""
         return self._rows[: num_tokens * features].view(num_tokens, features)
 
     def results(self, num_tokens: int, features: int) -> torch.Tensor:
-        """float32 ``[num_tokens, features]``: those of the last job, once all threads have done it."""
+        """Return the memory of the last job's results, float32 ``[num_tokens, features]``. They are complete
+        once all threads have done the job."""
         return self._results[: num_tokens * features].view(num_tokens, features)
 
     def post(self) -> None:
-        """The next job's rows are there."""
+        """Post the next job, whose rows have been written."""
         self.job += 1
         loops.set_word(self._words, 0, loops.POSTED, self.job)
 
     def wait(self) -> None:
-        """Wait for the job's results. Raises CpuLoraLate."""
+        """Wait for the last job's results. Raises CpuLoraLate where the step's waits exceed LATE_S in
+        total."""
         left_ns = int((LATE_S - self.waited_s) * 1e9)
         waited_ns = loops.await_words(
             self._words, self._num_given, loops.DONE, self.job, left_ns, self._clock
@@ -159,19 +169,20 @@ class CpuLora:
         self.waited_s += waited_ns / 1e9
 
     def end(self) -> None:
-        """No job of the step will be posted any more, and what was not done of it is worth nothing."""
+        """End the step: no more of its jobs will be posted, and unfinished jobs are abandoned."""
         self._abandon(self._num_steps)
 
     def _abandon(self, step: int) -> None:
         loops.set_word(self._words, 0, loops.ABANDONED, step)
 
     def busy_s(self) -> float:
-        """How long the thread with most to do has computed."""
+        """Return the seconds that the busiest thread has computed in this step."""
         busy = self._words[1 : 1 + self._num_given, loops.BUSY_NS] - self._busy_ns
         return float(busy.max(initial=0)) / 1e9
 
     def close(self) -> None:
-        """End the threads and let go of the pool, and of a device that awaits them. Idempotent."""
+        """End the threads, release the pool, and end the waits of a device that awaits the threads.
+        Idempotent."""
         self._abandon(_FOR_EVER)
         for orders in self._orders:
             orders.put(None)
@@ -183,24 +194,25 @@ class CpuLora:
 
 
 def _serve(orders: queue.SimpleQueue[tuple[Any, ...] | None], cores: list[int]) -> None:
-    """A thread's life: step after step."""
+    """Serve steps on a thread, bound to the given cores, until ``orders`` gives None."""
     if cores:
         try:
-            os.sched_setaffinity(0, cores)  # of this thread alone
+            os.sched_setaffinity(0, cores)  # 0: this thread alone
         except (AttributeError, OSError):
-            pass  # where the system does not want it, anywhere
+            pass  # the system refuses, so the thread runs on any core
     while (given := orders.get()) is not None:
         loops.serve_cold(*given)
 
 
 def _cores(count: int, before: int) -> list[int]:
-    """The last ones that this process may use, but for ``before``; none where that leaves no core for others."""
+    """Return the last ``count`` cores of this process before its ``before`` last ones. Return none where that
+    leaves no core for other threads."""
     end = num_cores() - before
     return sorted(os.sched_getaffinity(0))[end - count : end] if end > count else []
 
 
 def _numbers(values: torch.Tensor) -> np.ndarray:
-    """As the loops have them."""
+    """Return the values as the loops read them: float32, float16's bits as uint16, or bfloat16's as int16."""
     if values.dtype is torch.float32:
         return np.asarray(values.numpy())
     numbers = np.asarray(values.view(torch.int16).numpy())
@@ -208,9 +220,10 @@ def _numbers(values: torch.Tensor) -> np.ndarray:
 
 
 def cut(lengths: list[int], slice_tokens: int, num_threads: int) -> list[np.ndarray]:
-    """Share out rows, ``lengths`` of each adapter one after the other: as even as can be among as few threads as
-    take ``slice_tokens`` each, or among all of them (CaraServe §4.2). Of each: int64 [S, 3], an adapter's place,
-    its first row and the end."""
+    """Divide rows evenly among threads (CaraServe §4.2). ``lengths``: each adapter's number of rows, one
+    adapter after another. Use as few threads as suffice with ``slice_tokens`` rows each, at most
+    ``num_threads``. Returns for each thread int64 [S, 3]: an adapter's place, its first row, and the end of
+    its rows."""
     total = sum(lengths)
     count = max(1, min(num_threads, -(-total // slice_tokens), total))
     ends = np.cumsum(lengths).tolist()
@@ -233,14 +246,15 @@ _CPU = torch.device("cpu")
 
 
 def tune(cpu: CpuLora, geometry: AdapterGeometry, host: HostPool, device: torch.device) -> None:
-    """Set how many tokens one thread takes, by the geometry's first group. Leave it where the threads are late or
-    the host's pool has too little room."""
+    """Set ``slice_tokens`` from times measured on the geometry's first group. Leave it unchanged where the
+    threads are late or the host's pool has too little room."""
     timed = TimedProduct(geometry, _TRIED_RANK, device)
     if timed.num_pages > host.num_pages:
         return
     before = cpu.slice_tokens
     try:
-        # The least: at a start much else goes on, and one hand-over stands for those of all products.
+        # The least of the tries, since much else runs during a start, and one handover stands for those of
+        # all products.
         seconds = {tokens: timed.seconds(cpu, tokens, of=min) for tokens in _TRIED_TOKENS}
     except CpuLoraLate:
         cpu.slice_tokens = before
@@ -253,8 +267,9 @@ def tune(cpu: CpuLora, geometry: AdapterGeometry, host: HostPool, device: torch.
 
 
 class TimedProduct:
-    """The first group's product of an adapter of ``rank`` whose rows lie one after the other in the first pages,
-    for rows of ``device``. ``num_bytes``: of the adapter's rows in one layer."""
+    """The product of the first group with an adapter of ``rank``, for timing. The adapter's rows are
+    consecutive in the first pages of the host's pool; the input is on ``device``. ``num_bytes``: the size of
+    the adapter's rows in one layer."""
 
     def __init__(self, geometry: AdapterGeometry, rank: int, device: torch.device = _CPU) -> None:
         group, first = geometry.groups[0], 0
@@ -272,7 +287,7 @@ class TimedProduct:
         self.offsets = np.asarray(page * geometry.page_elements + cell * geometry.cell_elements)
 
     def work(self, num_tokens: int, num_layers: int = 1) -> ColdWork:
-        """Of so many tokens, in the first layers."""
+        """Describe this product for ``num_tokens`` rows in the first ``num_layers`` layers."""
         jobs = np.array([(layer, 0) for layer in range(num_layers)], np.int64)
         scales = np.ones((*self.records.shape[:2], self._layers), np.float32)
         return ColdWork([num_tokens], jobs, self.records, scales, self.offsets)
@@ -284,8 +299,9 @@ class TimedProduct:
         num_busy: int = 1,
         of: Callable[[list[float]], float] = statistics.median,
     ) -> tuple[float, float]:
-        """Of one job that so many threads share: of the busiest one, and until its results are on the device; each
-        ``of`` some tries. Raises CpuLoraLate."""
+        """Measure one job that ``num_busy`` threads share. Return the busiest thread's seconds, and the
+        seconds until the results are on the device, each reduced by ``of`` over several tries. Sets
+        ``cpu.slice_tokens``. Raises CpuLoraLate."""
         busy, whole = [], []
         cpu.slice_tokens = -(-tokens // num_busy)
         target = cpu.rows(tokens, self.in_features)
@@ -296,7 +312,7 @@ class TimedProduct:
             if not cpu.begin(self.work(tokens)):
                 raise CpuLoraLate("CPU LoRA is busy")
             began = time.perf_counter()
-            # As ColdRows does it.
+            # The same operations as in ColdRows.
             target.copy_(x.index_select(0, rows))
             cpu.post()
             cpu.wait()
@@ -304,5 +320,5 @@ class TimedProduct:
             whole.append(time.perf_counter() - began)
             busy.append(cpu.busy_s())
             cpu.end()
-        # The first one warms caches.
+        # The first try only warms the caches.
         return of(busy[1:]), of(whole[1:])

@@ -1,16 +1,18 @@
-"""Steps at fixed sizes, captured once and replayed: the host launches one thing instead of hundreds.
+"""Runs steps at fixed sizes, captured once and replayed, so that the host makes one launch instead of
+hundreds.
 
-Decoding steps, and steps with prompts whose kernels take less time than their launches. A step is padded to its
-bucket. Padding tokens read and write a page that holds no data, belong to no row and to no adapter, and what they
-give is thrown away. Everything that changes between steps is in device memory at fixed addresses: numbers in a
-mirror, tables in the operations' plans. Gates stand in steps with prompts only. Owns the buckets and what was
-captured for them; does not know what a capture is, which is the device's.
+These are decoding steps, and steps with prompts whose kernels take less time than their launches. A step is
+padded to its bucket. Padding tokens read and write a page that holds no data, belong to no row and no
+adapter, and their outputs are discarded. Everything that changes between steps is in device memory at fixed
+addresses: numbers in a mirror, tables in the operations' plans. Only steps with prompts have gates. Owns the
+buckets and their captures; only the device knows how to capture.
 
-Of several ranks, all capture the same steps, or stop capturing together. A captured step is padded, so its
-exchanges are of other sizes than an eager one's: a rank that replayed where another ran eagerly would exchange
-with it what does not fit. So all is captured before serving, in one order, and a bucket is kept where every rank
-has captured it; later a step's bucket follows from the step alone. Between two buckets ranks ask each other; in a
-bucket they cannot, since they wait in each other's exchanges there.
+With several ranks, all ranks capture the same steps, or all stop capturing together. A captured step is
+padded, so its exchanges have other sizes than an eager step's. If one rank replayed a step while another ran
+it eagerly, the sizes of their exchanges would not match. So everything is captured before serving, in one
+order, and a bucket is kept only where every rank has captured it. Later, the step alone determines its
+bucket. Ranks agree between two buckets; within a bucket they cannot, since they already wait in each other's
+exchanges there.
 """
 
 from __future__ import annotations
@@ -47,30 +49,35 @@ from manylora.memory.gates import Awaited, LandedWords
 from manylora.types import first_line
 
 RANK_CLASSES = (16, 64, 256)
-"""A step belongs to the first that its largest rank fits; beyond the last it runs eagerly."""
+"""Upper limits of adapter ranks. A step belongs to the first class that its largest rank fits; a step beyond
+the last class runs eagerly."""
 
 COMMON_RANK = 64
-"""Classes up to this one are captured ahead of time, others when a step asks for them."""
+"""The largest rank class that is captured before serving. Higher classes are captured when a step needs
+them."""
 
 MIXED_TOKENS: tuple[int, ...] = (
     16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280, 1408, 1536,
 )  # fmt: skip
-"""Tokens that steps with prompts are padded to. The kernels of larger ones take longer than their launches."""
+"""The numbers of tokens to which steps with prompts are padded. The kernels of larger steps take longer than
+their launches, so a capture would gain nothing."""
 
 MAX_BYTES = 2**30
-"""No more is captured once captures hold so much of the device's memory; of several ranks: ``graph_bytes``."""
+"""The bytes of device memory at which capturing stops. Several ranks use ``graph_bytes`` instead."""
 
 _RANKED_LAYER_BYTES = 48 * 2**20
-"""With several ranks, for each layer: a capture holds about twice as much where products run beside exchanges
-(11 MiB for 32 layers, of 108 captures)."""
+"""The bytes for captures per layer with several ranks. There a capture holds about twice as much, since
+products run beside exchanges (11 MiB for 32 layers, of 108 captures)."""
 
 _MOST_CELLS = 2**22
-"""Cells that the table has room for from the start where it may still grow: 32 MiB."""
+"""The most cells reserved at the start for a table that may still grow: 32 MiB."""
 
 Progress = Callable[[int, int], None]
 
 Rehearse = Callable[[Sequence[Callable[[], object]], int], bool]
-"""Have what these steps run compiled ahead, where the first so many lack something; whether anything was."""
+"""A function that compiles the kernels that steps lack, ahead of time. Its arguments are the steps and a
+number n: where the first n steps lack no kernel, it skips the others. Returns whether anything was
+compiled."""
 
 _NO_ROWS = AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32))
 _log = logging.getLogger(__name__)
@@ -78,9 +85,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """``num_tokens`` of at most ``num_rows`` rows, adapters of ranks up to ``max_rank`` (0: none).
+    """A fixed size of steps: ``num_tokens`` tokens in at most ``num_rows`` rows, with adapters of ranks up to
+    ``max_rank`` (0: no adapters).
 
-    As many rows as tokens: a decoding step, every row of which has one token.
+    A bucket with as many rows as tokens is for decoding steps, in which every row has one token.
     """
 
     num_tokens: int
@@ -94,8 +102,9 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What steps may hold: rows, tokens, tokens of a context, and ranks (None: any). ``num_groups``: of
-    layers, in which what they await lands; 0: they await nothing. ``max_bytes``: what captures may hold."""
+    """The limits of steps: rows, tokens, tokens of a context, and adapter ranks (None: any). ``num_groups``:
+    the groups of layers in which awaited copies land; 0: steps await nothing. ``max_bytes``: the device
+    memory that captures may hold."""
 
     max_num_seqs: int
     max_batch_tokens: int
@@ -108,7 +117,7 @@ class GraphLimits:
     def of(
         cls, limits: PolicyConfig, max_adapter_rank: int | None, max_bytes: int = MAX_BYTES
     ) -> GraphLimits:
-        """Of the steps that a policy with these limits composes."""
+        """Return the limits of the steps that a policy with ``limits`` composes."""
         return cls(
             limits.max_num_seqs,
             limits.max_batch_tokens,
@@ -121,7 +130,7 @@ class GraphLimits:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
-    """A bucket's plans, on padding, and what runs a step of it. Nothing of it has run."""
+    """A bucket's plans, filled with padding, and the function that runs a step of it. Nothing has run yet."""
 
     attention: AttentionPlan
     lora: LoraPlan | None
@@ -132,6 +141,8 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Captured:
+    """A bucket's plans and the replay of its capture. ``cells``: the cell table that the capture reads."""
+
     attention: AttentionPlan
     lora: LoraPlan | None
     cells: torch.Tensor | None
@@ -139,29 +150,31 @@ class Captured:
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Rows that steps are padded to, ascending, up to ``most``: finer where a row more costs more."""
+    """Return the numbers of rows to which steps are padded, ascending, up to ``most``. They are closer
+    together where one more row costs relatively more."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [*[size for size in sizes if size < most], most]
 
 
 def graph_bytes(num_layers: int, num_ranks: int) -> int:
-    """What captures of a model of so many layers may hold of each device's memory."""
+    """Return the bytes of each device's memory that captures of a model may hold."""
     return MAX_BYTES if num_ranks == 1 else max(MAX_BYTES, _RANKED_LAYER_BYTES * num_layers)
 
 
 # ---------------------------------------------------------------- gates
 
 NUMBERS = 2
-"""Of a step: what its gates wait for (``Awaited.numbers``)."""
+"""The count of numbers that a step's gates read (``Awaited.numbers``)."""
 
 
 def step_gates(ops: Ops, words: LandedWords | None, device: Device) -> StepGates | None:
-    """The gates of captured steps; None where there are none."""
+    """Return the gates of captured steps. Return None without ``words``, or where kernels cannot wait on the
+    device."""
     return StepGates(ops, words, device) if words is not None and ops.waits else None
 
 
 class StepGates:
-    """Shared by all captures, which run one after another."""
+    """The gates on the device, shared by all captures, which run one after another."""
 
     def __init__(self, ops: Ops, words: LandedWords, device: Device) -> None:
         self._ops = ops
@@ -170,7 +183,8 @@ class StepGates:
         self._told = device.zeros((2,), torch.int64)
 
     def before_layer(self, wanted: torch.Tensor) -> Callable[[int], None]:
-        """For StepBatch. ``wanted``: on the device, the step's ``NUMBERS``."""
+        """Return the ``before_layer`` of a StepBatch, which passes a gate before each group's first layer.
+        ``wanted``: the step's ``NUMBERS`` on the device."""
         group_of = {first: group for group, (first, _) in enumerate(self._words.groups)}
 
         def pass_gate(layer: int) -> None:
@@ -181,7 +195,7 @@ class StepGates:
         return pass_gate
 
     def told(self) -> Callable[[], np.ndarray]:
-        """What the gates of the step that was issued last will have told; for ``Awaited.passes_on_device``."""
+        """Start to download the reports of the last issued step's gates, for ``Awaited.passes_on_device``."""
         return self._device.download(self._told)
 
 
@@ -189,7 +203,8 @@ class StepGates:
 
 
 class StepGraphs:
-    """Runs steps in their buckets. Used by the step loop's thread."""
+    """The captured steps by bucket, and the way to run a step in its bucket. Used by the step loop's
+    thread."""
 
     def __init__(
         self,
@@ -201,8 +216,9 @@ class StepGraphs:
         scratch_page: int,
         words: LandedWords | None = None,
     ) -> None:
-        """``scratch_page``: a pool page for padding alone. ``words``: for gates in steps with prompts. Raises
-        ValueError where nothing can be captured."""
+        """Prepare the buckets without capturing any. ``scratch_page``: a page of the pool for padding alone.
+        ``words``: the words that gates in steps with prompts read; None: no gates. Raises ValueError where
+        the operations' kernels cannot be captured."""
         if device.captures and not forward.decoder.ops.captures:
             raise ValueError(f"{forward.decoder.ops.name} kernels cannot be captured")
         self._forward = forward
@@ -214,7 +230,7 @@ class StepGraphs:
         self._sizes = bucket_sizes(limits.max_num_seqs)
         largest = limits.max_adapter_rank
         self._ranks = sorted({rank if largest is None else min(rank, largest) for rank in RANK_CLASSES})
-        # From a step's number of rows to its bucket's.
+        # Maps a step's number of rows to its bucket's.
         self._size_of = [next(s for s in self._sizes if s >= n) for n in range(limits.max_num_seqs + 1)]
         self._mixed = [size for size in MIXED_TOKENS if size <= limits.max_batch_tokens]
         most_tokens = max([limits.max_num_seqs, *self._mixed])
@@ -223,20 +239,20 @@ class StepGraphs:
         self._attention: dict[tuple[int, int], AttentionPlan] = {}
         self._captured: dict[Bucket, Captured] = {}
         self.is_full = False
-        """Nothing more is captured."""
+        """Whether no more buckets are captured."""
         self._segments: LoraSegments | None = None
         self._rank = 0
         self.ran: Bucket | None = None
-        """What the last step ran in; None: eagerly."""
+        """The bucket of the last step, or None where it ran eagerly."""
 
     def capture_all(self, progress: Progress | None = None) -> None:
-        """Capture what steps are likely to ask for. ``progress(done, total)``.
+        """Capture the buckets that steps are likely to need. ``progress(done, total)`` is called before each.
 
-        Stops with one warning where the device refuses or its memory is short: other steps run eagerly.
+        Stops with one warning where the device refuses or its memory is short; other steps then run eagerly.
         """
         began = time.perf_counter()
         buckets = self._ahead_of_time()
-        gc.collect()  # what is garbage now would be freed in the middle of a capture
+        gc.collect()  # garbage of now might be freed in the middle of a capture
         for done, bucket in enumerate(buckets):
             if progress is not None:
                 progress(done, len(buckets))
@@ -258,8 +274,9 @@ class StepGraphs:
         )
 
     def rehearsals(self, forward: Forward) -> tuple[list[Callable[[], object]], int]:
-        """The steps that ``capture_all`` captures, on padding, by a forward pass of fewer layers; the first so
-        many, one for each rank, tell whether kernels have been compiled."""
+        """Return functions that run the steps of ``capture_all`` on padding, with ``forward``, a forward pass
+        of fewer layers. Also return how many of these come first, one for each rank class, to show whether
+        any kernels are missing."""
         buckets = self._ahead_of_time()
         firsts = {bucket.max_rank: bucket for bucket in reversed(buckets)}
         ordered = [*firsts.values(), *(bucket for bucket in buckets if bucket not in firsts.values())]
@@ -275,8 +292,9 @@ class StepGraphs:
         return [0, *(rank for rank in self._ranks if rank <= COMMON_RANK)]
 
     def _ahead_of_time(self) -> list[Bucket]:
-        """What is captured at the start: decoding steps, which gain most where there is no room for all, and of
-        each kind the largest first, whose memory the others use again."""
+        """Return the buckets to capture at the start, in order. Decoding steps come first, since they gain
+        most where there is no room for all. Within each kind the largest come first, since the others reuse
+        their memory."""
         sizes = [*((size, size) for size in self._sizes), *map(self._mixed_size, self._mixed)]
         wanted = {Bucket(*size, rank) for rank in self._common_ranks for size in sizes}
         return sorted(wanted, key=lambda each: (each.is_decoding, dataclasses.astuple(each)), reverse=True)
@@ -286,8 +304,9 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, inputs: StepInputs, awaited: Awaited | None = None) -> Outputs | None:
-        """The step's outputs, of its M drawing rows first; None where it is not one for a bucket. ``awaited``:
-        what has to land before its layers begin."""
+        """Run the step in its bucket, and return its outputs, whose first M rows are the drawing rows. Return
+        None, with nothing run, where the step has to run eagerly. ``awaited``: the copies that must land
+        before the step's layers begin."""
         self.ran = None
         bucket = self._bucket(inputs)
         captured = None if bucket is None else self._get(bucket)
@@ -303,7 +322,7 @@ class StepGraphs:
                     captured.lora.fill(inputs.lora, num_tokens)
                 self._send(inputs, bucket, awaited)
         except ValueError as error:
-            # More prompts than the tables have room for, say.
+            # For example, the step has more prompts than the plan's tables have room for.
             _log.debug("a step of %d tokens runs eagerly: %s", num_tokens, error)
             return None
         if awaited is not None:
@@ -338,16 +357,17 @@ class StepGraphs:
         return next((self._mixed_size(size) for size in self._mixed if num_tokens <= size), None)
 
     def _mixed_size(self, num_tokens: int) -> tuple[int, int]:
-        """Tokens, and fewer rows, so that it is none of the decoding buckets."""
+        """Return the tokens and the most rows of a bucket for steps with prompts. It has fewer rows than
+        tokens, so it is never a decoding bucket."""
         return num_tokens, min(num_tokens - 1, self._limits.max_num_seqs)
 
     def _gates_of(self, bucket: Bucket) -> StepGates | None:
-        """None where the bucket's steps have none."""
+        """Return the gates of the bucket's steps, or None where they have none."""
         return None if bucket.is_decoding else self._gates
 
     def _send(self, inputs: StepInputs | None, bucket: Bucket, awaited: Awaited | None = None) -> None:
-        """All numbers of the step one after the other, as ``_numbers`` cuts them; None: nothing but padding, and
-        nothing to wait for."""
+        """Send all numbers of the step, in the order in which ``_numbers`` splits them. With ``inputs`` None,
+        send padding alone. With ``awaited`` None, the gates have nothing to wait for."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
         length = 3 * tokens + 2 * rows
         has_gates = self._gates_of(bucket) is not None
@@ -370,7 +390,7 @@ class StepGraphs:
         self._mirror.send(len(numbers))
 
     def _numbers(self, bucket: Bucket) -> tuple[Numbers, torch.Tensor]:
-        """And those for gates, where the bucket's steps have them."""
+        """Return views of the mirror for the bucket: the step's numbers, and the numbers for its gates."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
         sizes = [tokens, tokens, tokens, rows, rows, NUMBERS]
         *numbers, wanted = torch.split(self._mirror.tensor[: sum(sizes)], sizes)
@@ -379,7 +399,8 @@ class StepGraphs:
     # ------------------------------------------------------------ captures
 
     def _get(self, bucket: Bucket) -> Captured | None:
-        """What was captured for the bucket, now if need be; None where nothing more is captured."""
+        """Return the bucket's capture, made now if necessary. Return None where no more buckets are
+        captured."""
         captured = self._captured.get(bucket)
         if captured is not None and (captured.lora is None or captured.cells is self._tables.cells):
             return captured
@@ -399,12 +420,12 @@ class StepGraphs:
         return captured
 
     def _capture(self, bucket: Bucket) -> Captured:
-        """Raises RuntimeError where that cannot be."""
+        """Capture a bucket. Raises RuntimeError where the device refuses or there is no room."""
         prepared = self._with_room(bucket)
         return self._replaying(prepared, self._device.capture(prepared.run))
 
     def _with_room(self, bucket: Bucket) -> Prepared:
-        """Raises RuntimeError where there is no room for another capture."""
+        """Prepare a bucket. Raises RuntimeError where there is no room for another capture."""
         if self._device.captured_bytes() >= self._limits.max_bytes:
             raise RuntimeError(f"captures hold {self._limits.max_bytes >> 20} MiB")
         return self._prepared(bucket, self._forward)
@@ -436,7 +457,7 @@ class StepGraphs:
             found = forward.compute(numbers, attention, lora, before_layer=before_layer)
             return found.logits, found.best.packed, found.last
 
-        # Captured on nothing but padding: the capture runs too, and must leave no trace.
+        # The plans hold padding alone: a capture also runs the step, which must change no data.
         attention.fill(_NO_ROWS)
         if lora is not None:
             lora.fill(None, tokens)
@@ -450,24 +471,28 @@ ELSEWHERE = "another rank could not capture more"
 
 
 class CapturingFailed(Exception):
-    """A rank has failed where the others wait for it."""
+    """The error of a rank that has failed where other ranks wait for it."""
 
 
 class RankedGraphs(StepGraphs):
-    """StepGraphs of a rank. The table of cells must stay where it is (``AdapterTables.fix``)."""
+    """The ``StepGraphs`` of one of several ranks. The table of cells must stay in place
+    (``AdapterTables.fix``)."""
 
     def __init__(self, *args: Any, peers: Peers) -> None:
-        """As StepGraphs."""
+        """Take the arguments of ``StepGraphs``, and the connection to the other ranks."""
         super().__init__(*args)
         self._peers = peers
 
     def capture_all(self, progress: Progress | None = None) -> None:
-        """As StepGraphs; nothing is captured afterwards. Raises CapturingFailed."""
+        """Capture as ``StepGraphs`` does, in the same order on every rank; nothing is captured afterwards.
+        Raises CapturingFailed."""
         super().capture_all(progress)
         self.is_full = True
 
     def _capture(self, bucket: Bucket) -> Captured:
-        """As StepGraphs; RuntimeError on all ranks alike."""
+        """Capture a bucket on all ranks. Raises RuntimeError on all ranks where one cannot capture it. Raises
+        CapturingFailed where this rank could not even run the step, so that the others wait for its
+        exchanges."""
         prepared: Prepared | None = None
         why = ELSEWHERE
         try:
@@ -509,12 +534,12 @@ class RankedGraphs(StepGraphs):
         return self._replaying(prepared, noted)
 
     def _all(self, can: bool) -> bool:
-        """Whether this holds on every rank."""
+        """Return whether ``can`` is true on every rank."""
         found = self._peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
         return all(bool(one.item()) for one in found)
 
 
-# ---------------------------------------------------------------- the making
+# ---------------------------------------------------------------- construction
 
 
 def steps_of_fixed_sizes(
@@ -528,7 +553,8 @@ def steps_of_fixed_sizes(
     rehearse: Rehearse | None = None,
     peers: Peers | None = None,
 ) -> StepGraphs | None:
-    """See ``Worker.use_graphs``. None, with a warning, where the operations offer none. Raises CapturingFailed."""
+    """Make and capture the steps for ``Worker.use_graphs``. Return None, with a warning, where the
+    operations' kernels cannot be captured. Raises CapturingFailed."""
     arena, geometry, device = forward.arena, forward.geometry, forward.device
     kind = StepGraphs if peers is None else functools.partial(RankedGraphs, peers=peers)
     try:
@@ -540,7 +566,8 @@ def steps_of_fixed_sizes(
     if peers is not None:
         tables.fix(num_cells)
     elif device.captures:
-        # A table that moves must be captured again: make room for all that the pool can hold, within reason.
+        # When the table moves, its captures must be made again. So reserve room for all cells of the pool, up
+        # to a limit.
         tables.reserve(min(num_cells, _MOST_CELLS))
     else:
         return graphs

@@ -1,15 +1,15 @@
-"""What is merged into the base's weights, and the way from one state to the next.
+"""Merges adapters into the base's weights, and switches from one merged adapter to the next.
 
-Owns the order in which weights are rewritten, and that none serves which is half done: a switch ends with the
-adapter merged, or with the weights as they were loaded, or the device counts as broken. With a copy of the
-pristine weights on the device a switch is one pass, issued like a step. With one on the host it goes on beside
-the step loop: first what differs comes back, then the adapter is merged over it. Does not choose adapters, and
-builds no batches.
+Owns the order in which weights are rewritten, and the rule that half-written weights never serve. A switch
+ends with the adapter merged, or with the weights as they were loaded, or the device counts as broken. With a
+copy of the pristine weights on the device, a switch is one pass, issued like a step. With a copy on the host,
+a switch runs beside the step loop: first the rows that differ are restored, then the adapter is merged into
+them. Does not choose adapters, and builds no batches.
 
-Of several ranks a switch fails on all or on none, and each merges its part of the weights. Of sharded adapters a
-rank has some inputs of every A and some outputs of every B. Its part of a column linear's update B^T A needs all
-inputs of A, of a row linear's all outputs of B: these are gathered from all ranks, a group of projections at a
-time. Of replicated adapters a rank has what it needs.
+With several ranks, a switch fails on all ranks or on none, and each rank merges its part of the weights. With
+sharded adapters, a rank has some inputs of every A and some outputs of every B. Its part of a column linear's
+update B^T A needs all inputs of A, and its part of a row linear's needs all outputs of B. These are gathered
+from all ranks, one group of projections at a time. With replicated adapters, a rank already has all it needs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class MergedWeights:
-    """Merges adapters into the weights of a decoder's linears, in place. Used by the step loop's thread."""
+    """The weights of a decoder's linears, into which adapters are merged in place. Used by the step loop's
+    thread."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class MergedWeights:
         copier: Copier,
         ranked: RankedMerging | None = None,
     ) -> None:
-        """``pristine``: of the weights of ``decoder.linears``, in their order. ``ranked``: where the decoder is
-        one rank's share."""
+        """Start with no adapter merged. ``pristine``: the copy of the weights of ``decoder.linears``, in
+        their order. ``ranked``: given where the decoder is one rank's share."""
         self._linears = decoder.linears
         self._ops = decoder.ops
         self._pristine = pristine
@@ -74,7 +75,7 @@ class MergedWeights:
         self._copier = copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-merge")
         self._merged: AdapterId = BASE
-        self._may_name: AdapterId | None = BASE  # None: any
+        self._may_name: AdapterId | None = BASE  # the adapter that steps may name as merged; None: any
         self._differs = np.zeros(len(geometry.projections), bool)  # projections that may not be pristine
         self._beside: tuple[AdapterId, Future[str]] | None = None
         self._broken = ""
@@ -83,8 +84,8 @@ class MergedWeights:
     # ------------------------------------------------------------ the step loop's side
 
     def settle(self) -> AdapterId:
-        """What is merged, once no switch goes on beside the step loop: waits for it. Raises RuntimeError where the
-        weights are lost."""
+        """Wait for a switch that runs beside the step loop, and return the merged adapter (BASE: none).
+        Raises RuntimeError where the weights are lost."""
         if self._beside is not None:
             adapter, switching = self._beside
             self._beside = None
@@ -94,14 +95,14 @@ class MergedWeights:
         return self._merged
 
     def check(self, named: AdapterId) -> None:
-        """Raises ValueError where a step names another adapter than the last switch did. After a switch that
-        failed steps may name any."""
+        """Check the merged adapter that a step names. Raises ValueError where it is not the last switch's.
+        After a failed switch, steps may name any adapter."""
         if self._may_name not in (None, named):
             raise ValueError(f"the step names adapter {named} as merged, the last switch {self._may_name}")
 
     def switch(self, command: commands.SetMerged, tell: Callable[[events.SwitchDone], None]) -> None:
-        """Carry out SetMerged after all that was issued. ``tell`` is called once, from another thread. Raises
-        RuntimeError where the weights are lost."""
+        """Carry out SetMerged after all work issued so far. ``tell`` is called once, from another thread.
+        Raises RuntimeError where the weights are lost."""
         self.settle()
         elapsed, pristine, failed = self._device.measure(), self._pristine, ""
         if command.adapter != BASE and command.adapter not in self._tables:
@@ -123,7 +124,8 @@ class MergedWeights:
         self.settle()
 
     def close(self) -> None:
-        """Break off what goes on, answer it, free the copy. The weights mean nothing then. Idempotent."""
+        """Stop a switch under way, answer it, and free the copy. Afterwards the weights are undefined.
+        Idempotent."""
         self._closing = True
         if isinstance(self._pristine, HostPristine):
             self._pristine.close()
@@ -133,7 +135,8 @@ class MergedWeights:
     def _tried(
         self, command: commands.SetMerged, failed: str, write: Callable[[], None], restore: Callable[[], None]
     ) -> str:
-        """Write, and restore where that fails, here or on another rank. What went wrong, before it or in it."""
+        """Call ``write``; where it fails, here or on another rank, call ``restore``. Return the first error,
+        ``failed`` from before the call included, or an empty text."""
         wrong = ""
         try:
             write()
@@ -152,13 +155,13 @@ class MergedWeights:
             self._broken = one_line(lost)
 
     def _agreed(self, failed: str) -> str:
-        """What went wrong here, or on another rank."""
+        """Return this rank's error, else that another rank failed, else an empty text."""
         return failed if self._ranked is None else self._ranked.agree(failed)
 
     def _note(self, adapter: AdapterId, failed: str) -> None:
         self._merged, self._may_name = (BASE, None) if failed else (adapter, adapter)
 
-    # ------------------------------------------------------------ beside it
+    # ------------------------------------------------------------ beside the step loop
 
     def _switch_beside(
         self,
@@ -170,8 +173,8 @@ class MergedWeights:
         elapsed: Elapsed,
         tell: Callable[[events.SwitchDone], None],
     ) -> str:
-        """The whole switch, on a thread of its own: no step runs meanwhile. What went wrong, before it or in
-        it."""
+        """Carry out the whole switch on a thread of its own, while no step runs. Return the first error, with
+        ``failed`` from before it included, or an empty text."""
 
         def write() -> None:
             self._bring_back(pristine, issued)
@@ -185,7 +188,7 @@ class MergedWeights:
         return failed
 
     def _bring_back(self, pristine: HostPristine, issued: object) -> None:
-        """Every row that may differ from the pristine one, from the host's copy."""
+        """Restore every row that may differ from the pristine one, from the host's copy."""
         rows = []
         for number, linear in enumerate(self._linears):
             group = linear.group
@@ -206,14 +209,15 @@ class MergedWeights:
         try:
             seconds = wait()
         except Exception as error:
-            # The device says late that it failed, and not where.
+            # The device reports a failure late and does not name the operation, so the weights count as lost.
             failed = self._broken = one_line(error)
         tell(events.SwitchDone(command.switch, not failed, seconds, failed))
 
     # ------------------------------------------------------------ the weights
 
     def _rows(self, adapter: AdapterId) -> MergeRows:
-        """Of the adapter, which is resident; the base's are none."""
+        """Return the plan to merge the adapter, which is resident, and the pool with its cells. For BASE the
+        plan wants no projection."""
         count = len(self._geometry.projections)
         records = np.zeros((count, 3), np.int64)
         scales = np.zeros((count, self._geometry.page.layers), np.float32)
@@ -225,8 +229,8 @@ class MergedWeights:
         return MergeRows(plan, pool) if self._ranked is None else self._ranked.rows(plan, pool)
 
     def _write(self, rows: MergeRows, pristine: DevicePristine | None) -> None:
-        """Issue a pass of the plan, which restores what else differs. None: the weights are pristine as they
-        are."""
+        """Issue a pass that merges the plan's adapter and restores other projections that differ. With
+        ``pristine`` None, the weights are pristine already and are read in place."""
         plan, pool = rows
         adapted, self._differs = plan.wanted, plan.wanted | self._differs
         plan = dataclasses.replace(plan, wanted=self._differs)
@@ -254,15 +258,16 @@ ELSEWHERE = "it failed on another rank"
 
 
 class MergeRows(NamedTuple):
-    """A plan, and the pool in which its cells lie."""
+    """A plan, and the pool that holds its cells."""
 
     plan: MergePlan
     pool: torch.Tensor
 
 
 class RankedMerging:
-    """``geometry``: of adapters that are cut as the linears are, in pages as the pool's. Of one thread at a time;
-    every rank asks the same in the same order."""
+    """The exchanges by which several ranks merge an adapter. ``geometry``: that of adapters divided among
+    ranks as the linears are, in pages of the pool's shape. Used by one thread at a time; every rank makes the
+    same calls in the same order."""
 
     def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[LoraLinear]) -> None:
         self.geometry = geometry
@@ -273,13 +278,15 @@ class RankedMerging:
         self._sharded = tuple(sharded.values())
 
     def agree(self, failed: str) -> str:
-        """What went wrong here, else that something did on another rank, else nothing."""
+        """Exchange errors with all ranks. Return this rank's error, else ELSEWHERE where another rank failed,
+        else an empty text."""
         flag = torch.tensor([bool(failed)])
         found = self._peers.gather(flag, "merging")
         return failed or (ELSEWHERE if any(map(bool, found)) else "")
 
     def rows(self, plan: MergePlan, pool: torch.Tensor) -> MergeRows:
-        """The plan's adapter, whose cells lie in the pool, as this rank's part of the weights needs it."""
+        """Return the plan's adapter in the form that this rank's part of the weights needs. The given plan's
+        cells are in ``pool``. Sharded linears take rows that are gathered from all ranks into a new pool."""
         if not self._sharded or not plan.records[:, 2].any():
             return MergeRows(dataclasses.replace(plan, geometry=self.geometry), pool)
         layout = layout_for(plan.records[:, 2].tolist(), plan.scales, self.geometry)
@@ -292,7 +299,8 @@ class RankedMerging:
         return MergeRows(whole, target)
 
     def _gather(self, share: LinearShare, own: _Rows, whole: _Rows) -> None:
-        """Of one group of projections: the side that is cut otherwise than the linear comes from all ranks."""
+        """Gather one group of projections from all ranks into ``whole``. This concerns the side (A or B) that
+        is divided among ranks differently from the linear; the other side is copied from ``own``."""
         pairs = list(zip(share.adapted.projections, share.group.projections, strict=True))
         pairs = [(part, linear) for part, linear in pairs if own.rank(part)]
         if not pairs:
@@ -311,7 +319,8 @@ class RankedMerging:
 
 
 class _Rows:
-    """The rows of a plan's adapter in all layers: ``[rank, L, length]`` of side 0 (A) and 1 (B)."""
+    """Access to the rows of a plan's adapter in all layers, ``[rank, L, length]`` for side 0 (A) or side 1
+    (B)."""
 
     def __init__(self, plan: MergePlan, pool: torch.Tensor, dtype: torch.dtype) -> None:
         self._plan = plan
@@ -338,7 +347,8 @@ class _Rows:
         return self._geometry.projections.index(projection)
 
     def _where(self, projection: Projection, side: int) -> tuple[torch.Tensor, slice, torch.Tensor]:
-        """Pages and cells of the rows, one after another."""
+        """Return the index of the rows' cells in ``_cells``, in order: pages, all layers, places in the
+        page."""
         first = int(self._plan.records[self._place(projection), side])
         count = self.rank(projection) * self._geometry.cells(_length(projection, side))
         offsets = self._plan.cells[first : first + count]
@@ -352,11 +362,12 @@ def _length(projection: Projection, side: int) -> int:
 
 _ALIGNMENT_BYTES = 64
 _CHUNKS_AHEAD = 4
-"""So many are asked for beside the one that is waited for: copies of pages that come later wait for no more."""
+"""The most chunks requested beyond the one awaited. A later copy of pages waits for no more chunks than
+these."""
 
 
 class WeightRows(NamedTuple):
-    """Rows ``[begin, end)`` of the weight of this number."""
+    """Rows ``[begin, end)`` of the weight with the number ``weight``."""
 
     weight: int
     begin: int
@@ -364,7 +375,8 @@ class WeightRows(NamedTuple):
 
 
 def pristine_bytes(weights: Iterable[Weight]) -> int:
-    """What a copy of these takes. Raises ConfigError where one is stored so that nothing can be merged into it."""
+    """Return the bytes of a copy of the weights. Raises ConfigError where a weight is stored in a form into
+    which no adapter can be merged."""
     weights = list(weights)
     for kind in {weight.kind for weight in weights} - {WeightKind.PLAIN}:
         raise ConfigError(f"adapters cannot be merged into weights stored as {kind.value}: serve it unmerged")
@@ -372,10 +384,10 @@ def pristine_bytes(weights: Iterable[Weight]) -> int:
 
 
 class DevicePristine:
-    """A copy in the device's memory, beside the pool."""
+    """A copy of the pristine weights in the device's memory, beside the pool."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        """Raises ConfigError where the device has no room for it."""
+        """Copy the weights. Raises ConfigError where the device has no room."""
         try:
             self._copies = [weight.data.clone() for weight in weights]
         except (RuntimeError, MemoryError) as error:
@@ -385,19 +397,21 @@ class DevicePristine:
             ) from error
 
     def __getitem__(self, weight: int) -> torch.Tensor:
-        """As loaded, ``[out, in]``."""
+        """Return the weight as it was loaded, ``[out, in]``."""
         return self._copies[weight]
 
     def close(self) -> None:
-        """Free it."""
+        """Free the copy."""
         self._copies = []
 
 
 class HostPristine:
-    """A copy in host memory, pinned where copies gain by it, and a thread that brings it back."""
+    """A copy of the pristine weights in host memory, pinned where that makes copies faster, and a thread that
+    restores weights from it."""
 
     def __init__(self, weights: Sequence[Weight], device: Device, chunk_bytes: int = TRANSFER_BYTES) -> None:
-        """Takes the memory, pins it and fills it. Raises ConfigError when the system refuses either."""
+        """Take the memory, pin it and fill it. Raises ConfigError where the system refuses the memory or the
+        pinning. ``chunk_bytes``: the largest transfer of a restore."""
         self._weights = list(weights)
         self._device = device
         self._chunk_bytes = chunk_bytes
@@ -423,14 +437,14 @@ class HostPristine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-restore")
 
     def restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
-        """Copy these rows over the weights' own, after the work that ``issued`` stands for, in their order and in
-        turn with copies of pages; returns when all have landed. Raises what went wrong, RuntimeError after
-        ``close`` or the copier's."""
+        """Copy the pristine rows over the weights' own, after the work that ``issued`` marks. The copies keep
+        the order of ``rows``, and take turns with copies of pages. Returns when all have landed. Raises the
+        error of a copy, or RuntimeError after ``close`` or after the copier's ``close``."""
         self._thread.submit(self._restore, rows, issued, copier).result()
 
     def _restore(self, rows: Sequence[WeightRows], issued: object, copier: Copier) -> None:
         moving: collections.deque[Future[Callable[[], float]]] = collections.deque()
-        # Here, not on the lane that pages have too: their copies wait for no step.
+        # This lane waits, not the one shared with copies of pages, since those must wait for no step.
         self._waiting.begin(issued)
         self._waiting.end()()
         try:
@@ -446,12 +460,12 @@ class HostPristine:
                         if len(moving) > _CHUNKS_AHEAD:
                             moving.popleft().result()()
         finally:
-            # Also after a failure: what follows may not meet a late chunk.
+            # Also after a failure: a late chunk must not overwrite later work.
             while moving:
                 moving.popleft().result()()
 
     def close(self) -> None:
-        """Break a restore off, end the thread, free the memory. Idempotent."""
+        """Stop a restore under way, end the thread, and free the memory. Idempotent."""
         self._closing.set()
         self._thread.shutdown(wait=True)
         memory, self._memory = self._memory, None

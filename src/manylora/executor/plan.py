@@ -1,8 +1,9 @@
-"""What follows from settings and config.json, before weights are read; and what the policy may use once they are.
+"""Plans an engine from its settings and config.json, before and after the weights are loaded.
 
-Owns the defaults that depend on the device and on the model, and all that is decided once for every rank. What can
-be refused from config.json alone is refused here. Sizes that users give are of all ranks together: each holds 1/N
-of every page, under the same page ids. Does not load or allocate.
+Before loading, it makes the decisions that hold for all ranks, and refuses all that config.json alone shows
+to be wrong. After loading, it derives what the policy may use. Owns the defaults that depend on the device
+and on the model. Sizes that users give are for all ranks together: each rank holds 1/N of every page, under
+the same page ids. Does not load or allocate.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ Kind = Literal["cpu", "cuda"]
 _log = logging.getLogger(__name__)
 
 _LARGEST_GPU_BYTES = 2**40
-"""No GPU has more: what is free on the ranks' is known when they have loaded."""
+"""An upper bound on a GPU's memory. The free memory of the ranks' GPUs is known only once they have
+loaded."""
 
 _WORKSPACE_BYTES = 512 * 2**20
-"""Libraries' own workspaces, kernels' partial results, fragmentation."""
+"""The device memory set aside for libraries' workspaces, kernels' partial results, and fragmentation."""
 
 _SAMPLER_BYTES = 48
-"""Per logit: float32 logits and their copies, int64 weights and running sums, a sort's values and indices."""
+"""The sampler's bytes per logit: float32 logits and their copies, int64 weights and running sums, and a
+sort's values and indices."""
 
 
 class RankTask(msgspec.Struct):
-    """What a rank is to build, the same for all. ``settings``: as the device can obey them; ``count``: of ranks;
-    ``activation_bytes``: what a step takes beside weights and pool, 0 on a CPU; ``graph_bytes``: what captures may
-    hold."""
+    """The task of building a rank, the same for all ranks. ``settings``: adjusted to what the device can do;
+    ``count``: the number of ranks; ``activation_bytes``: the memory that a step takes beside weights and
+    pool, with captures included, 0 on a CPU; ``graph_bytes``: the memory that captures may hold."""
 
     settings: EngineSettings
     device: Kind
@@ -64,9 +67,10 @@ class RankTask(msgspec.Struct):
 
 
 class Plan(NamedTuple):
-    """``settings``: as the device can obey them; ``device``: this process's, None where each rank has a GPU of its
-    own; ``page``, ``whole``: of all ranks together; ``geometry``: of the first rank's part of adapters;
-    ``limits``: for the largest pool that there could be."""
+    """The decisions made before weights are read. ``settings``: adjusted to what the device can do;
+    ``device``: this process's device, None where each rank has a GPU of its own; ``page``, ``whole``: the
+    page shape and the adapter geometry of all ranks together; ``geometry``: that of the first rank's part of
+    adapters; ``limits``: the policy's limits with the largest possible pool."""
 
     settings: EngineSettings
     config: ModelConfig
@@ -81,7 +85,8 @@ class Plan(NamedTuple):
     limits: PolicyConfig
 
     def task(self, registry_path: Path | None = None, pads: bool | None = None) -> RankTask:
-        """``pads``: see ``build_worker``."""
+        """Return the task for every rank. ``pads``: whether steps run at fixed sizes; with None, they do
+        where the device can capture them and the settings allow it."""
         config, limits = self.config, self.limits
         if pads is None:
             pads = pads_steps(self.settings, self.device is None or self.device.captures)
@@ -103,24 +108,24 @@ class Plan(NamedTuple):
 
 
 class CopyOfWeights(NamedTuple):
-    """Where the copy of the base's weights goes that merging needs, and what it takes."""
+    """The place and the size of the copy of the base's weights that merging needs."""
 
     place: Literal["device", "host"] = "device"
     num_bytes: int = 0
 
     def on_device(self, kind: Kind) -> int:
-        """What it takes of the memory that the device's pool is taken from."""
+        """Return the bytes that the copy takes of the memory from which the device's pool is taken."""
         return self.num_bytes if self.place == "device" or kind == "cpu" else 0
 
     def on_host(self, kind: Kind) -> int:
-        """What it takes of the memory that the host's pool is taken from."""
+        """Return the bytes that the copy takes of the memory from which the host's pool is taken."""
         return self.num_bytes if self.place == "host" or kind == "cpu" else 0
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """What a rank's weights take, and ``pool_bytes``: what its part of the pool may take, where each rank has
-    memory of its own. ``weight_bytes``: of one of several ranks; ``device``: its name; ``copy_place``,
-    ``copy_bytes``: of the copy of the base's weights."""
+    """A rank's report once its weights are loaded. ``weight_bytes``: the size of its weights, 0 for a single
+    rank; ``pool_bytes``: the bytes that its part of the pool may take on a GPU, 0 on a CPU; ``device``: the
+    device's name; ``copy_place``, ``copy_bytes``: the place and size of the copy of the base's weights."""
 
     weight_bytes: int
     pool_bytes: int
@@ -130,7 +135,8 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 def planned(settings: EngineSettings) -> Plan:
-    """Raises ConfigError or ModelError for all that can be refused before weights are read."""
+    """Plan the engine. Raises ConfigError or ModelError for everything that can be refused before weights are
+    read."""
     count = settings.tensor_parallel_size
     config = read_model_config(resolve_model(settings.model.model))
     device, kind = _device(settings, config)
@@ -148,7 +154,7 @@ def planned(settings: EngineSettings) -> Plan:
         raise ConfigError(str(error)) from error
     most_bytes = settings.cache.device_pool
     if most_bytes is None:
-        # No pool can be larger than what is free before the weights are there.
+        # No pool can be larger than the memory that is free before the weights are loaded.
         most_bytes = count * _LARGEST_GPU_BYTES if device is None else device.free_bytes()
     limits = policy_limits(settings, config, kind, page, pool_pages(most_bytes, page.page_bytes))
     if count == 1 and config.longest_context > config.max_position_embeddings:
@@ -160,7 +166,8 @@ def planned(settings: EngineSettings) -> Plan:
 
 
 def _device(settings: EngineSettings, config: ModelConfig) -> tuple[Device | None, Kind]:
-    """``Plan.device``, and its kind. Raises ConfigError, and ModelError where there are too many ranks."""
+    """Return ``Plan.device`` and the kind of device. Raises ConfigError where there is no such device or
+    there are too few GPUs. Raises ModelError where the model cannot be divided among so many ranks."""
     count, wanted = settings.tensor_parallel_size, settings.model.device
     if count > 1:
         check_count(config, count)
@@ -172,11 +179,11 @@ def _device(settings: EngineSettings, config: ModelConfig) -> tuple[Device | Non
 
 
 def kind_of(wanted: str, count: int) -> Kind:
-    """The kind of device of several ranks. Raises ConfigError where there are too few."""
+    """Return the kind of device for ``count`` ranks. Raises ConfigError where there are too few GPUs."""
     if wanted == "cpu" or (wanted == "auto" and not cuda_is_available()):
         return "cpu"
     if not cuda_is_available():
-        open_device(wanted)  # which says why
+        open_device(wanted)  # raises the reason
     if count > len(visible_gpus()):
         raise ConfigError(
             f"--tensor-parallel-size {count} needs as many GPUs, and {len(visible_gpus())} can be seen here"
@@ -185,13 +192,15 @@ def kind_of(wanted: str, count: int) -> Kind:
 
 
 def pads_steps(settings: EngineSettings, captures: bool) -> bool:
-    """Whether decoding steps run at fixed sizes: where the device can capture them and the settings allow it."""
+    """Return whether steps run at fixed sizes: the device can capture them and the settings allow it."""
     return captures and settings.cuda_graphs != "off"
 
 
 def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
-    """With the way of cold starts that the device can obey: where each launch waits for its end, no step waits for
-    what comes later. Captured steps alone see copies land in groups of layers."""
+    """Return the settings with a mode of cold starts that the device supports. Where the user gave no mode,
+    the device and the merging mode decide it. Where each launch waits for its end, no step can wait on the
+    device for later work, so the mode becomes ``wait``. Copies land in groups of layers only for captured
+    steps; without captures they land whole."""
     scheduler = settings.scheduler
     found = scheduler.cold_start.on_device(kind == "cuda" and not launches_wait and not scheduler.merge.is_on)
     if launches_wait and found.num_groups:
@@ -203,8 +212,8 @@ def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> Eng
 
 
 def sized(plan: Plan, loaded: Sequence[Loaded]) -> tuple[PolicyConfig, CopyOfWeights]:
-    """What the policy may use, now that all weights are loaded; where the copy of the base's weights goes.
-    Raises ConfigError."""
+    """Return the policy's limits, now that all weights are loaded, and the place and total size of the copy
+    of the base's weights. Raises ConfigError where a pool does not fit or is too small."""
     cache, kind, count, size = plan.settings.cache, plan.kind, plan.num_ranks, plan.page.page_bytes
     is_on_host = any(one.copy_place == "host" for one in loaded)
     copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy_bytes for one in loaded))
@@ -228,8 +237,8 @@ def sized(plan: Plan, loaded: Sequence[Loaded]) -> tuple[PolicyConfig, CopyOfWei
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, num_seqs: int, batch_tokens: int) -> int:
-    """A generous estimate of what a step takes beside weights and pool: the widest layer's tensors, the
-    sampler's, and workspaces."""
+    """Estimate, generously, the bytes that a step takes beside weights and pool: the widest layer's tensors,
+    the sampler's tensors, and workspaces."""
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widest = 6 * config.hidden_size + 3 * qkv + 4 * config.intermediate_size
     layer = batch_tokens * widest * max(dtype.itemsize, 4)
@@ -244,7 +253,7 @@ def policy_limits(
     num_pages: int,
     num_host_pages: int = 0,
 ) -> PolicyConfig:
-    """What the policy may use of pools of so many pages."""
+    """Return the policy's limits with pools of ``num_pages`` and ``num_host_pages`` pages."""
     num_seqs, batch_tokens, pipeline_depth = settings.scheduler.limits_on(kind)
     return PolicyConfig(
         num_pages=num_pages,
@@ -269,9 +278,10 @@ def policy_limits(
 
 
 def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: PageShape) -> int:
-    """The longest context: as asked, else the model's own, cut to what one base request finds in the pool.
+    """Return the longest context in tokens: as asked, else the model's own, limited to what the pool holds
+    for one base request.
 
-    Raises ConfigError when what was asked for is more than the model or the pool can hold.
+    Raises ConfigError where the asked length is more than the model or the pool can hold.
     """
     in_pool = num_pages * page.page_tokens
     if asked is None:
@@ -294,7 +304,7 @@ def _model_len(asked: int | None, config: ModelConfig, num_pages: int, page: Pag
 def engine_info(
     plan: Plan, limits: PolicyConfig, loaded: Sequence[Loaded], pristine_bytes: int
 ) -> EngineInfo:
-    """What stays true while the engine lives; see EngineInfo."""
+    """Return the facts that do not change while the engine runs."""
     settings, config, count, device = plan.settings, plan.config, plan.num_ranks, loaded[0].device
     held = [RankInfo(one.weight_bytes, limits.page_bytes // count) for one in loaded]
     return EngineInfo(
@@ -323,7 +333,8 @@ def engine_info(
 
 
 def attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> AttentionShape:
-    """A window as long as the longest context is none."""
+    """Return the model's attention shape. A window at least as long as the longest context counts as no
+    window."""
     windows = [layer.attention.window for layer in config.layers]
     sees_all = any(window is None or window >= max_model_len for window in windows)
     return AttentionShape(

@@ -1,7 +1,7 @@
-"""Steps and switches run before any request: they compile kernels, show memory that is short, and are measured.
+"""Runs steps and switches before any request, to compile kernels, detect a lack of memory, and measure times.
 
-The policy weighs what is measured of merging against each other, so all is taken the same way: whole steps, issued
-and waited for one by one. Decides nothing.
+The policy compares the measured times of merging with each other. So all are measured in the same way: whole
+steps and switches, issued and awaited one by one. Decides nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 _ANSWER_S = 600.0
-"""How long an answer may take."""
+"""The longest time that an answer may take, in seconds."""
 
 
 class _Direct:
-    """Gives commands to an executor, which it connects to itself, one by one, and waits for each answer."""
+    """A driver that connects to an executor, sends it commands one by one, and waits for each answer."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -41,7 +41,7 @@ class _Direct:
     def run_step(self, step: commands.RunStep) -> events.StepDone:
         """Run a step and forget its sequences."""
         self._executor.obey(step)
-        if self._answers.empty():  # else it could not be issued
+        if self._answers.empty():  # an answer is there already where the step could not be issued
             self._executor.wait_step()
         answer = self._answer()
         for row in step.rows:
@@ -50,7 +50,7 @@ class _Direct:
         return answer.done
 
     def set_merged(self, command: commands.SetMerged) -> events.SwitchDone:
-        """Merge an adapter into the base's weights, or none."""
+        """Merge an adapter into the base's weights, or with BASE restore the weights."""
         self._executor.obey(command)
         self._executor.flush()
         answer = self._answer()
@@ -58,11 +58,12 @@ class _Direct:
         return answer
 
     def evict_adapter(self, adapter: AdapterId) -> None:
-        """Forget where the adapter lies."""
+        """Drop the adapter's entry."""
         self._executor.obey(commands.EvictAdapter(adapter))
 
     def _answer(self) -> DeviceEvent:
-        """Raises RuntimeError where the executor is lost."""
+        """Wait for the next answer. Raises RuntimeError where the executor is lost, and ``queue.Empty`` after
+        ``_ANSWER_S``."""
         answer = self._answers.get(timeout=_ANSWER_S)
         if isinstance(answer, ExecutorLost):
             raise RuntimeError(answer.reason)
@@ -70,10 +71,11 @@ class _Direct:
 
 
 class Pretends(Executor, Protocol):
-    """An executor that steps can be measured on."""
+    """An executor that can enter pretended adapters, so that steps can be measured."""
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
-        """See Worker."""
+        """Enter an adapter of scale 0 without pages of its own, until it is evicted. Return False where the
+        pool has no room for an adapter of this rank."""
 
 
 def _run_step(
@@ -84,8 +86,8 @@ def _run_step(
     number: int = 0,
     merged: AdapterId = BASE,
 ) -> events.StepDone:
-    """Run one step of prompts: (adapter, length, tokens at its end that are computed). All lie on the same pages:
-    what they write is never read."""
+    """Run one step of prompts, each given as (adapter, length, number of tokens at its end to compute). All
+    prompts share the same pages, since no later request reads what they write."""
     starts, rows = [], []
     for sequence, (adapter, length, count) in enumerate(prompts, 1):
         tokens, pages = (0,) * length, tuple(range(-(-length // page_tokens)))
@@ -98,16 +100,17 @@ def _run_step(
 # ---------------------------------------------------------------- warming up
 
 _LONG = 1600
-"""Tokens of a step: more than a captured one holds."""
+"""The tokens of the smaller warm-up step: more than any captured step holds, so it runs eagerly."""
 
 _LONGER = 2200
-"""With an adapter: enough for launches of long prompts alone, cut finer there than in the largest steps."""
+"""The tokens of a further step with adapters. It is long enough for the launches of long prompts, which are
+divided more finely there than in the largest steps."""
 
 _BESIDE = (100, 1, 1)
-"""Rows beside the long prompts: a short one, and decoding."""
+"""The tokens of the rows beside the long prompts: a short prompt, and two decoding rows."""
 
 _PRETENDED: dict[AdapterId, int] = {-1: 16, -2: 64}
-"""Adapters that are none, and their ranks."""
+"""The pretended adapters of a warm-up, and their ranks."""
 
 _SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, max_tokens=1
@@ -120,11 +123,11 @@ def warm_up(
     max_adapter_rank: int | None = None,
     rehearse: Rehearse | None = None,
 ) -> list[int]:
-    """Run eager steps, one as large as a step can be; returns their tokens. Of the base model and, since LoRA's
-    kernels have variants by the size of a step and the rank, with adapters.
+    """Run eager steps, one of them as large as a step can be, and return their numbers of tokens.
 
-    Runs before the policy's first command, since the steps write to pages that no sequence holds yet. A step that
-    fails is logged: it would fail requests.
+    The steps use the base model, and also adapters, since LoRA's kernels have variants for the size of a step
+    and the rank. Call it before the policy's first command, since the steps write to pages that no sequence
+    holds yet. A failed step is logged and ends the warm-up, because such a step would fail requests.
     """
     began = time.perf_counter()
     direct = _Direct(worker)
@@ -143,7 +146,7 @@ def warm_up(
         steps += [(size, _GREEDY, adapter, beside) for size in sorted(sizes)]
 
     def run(size: int, params: SamplingParams, adapter: AdapterId, beside: AdapterId) -> events.StepDone:
-        # Those beside the long ones have an adapter of their own, or they would be one run with them.
+        # The short prompts have an adapter of their own; else they would share a segment with the long ones.
         long, short = _lengths(size, longest, limits.max_num_seqs)
         each = [(adapter, length) for length in long] + [(beside, length) for length in short]
         prompts = [(whose, length, length) for whose, length in each]
@@ -151,7 +154,7 @@ def warm_up(
 
     try:
         if rehearse is not None:
-            # What a rehearsal computes is no probability that anything could be drawn by.
+            # Greedy steps only: a rehearsal's logits are meaningless, so no token can be drawn from them.
             greedy = [functools.partial(run, *step) for step in reversed(steps) if step[1] is _GREEDY]
             rehearse(greedy, 1)
         for step in steps:
@@ -167,7 +170,8 @@ def warm_up(
 
 
 def _lengths(size: int, longest: int, most_rows: int) -> tuple[list[int], list[int]]:
-    """The lengths of prompts of ``size`` tokens together: long ones, and ``_BESIDE`` where there is room."""
+    """Return the lengths of prompts with ``size`` tokens in total: the long ones, and ``_BESIDE`` where there
+    is room."""
     left = size - sum(_BESIDE)
     if left >= sum(_BESIDE) and -(-left // longest) + len(_BESIDE) <= most_rows:
         return _parts(left, longest), [min(length, longest) for length in _BESIDE]
@@ -181,37 +185,41 @@ def _parts(size: int, longest: int) -> list[int]:
 # ---------------------------------------------------------------- merging
 
 _MERGED, _OTHER = -1, -2
-"""Adapters that are none."""
+"""The pretended adapters with which merging is measured."""
 
 RANK = 16
-"""Of most adapters that people train."""
+"""The rank of the measured adapters, which is the rank of most adapters that people train."""
 
 _OTHER_RANKS = (32, 64, 128)
-"""Kernels may be compiled for each of them: by a switch that is not measured, and not by a request's."""
+"""Ranks for which kernels may need compiling. An unmeasured switch compiles them, so that no request's switch
+has to."""
 
 _ROWS = (1, 4, 16, 64, 256)
-"""Decoding rows of the steps that are measured, up to what a step may hold."""
+"""The numbers of decoding rows of the measured steps, each limited to what a step may hold."""
 
 _CONTEXT = 256
-"""Tokens of a decoding row's context."""
+"""The tokens of a decoding row's context."""
 
 _CHUNK = 512
-"""Tokens of the one prompt that is measured."""
+"""The tokens of the one measured prompt chunk."""
 
 _ROUNDS = 5
-"""Of each kind of step, and of switches; their median counts. One more before compiles and captures."""
+"""The measured rounds of switches and of each kind of step, of which the median counts. One more round comes
+first, to compile and capture."""
 
 _MOST_S = 5.0
-"""After so many seconds of steps no larger ones are measured. The first may have compiled kernels."""
+"""The seconds of measuring steps after which no larger steps are measured. The first size is always measured,
+because its time may include the compilation of kernels."""
 
 
 def measure_merging(
     worker: Pretends, limits: PolicyConfig, max_adapter_rank: int | None, steps_wait: bool
 ) -> MergeTimes:
-    """Switches and steps with pretended adapters, which change no number. Without times where the pool has no room
-    for such an adapter, or something fails. Runs before the policy's first command, as ``warm_up`` does.
+    """Measure switches and steps with pretended adapters, which leave every weight as it is. The result has
+    no times where the pool has no room for such an adapter, or something fails. Call it before the policy's
+    first command, like ``warm_up``.
 
-    ``steps_wait``: of MergeTimes, which says what else is measured.
+    ``steps_wait``: the field of ``MergeTimes``, copied to the result.
     """
     rank = min(RANK, max_adapter_rank or RANK)
     began = time.perf_counter()
@@ -228,7 +236,7 @@ def measure_merging(
         rig.switch(BASE)
         worker.pretend_adapter(_OTHER, rank)
         steps: list[StepTimes] = []
-        steps_began = time.perf_counter()  # kernels of switches may have been compiled until now
+        steps_began = time.perf_counter()  # begins here: until now, switches may have compiled kernels
         for num_rows, num_tokens in _sizes(limits):
             if steps and time.perf_counter() - steps_began > _MOST_S:
                 break
@@ -250,7 +258,7 @@ def measure_merging(
 
 
 def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
-    """(rows, tokens) of the steps: decoding ones, and one prompt chunk."""
+    """Yield (rows, tokens) of the steps to measure: decoding steps, then one prompt chunk."""
     most = min(limits.max_num_seqs, limits.max_batch_tokens)
     for rows in sorted({min(rows, most) for rows in _ROWS}):
         yield rows, rows
@@ -268,7 +276,7 @@ def _times(rig: _Rig, num_rows: int, num_tokens: int) -> StepTimes:
 
 
 class _Rig:
-    """Gives a worker switches and steps, and tells what they took."""
+    """A set-up that runs switches and steps on a worker, and measures their times."""
 
     def __init__(self, worker: Pretends, limits: PolicyConfig) -> None:
         self.direct = _Direct(worker)
@@ -277,7 +285,7 @@ class _Rig:
         self._numbers = itertools.count(1)
 
     def switch(self, adapter: AdapterId) -> float:
-        """Seconds. Raises RuntimeError where it fails."""
+        """Switch to the adapter and return the seconds that it took. Raises RuntimeError where it fails."""
         done = self.direct.set_merged(commands.SetMerged(next(self._numbers), adapter))
         if not done.ok:
             raise RuntimeError(done.error)
@@ -285,8 +293,8 @@ class _Rig:
         return done.switch_s
 
     def steps(self, num_rows: int, num_tokens: int, adapter: AdapterId) -> float:
-        """Median seconds of a step of this adapter alone: decoding rows, or one prompt's chunk. Raises
-        RuntimeError where one fails."""
+        """Return the median seconds of a step with this adapter alone: decoding rows, or one prompt chunk.
+        Raises RuntimeError where a step fails."""
         limits = self._limits
         longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
         length = min(num_tokens, longest) if num_rows < num_tokens else min(_CONTEXT, longest)

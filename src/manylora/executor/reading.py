@@ -1,8 +1,8 @@
-"""What is read of adapters' files: headers, checked on the caller's thread, and weights, beside the step loop.
+"""Reads adapters' files: headers on the caller's thread, to check them, and weights beside the step loop.
 
-Owns the adapters' specs and layouts, which are shared with other threads without a lock: setting or reading one
-entry of a dict relies on the GIL. Owns the threads that read weights, and the one answer that each read gets. Does
-not touch the adapter tables: it only tells what has landed on the device.
+Owns the adapters' specs and layouts, which are shared with other threads without a lock: setting or reading
+one entry of a dict relies on the GIL. Owns the threads that read weights, and the one answer that each read
+gets. Does not touch the adapter tables: it only reports which adapters have landed on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _log = logging.getLogger(__name__)
 
 
 class Inspections:
-    """``geometry`` says how many pages an adapter takes."""
+    """The inspected adapters, with their specs and layouts, and the checks of adapters' files. ``geometry``
+    determines how many pages an adapter takes."""
 
     def __init__(
         self, registry: Registry, geometry: AdapterGeometry, dtype: torch.dtype, max_rank: int | None
@@ -55,15 +56,15 @@ class Inspections:
         self._dtype = dtype
         self._max_rank = max_rank
         self._known: dict[AdapterId, tuple[AdapterSpec, AdapterLayout]] = {}
-        # By ranks and scales: most adapters share one.
+        # Layouts by ranks and scales, since most adapters share a layout.
         self._layouts: weakref.WeakValueDictionary[object, AdapterLayout] = weakref.WeakValueDictionary()
 
     def spec(self, adapter: AdapterId) -> AdapterSpec:
-        """Raises AdapterError where the adapter is not known."""
+        """Return the adapter's spec. Raises AdapterError where the adapter is not known."""
         return self._found_of(adapter)[0]
 
     def layout(self, adapter: AdapterId) -> AdapterLayout:
-        """``layout_of`` its spec. Raises AdapterError where the adapter is not known."""
+        """Return the ``layout_of`` the adapter's spec. Raises AdapterError where the adapter is not known."""
         return self._found_of(adapter)[1]
 
     def _found_of(self, adapter: AdapterId) -> tuple[AdapterSpec, AdapterLayout]:
@@ -73,7 +74,8 @@ class Inspections:
         return known
 
     def learn(self, adapter: AdapterId, spec: AdapterSpec) -> None:
-        """Take over what inspecting an adapter found elsewhere. From any thread."""
+        """Record the spec of an adapter that was inspected here or in another process. May be called from any
+        thread."""
         self._known[adapter] = spec, self._layout_of(spec)
 
     def _layout_of(self, spec: AdapterSpec) -> AdapterLayout:
@@ -87,7 +89,8 @@ class Inspections:
         self._known.pop(adapter, None)
 
     def inspect(self, command: commands.InspectAdapter) -> AdapterChecked:
-        """What it found is known afterwards."""
+        """Carry out InspectAdapter: check the adapter's headers and record its spec. Return the answer; a
+        failed check is an answer too."""
 
         def inspect() -> AdapterChecked:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
@@ -99,7 +102,7 @@ class Inspections:
         return _checked(command.adapter, inspect)
 
     def verify(self, command: commands.VerifyAdapter) -> AdapterChecked:
-        """Reads all weights."""
+        """Carry out VerifyAdapter: read and check all weights of a known adapter, and return the answer."""
 
         def verify() -> AdapterChecked:
             spec = self.spec(command.adapter)
@@ -113,7 +116,7 @@ class Inspections:
 
 
 def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
-    """What ``check`` finds, or why it failed."""
+    """Return the answer of ``check``, or an answer with the reason why it failed."""
     try:
         return check()
     except AdapterError as error:
@@ -124,15 +127,17 @@ def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> Adapter
 
 
 READERS = 2
-"""Reads at a time: one waits for its file while the other packs; more would take cores from the steps."""
+"""The number of simultaneous reads: one waits for its file while the other packs. More would take cores from
+the steps."""
 
 _MOST_HELPERS = 7
-"""Loops do not wait for the interpreter, so more threads take less time."""
+"""The most threads that help a read. The packing loops run without the interpreter's lock, so they gain from
+more threads."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Landed:
-    """An adapter whose weights lie in its device pages; ``offsets`` as ``cell_offsets`` gives them."""
+    """An adapter whose weights are in its device pages. ``offsets``: the ``cell_offsets`` of these pages."""
 
     adapter: AdapterId
     layout: AdapterLayout
@@ -142,16 +147,18 @@ class Landed:
     def at(
         cls, adapter: AdapterId, layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[PageId]
     ) -> Landed:
-        """Raises ValueError when the layout takes another number of pages."""
+        """Return the adapter as it is placed in ``pages``. Raises ValueError where the layout takes another
+        number of pages."""
         return cls(adapter, layout, cell_offsets(layout, geometry, pages))
 
 
 class _Closing(Exception):
-    """The reader is being closed."""
+    """The error that stops a read because the reader is being closed."""
 
 
 class AdapterReader:
-    """Reads in the background. ``start`` and ``close`` belong to the step loop's thread."""
+    """A reader of adapters' weights in the background. ``start`` and ``close`` belong to the step loop's
+    thread."""
 
     def __init__(
         self,
@@ -161,7 +168,8 @@ class AdapterReader:
         device: Device,
         landed: Callable[[Landed], None],
     ) -> None:
-        """``landed`` is called on a reading thread, before the ``done`` of a read into device pages."""
+        """Start the threads. ``landed`` is called on a reading thread, before the ``done`` of a read into
+        device pages."""
         loops.prepare()
         self._arena = arena
         self._host = host
@@ -170,7 +178,7 @@ class AdapterReader:
         self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         self._helpers = NO_HELPERS
-        # Half of the cores are left to the steps and to the other processes.
+        # Half of the cores are left for the steps and for other processes.
         count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
         if count > 0:
             self._helpers = Helpers(
@@ -184,13 +192,13 @@ class AdapterReader:
         command: commands.ReadAdapter,
         done: Callable[[events.AdapterRead], None],
     ) -> None:
-        """Read into the command's pages; ``done`` is called once. Raises RuntimeError after ``close``; then it is
-        not called."""
+        """Read the adapter into the command's pages. ``done`` is called once, with the answer, on a reading
+        thread. Raises RuntimeError after ``close``; then ``done`` is not called."""
         writer = self._device.page_writer() if command.tier == "device" else None
         self._threads.submit(self._run, spec, command, writer, done)
 
     def close(self) -> None:
-        """Break reads off, answer every one that is left, end the threads. Idempotent."""
+        """Stop reads under way, answer every read that is left, and end the threads. Idempotent."""
         self._closing = True
         self._threads.shutdown(wait=True)
         if self._helpers.threads is not None:
@@ -235,7 +243,7 @@ class AdapterReader:
         try:
             load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
         finally:
-            # Also after a failure: the pages go to others, which a late write must not meet.
+            # Also after a failure: the pages get new owners, whose data a late write must not overwrite.
             writer.close()
         self._note_landed(landed)
 

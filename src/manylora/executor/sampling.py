@@ -1,21 +1,23 @@
-"""From logits to tokens and to log-probabilities, of one rank and of several.
+"""Samples tokens and computes log-probabilities from logits, on one rank or on several.
 
-Follows vLLM's documented order: log-probabilities from the raw logits; then logit_bias, the min_tokens mask,
-repetition, frequency and presence penalties; then argmax where temperature is 0, else temperature, min_p,
-top_k and top_p (of what is left, renormalised), and the draw. Ties go to the lower token id everywhere, so
-top_k=1 is greedy. A row whose logits are not finite is told of, and what is sampled for it means nothing. Knows
-tensors and SamplingParams; nothing of models, pages or devices by name.
+Follows vLLM's documented order. Log-probabilities come from the raw logits. Then logit_bias, the min_tokens
+mask, and the repetition, frequency and presence penalties are applied. Where temperature is 0, argmax
+follows; else temperature, min_p, top_k and top_p (over the remaining tokens, renormalised), and the draw.
+Ties go to the lower token id everywhere, so top_k=1 is greedy. A row whose logits are not finite is reported,
+and its tokens are meaningless. Knows tensors and SamplingParams; knows nothing of models, pages or particular
+devices.
 
-A draw depends on the row's logits and on (seed, sample, position), never on the batch: probabilities become
-integers, whose sums are exact in any order, and race. A runner of weight w arrives after an exponential time of
-rate w, and the first one wins: first among blocks of tokens, then among the winning block's tokens. The noise is
-of the runner alone, so logits that differ in their last digits change a draw only where two runners arrive that
-close together. All tensor work stays on the logits' device and nothing waits for it: what the host is to know
-leaves in one tensor.
+A draw depends on the row's logits and on (seed, sample, position), never on the batch. Probabilities become
+integer weights, whose sums are exact in any order, and the draw is a race. A runner of weight w arrives after
+an exponential time of rate w, and the first runner wins: first among blocks of tokens, then among the winning
+block's tokens. The noise depends on the runner alone. So logits that differ in their last digits change a
+draw only where two runners arrive almost together. All tensor work stays on the logits' device and the host
+does not wait for it; everything that the host needs leaves in one tensor.
 
-Ranks whose vocabulary is cut among them get the same tokens. Of a greedy step each says its most likely token and
-that logit, and all reduce these alike; of others the first rank draws from all logits and tells the rest. So ranks
-agree by construction, whatever their arithmetic.
+Ranks that divide the vocabulary among them get the same tokens. In a greedy step each rank contributes its
+most likely token and that token's logit, and all ranks reduce these in the same way. In other steps the first
+rank draws from all logits and broadcasts the tokens. So ranks agree by construction, whatever their
+arithmetic.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from manylora.types import PromptLogprobs, SamplingParams, SequenceId, TokenLogp
 
 
 class Best(NamedTuple):
-    """Each row's most likely token: ``tokens`` int64 [M], the first of its largest logits, and ``values`` float32
-    [M], that logit. It is finite unless one of the row's logits is NaN or inf, or all are -inf. Both lie in
-    ``packed`` int64 [2 * M], for the host to ``unpack``."""
+    """Each row's most likely token. ``tokens`` int64 [M]: the lowest id among the largest logits; ``values``
+    float32 [M]: that logit, finite unless one of the row's logits is NaN or inf, or all are -inf. Both are
+    views of ``packed`` int64 [2 * M], which the host can ``unpack``."""
 
     tokens: torch.Tensor
     values: torch.Tensor
@@ -44,22 +46,23 @@ class Best(NamedTuple):
 
     @classmethod
     def within(cls, packed: torch.Tensor) -> Best:
-        """What lies, or is to lie, in ``packed``."""
+        """Return views of ``packed``, whether it is filled already or later."""
         size = len(packed) // 2
         return cls(packed[:size], packed[size:].view(torch.float32)[:size], packed)
 
     @staticmethod
     def unpack(packed: np.ndarray, count: int) -> tuple[list[int], list[int]]:
-        """What is packed of the first ``count`` rows: the tokens, and the rows whose logits are not finite."""
+        """Return the tokens of the first ``count`` rows, and which of these rows have logits that are not
+        finite."""
         size = len(packed) // 2
         return packed[:count].tolist(), unsound_rows(packed[size:].view(np.float32)[:count])
 
 
 def greedy(logits: torch.Tensor) -> Best:
-    """The most likely tokens of ``logits`` [M, V]. A NaN counts as larger than any number."""
+    """Return the most likely tokens of ``logits`` [M, V]. A NaN counts as larger than any number."""
     best = Best.within(torch.empty(2 * len(logits), dtype=torch.int64, device=logits.device))
     if logits.device.type == "cpu":
-        # numpy's is vectorised: 30 us for [64, 4096] on one core, where torch's takes 570.
+        # numpy's argmax is vectorised: 30 us for [64, 4096] on one core, where torch's takes 570 us.
         array = logits.numpy()
         tokens = array.argmax(axis=-1, out=best.tokens.numpy())
         best.values.numpy()[:] = array[np.arange(len(array)), tokens]
@@ -70,33 +73,36 @@ def greedy(logits: torch.Tensor) -> Best:
 
 
 def unsound_rows(values: np.ndarray) -> list[int]:
-    """The rows whose most likely token's logit, of ``values`` [M], is not finite; ascending."""
+    """Return the rows of ``values`` [M], the most likely tokens' logits, that are not finite; ascending."""
     is_sound = np.isfinite(values)
     return [] if is_sound.all() else np.flatnonzero(~is_sound).tolist()
 
 
 TOP_K_WITHOUT_SORT = 1024
-"""Up to this top_k the largest logits are selected; above it, and for top_p alone, a row is sorted."""
+"""The largest top_k for which the largest logits are selected. Above it, and for top_p alone, the whole row
+is sorted."""
 
 _LARGEST = 3e38
-"""Near the largest number of float32."""
+"""A number close to the largest float32."""
 
 _LEAST_TEMPERATURE = 1e-30
-"""Smaller ones are 0 in float32."""
+"""The least temperature used; much smaller ones would be 0 in float32."""
 
 BLOCK_TOKENS = 128
-"""A race in two rounds needs noise for the blocks and for one block's tokens, not for the whole vocabulary."""
+"""The number of tokens in a block of the race. A race in two rounds needs noise for the blocks and for one
+block's tokens, not for the whole vocabulary."""
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MIX = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
-"""SplitMix64's constants, as int64 has them."""
+"""SplitMix64's constants, written as int64."""
 
 
 class Results(NamedTuple):
     """The tokens of a batch of rows, on the host.
 
-    ``tokens`` and ``logprobs``: per row and draw the token, and its log-probabilities (None where not asked for;
-    None where no row asks). ``unsound``: the rows whose logits were not finite, ascending.
+    ``tokens``: the token of each row and draw. ``logprobs``: its log-probabilities, None for a row that does
+    not ask for them; None altogether where no row asks. ``unsound``: the rows whose logits were not finite,
+    ascending.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -105,20 +111,21 @@ class Results(NamedTuple):
 
 
 class Bias:
-    """A request's logit_bias as arrays, made once for all its samples and steps."""
+    """A request's logit_bias as arrays, made once for all samples and steps of the request."""
 
     def __init__(self, logit_bias: tuple[tuple[int, float], ...]) -> None:
         total: dict[int, float] = {}
         for token, bias in logit_bias:
             total[token] = total.get(token, 0.0) + bias
-        # A token id may be any integer; one that no vocabulary has is ignored.
+        # A request may name any integer; ids that no vocabulary has are ignored.
         known = sorted((token, bias) for token, bias in total.items() if 0 <= token < 2**31)
         self._tokens = np.array([token for token, _ in known], dtype=np.int64)
         self._biases = np.array([bias for _, bias in known], dtype=np.float32)
         self._placed: tuple[torch.device, int, torch.Tensor, torch.Tensor] | None = None
 
     def on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens int64 [K], each once, and what is added to them float32 [K], beside ``logits`` [M, V]."""
+        """Return the distinct tokens int64 [K], and the biases to add float32 [K], on the device of
+        ``logits`` [M, V]. Tokens outside the vocabulary are left out."""
         device, size = logits.device, logits.shape[1]
         if self._placed is None or self._placed[:2] != (device, size):
             count = int(np.searchsorted(self._tokens, size))
@@ -129,11 +136,11 @@ class Bias:
 
 @dataclasses.dataclass(slots=True)
 class SampledRow:
-    """One row of logits and what to draw from it.
+    """The draws wanted from one row of logits.
 
-    ``output_ids``: generated so far, read by the penalties only; where the last one is negative it is the row's
-    ``pending`` token. ``samples``: per wanted draw (sample index, output position); all draws of a row are at one
-    position. ``bias``: that of ``params``, made here unless it is given.
+    ``output_ids``: the tokens generated so far, read by the penalties only; a negative last id stands for the
+    row's ``pending`` token. ``samples``: (sample index, output position) of each wanted draw; all draws of a
+    row have one position. ``bias``: the ``Bias`` of ``params``, made here unless it is given.
     """
 
     params: SamplingParams
@@ -150,10 +157,10 @@ class SampledRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draws:
-    """What was sampled, still on the device.
+    """The sampled tokens, still on the device.
 
-    ``first`` int64 [M]: each row's first draw (its most likely token where it draws none). ``packed``: what
-    ``read`` turns into the results once it is on the host.
+    ``first`` int64 [M]: each row's first draw; undefined for a row that draws nothing. ``packed``: a tensor
+    that ``read`` converts to the results, once it is on the host.
     """
 
     first: torch.Tensor
@@ -169,9 +176,9 @@ def draw(
 ) -> Draws:
     """Draw every row's tokens from ``logits`` float32 [M, V]; M = len(rows). Does not change ``logits``.
 
-    ``best``: of ``logits``, where it is known; of M rows or more. ``pending`` int64 [M]: each row's last token,
-    for rows whose last token is known on the device only. Token ids outside the vocabulary, in prompts, stop_ids
-    or logit_bias, are ignored. Where every token is ruled out, token 0 is sampled.
+    ``best``: the most likely tokens of ``logits``, if known, for M rows or more. ``pending`` int64 [M]: each
+    row's last token, used for rows whose last token only the device knows. Token ids outside the vocabulary,
+    in prompts, stop_ids or logit_bias, are ignored. Where every token is ruled out, token 0 is sampled.
     """
     best = greedy(logits) if best is None else best
     if all(_is_plain(row.params) and not _is_edited(row) for row in rows):
@@ -188,7 +195,8 @@ def draw(
 
 
 def most_likely(best: Best, counts: Sequence[int]) -> Draws:
-    """So many draws of each row, the first of ``best``, that are all its most likely token."""
+    """Return draws that are all the row's most likely token: ``counts[i]`` draws of row i, for the first rows
+    of ``best``."""
 
     def read(found: np.ndarray) -> Results:
         tokens, unsound = Best.unpack(found, len(counts))
@@ -198,20 +206,20 @@ def most_likely(best: Best, counts: Sequence[int]) -> Draws:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether every draw is the most likely token of the logits as they are, and no more is asked."""
+    """Return whether every draw is the most likely token of the raw logits, with no log-probabilities."""
     return _is_plain(params) and not (has_penalties(params) or params.logit_bias or params.min_tokens)
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether the tokens so far change the logits."""
+    """Return whether the tokens so far change the logits."""
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
 
 
 def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [R, width]: each row's largest values in descending order."""
+    """Return each row's ``width`` largest values in descending order, float32 [R, width]."""
     size = values.shape[1]
     if values.device.type == "cpu":
-        # As above: a twentieth of the time of torch's sort.
+        # numpy is faster here as in ``greedy``: it takes a twentieth of the time of torch's sort.
         array = values.numpy()
         if width < size:
             array = np.partition(array, size - width, axis=-1)[:, size - width :]
@@ -222,36 +230,36 @@ def _largest(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def draw_key(seed: int, sample_index: int, position: int) -> int:
-    """An int64, a function of its arguments alone: 64 bits of their hash."""
+    """Hash the arguments to an int64, which depends on nothing else."""
     key = struct.pack("<Qqq", seed & (2**64 - 1), sample_index, position)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Greedy, with no log-probabilities."""
+    """Return whether temperature is 0 and no log-probabilities are asked for."""
     return params.temperature == 0 and params.logprobs is None
 
 
 def _is_edited(row: SampledRow) -> bool:
-    """Whether the logits change before the draw."""
+    """Return whether the logits change before the draw."""
     return has_penalties(row.params) or bool(row.params.logit_bias) or _holds_back(row)
 
 
 def _holds_back(row: SampledRow) -> bool:
-    """Whether stop ids are still forbidden to this row."""
+    """Return whether min_tokens still forbids stop ids to this row."""
     return bool(row.samples) and row.samples[0][1] < row.params.min_tokens
 
 
 def _to(like: torch.Tensor, values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     host = torch.as_tensor(values, dtype=dtype)
     if like.is_cuda and host.numel():
-        # From pageable memory a copy may wait for all work before it.
+        # A copy from pageable memory may wait for all earlier work.
         host = host.pin_memory()
     return host.to(like.device, non_blocking=True)
 
 
 def _rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
-    """Some rows, ascending; where they are all rows, the tensor itself."""
+    """Select rows of the tensor, ascending; return the tensor itself where ``index`` has all rows."""
     return tensor if len(index) == len(tensor) else tensor[_to(tensor, index)]
 
 
@@ -259,7 +267,7 @@ def _rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
 
 
 def _edited(logits: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Tensor | None) -> torch.Tensor:
-    """float32 [M, V] after logit_bias, min_tokens and penalties; a copy where anything changes."""
+    """Return float32 [M, V] after logit_bias, min_tokens and penalties; a copy where any row changes."""
     index = [i for i, row in enumerate(rows) if _is_edited(row)]
     if not index:
         return logits.float()
@@ -310,7 +318,7 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Ten
             ],
             pending,
         )
-        # Within float32, or it would make a NaN of 0 and an inf of what is finite.
+        # Kept within float32: a penalty beyond it would turn 0 into NaN, and finite logits into inf.
         penalty = _column(part, params, lambda p: min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST))
         scaled = torch.where(part > 0, part / penalty, part * penalty).clamp_(max=_LARGEST)
         part.copy_(torch.where(seen > 0, scaled, part))
@@ -328,7 +336,7 @@ def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Ten
 
 
 def _counts(part: torch.Tensor, ids: Sequence[Any], pending: torch.Tensor | None) -> torch.Tensor:
-    """float32 [R, V]: how often each token is among each row's ids, pending ones included."""
+    """Count how often each token is among each row's ids, pending tokens included; float32 [R, V]."""
     size = part.shape[1]
     flat, ends_pending = [], []
     for i, tokens in enumerate(ids):
@@ -340,7 +348,7 @@ def _counts(part: torch.Tensor, ids: Sequence[Any], pending: torch.Tensor | None
     if pending is not None and ends_pending:
         owners = _to(part, ends_pending)
         where = torch.cat((where, pending[owners] + owners * size))
-    # Whole numbers far below 2**24: exact in float32, in whatever order a device adds them.
+    # Counts are far below 2**24, so float32 holds them exactly, in whatever order a device adds.
     counts = torch.zeros(part.numel(), dtype=torch.float32, device=part.device)
     ones = torch.ones(len(where), dtype=torch.float32, device=part.device)
     return counts.index_add_(0, where, ones).view_as(part)
@@ -352,7 +360,7 @@ def _column(
     value: Callable[[SamplingParams], float],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """[R, 1]: one value a row."""
+    """Return one value for each row, [R, 1]."""
     return _to(like, [value(p) for p in params], dtype).unsqueeze(1)
 
 
@@ -360,7 +368,7 @@ def _column(
 
 
 def _weights(part: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """int64 [R, V]: what the row's tokens weigh in its draw; 0 for those that may not be sampled."""
+    """Return the tokens' weights in each row's draw, int64 [R, V]; 0 for tokens that may not be sampled."""
     # The largest logit becomes 0 before dividing, so that no temperature can overflow.
     largest = part.amax(dim=-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
@@ -385,9 +393,11 @@ def _weights(part: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tens
 
 
 def _nucleus(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """``scaled`` [R, V] with -inf outside each row's ``top_k`` and ``top_p``, both [R, 1]; top_k <= width.
+    """Return ``scaled`` [R, V] with -inf outside each row's ``top_k`` and ``top_p``, both [R, 1]; top_k <=
+    width.
 
-    Both filters keep a run of the tokens in descending order, so its length and its last value say it all.
+    Both filters keep the first tokens in descending order of value, so the number of these tokens and the
+    last value determine which are kept.
     """
     size = scaled.shape[1]
     values = _largest(scaled, width)
@@ -395,11 +405,12 @@ def _nucleus(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, wid
     places = torch.arange(width, device=scaled.device)
     weights *= places < top_k
     sums = weights.cumsum(dim=-1)
-    # A token stays while those before it weigh less than top_p of all. Integers: the same in every batch.
+    # A token stays while the tokens before it weigh less than top_p of the total. Integer sums are the same
+    # in every batch.
     kept = ((sums - weights).double() < sums[:, -1:].double() * top_p) & (weights > 0)
     count = kept.sum(dim=-1, keepdim=True).clamp(min=1)
     last = values.gather(1, count - 1)
-    # Among equals of the last value the lower ids stay.
+    # Among tokens equal to the last value, the lower ids stay.
     room = count - (values > last).sum(dim=-1, keepdim=True)
     equal = scaled == last
     keep = (scaled > last) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
@@ -407,13 +418,15 @@ def _nucleus(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, wid
 
 
 def _integers(scaled: torch.Tensor, size: int) -> torch.Tensor:
-    """exp(scaled) as int64, scaled so that ``size`` of them cannot overflow (2**44 for a 256k vocabulary)."""
+    """Return exp(scaled) as int64, in a unit so small that the sum of ``size`` of these cannot overflow (1
+    becomes 2**44 for a 256k vocabulary)."""
     unit = 2.0 ** (62 - max(size - 1, 1).bit_length())
     return scaled.exp().mul_(unit).to(torch.int64)
 
 
 def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
-    """int64 [R, N]: each row's draws in front; N is the longest row's number."""
+    """Return each row's draws, int64 [R, N], where N is the largest number of draws of a row. A row with
+    fewer draws has its own at the front."""
     longest = max(len(row.samples) for row in rows)
     keys = np.zeros((len(rows), longest), dtype=np.int64)
     for i, row in enumerate(rows):
@@ -425,7 +438,7 @@ def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
         weights = torch.nn.functional.pad(weights, (0, -size % BLOCK_TOKENS))
     blocks = weights.view(len(rows), -1, BLOCK_TOKENS)
     noise = _noise(_to(weights, keys), BLOCK_TOKENS + blocks.shape[1])
-    # The negative of a time is noise / weight: the largest is the first. Of weight 0 it is -inf.
+    # noise / weight is the negative of a runner's time, so the largest is the first. For weight 0 it is -inf.
     won = (noise[..., BLOCK_TOKENS:] / blocks.sum(dim=-1).unsqueeze(1)).argmax(dim=-1)
     tokens = blocks.gather(1, won.unsqueeze(-1).expand(-1, -1, BLOCK_TOKENS))
     first = (noise[..., :BLOCK_TOKENS] / tokens).argmax(dim=-1)
@@ -433,10 +446,11 @@ def _draws(weights: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
 
 
 def _noise(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """float64 [R, N, count]: of each key, int64 [R, N], the logarithms of so many uniform numbers in (0, 1)."""
+    """Return the logarithms of ``count`` uniform numbers in (0, 1) for each key of int64 [R, N]; float64
+    [R, N, count]."""
     bits = keys.unsqueeze(-1) + torch.arange(1, count + 1, device=keys.device) * _STEP
     for shift, factor in _MIX:
-        # This shift repeats the sign, where SplitMix64 brings zeros: one bit is lost, which does no harm.
+        # This shift repeats the sign where SplitMix64's shifts in zeros. One bit is lost, which does no harm.
         bits = bits.bitwise_xor_(bits >> shift).mul_(factor)
     return bits.double().mul_((1 - 2.0**-52) * 2.0**-64).add_(0.5).log_()
 
@@ -445,11 +459,11 @@ def _noise(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _Sampled:
-    """The draws of all rows, one after another, and what the host is to know of them."""
+    """The draws of all rows, one after another, and their packing for the host."""
 
     def __init__(self, best: torch.Tensor, values: torch.Tensor, rows: Sequence[SampledRow]) -> None:
-        """``best`` int64 [M]: the greedy tokens, which every draw is until ``put`` says otherwise. ``values``
-        float32 [M]: as ``Best`` has them."""
+        """Set every draw to the row's greedy token; ``put`` replaces draws. ``best`` int64 [M]: the greedy
+        tokens; ``values`` float32 [M]: the ``values`` of ``Best``."""
         self.rows = rows
         self.best = best
         self.values = values
@@ -471,7 +485,8 @@ class _Sampled:
         self.tokens = self.tokens.index_copy(0, _to(draws, where), draws.view(-1)[_to(draws, source)])
 
     def packed(self, logits: torch.Tensor) -> Draws:
-        """All that the host is to know in one tensor: float64 holds token ids and float32 values exactly."""
+        """Pack all that the host needs into one float64 tensor, which holds token ids and float32 values
+        exactly. ``logits``: the raw logits, for log-probabilities."""
         asked = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None and row.samples]
         draws = [(a, d) for a, i in enumerate(asked) for d in range(self.starts[i], self.starts[i + 1])]
         width, parts = 0, [self.tokens, self.values]
@@ -501,7 +516,7 @@ class _Sampled:
         return Draws(self._first(), torch.cat([part.double() for part in parts]), read)
 
     def _first(self) -> torch.Tensor:
-        """Each row's first draw; of rows that draw nothing, whatever stands there."""
+        """Return each row's first draw, int64 [M]; undefined for rows that draw nothing."""
         if self.starts == list(range(len(self.rows) + 1)) or not len(self.tokens):
             return self.tokens if len(self.tokens) else self.best
         last = len(self.tokens) - 1
@@ -509,16 +524,17 @@ class _Sampled:
 
 
 LOGITS_AT_A_TIME = 2**23
-"""32 MiB of float32, and a few times as much on the way to log-probabilities: well within a step's workspace."""
+"""The most logits scored at once: 32 MiB of float32, and a few times as much while log-probabilities are
+computed. This is well within a step's workspace."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredTokens:
-    """The S tokens of a step whose logits tell how probable the next token of their prompt is.
+    """The S prompt tokens of a step whose logits score the next token of their prompt.
 
-    ``tokens`` int64 [2, S]: their places in the batch, and the tokens that follow them. ``runs``: the sequences in
-    the order of their tokens, each with its number of tokens and of alternatives. ``width``: the largest number
-    of alternatives.
+    ``tokens`` int64 [2, S]: their places in the batch, and the tokens that follow them. ``runs``: the
+    sequences in the order of their tokens, each with its number of tokens and number of alternatives.
+    ``width``: the largest number of alternatives.
     """
 
     tokens: np.ndarray
@@ -529,7 +545,7 @@ class ScoredTokens:
         return max(num_top for _, _, num_top in self.runs)
 
     def read(self, scores: np.ndarray) -> dict[SequenceId, PromptLogprobs]:
-        """What ``score`` gave, on the host, by sequence."""
+        """Divide the result of ``score``, on the host, among the sequences."""
         width, begin = scores.shape[1] // 2 - 1, 0
         found = {}
         for sequence, count, asked in self.runs:
@@ -541,8 +557,9 @@ class ScoredTokens:
 
 
 def score(logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
-    """int32 [C, 2 + 2 * width]: of ``targets`` [C] in ``logits`` float32 [C, V], and of the ``width`` (at most V)
-    most probable tokens, what ``PromptLogprobs`` packs, floats as their bits."""
+    """Score ``targets`` [C] in ``logits`` float32 [C, V], and find the ``width`` (at most V) most probable
+    tokens. Return int32 [C, 2 + 2 * width] in the order that ``PromptLogprobs`` packs, with floats as their
+    bits."""
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, targets.unsqueeze(1))
     rank = (logprobs > own).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
@@ -552,21 +569,23 @@ def score(logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tens
 
 
 class RankedSampling:
-    """``vocabs``: each rank's token ids, in order."""
+    """The sampling functions of one of several ranks, each of which has the logits of a part of the
+    vocabulary. ``vocabs``: each rank's token ids, in order."""
 
     def __init__(self, peers: Peers, vocabs: Sequence[range]) -> None:
         self._peers = peers
         self._vocabs = vocabs
 
     def greedy(self, logits: torch.Tensor) -> Best:
-        """``greedy`` of all ranks' logits, given this one's ``[M, own]``; of equals the lowest id."""
+        """Return ``greedy`` of all ranks' logits, given this rank's, ``[M, own]``. Ties go to the lowest
+        id."""
         own = greedy(logits)
         if len(logits) == 0:
             return own
         own.tokens.add_(self._vocabs[self._peers.rank].start)
         found = [Best.within(packed) for packed in self._peers.gather(own.packed, "sampling")]
         values = torch.stack([best.values for best in found])
-        # The first of the largest; NaN is larger than any number.
+        # The first of the largest values, with NaN larger than any number.
         which = torch.where(values.isnan(), torch.inf, values)
         first = _first_largest(which)[None]
         best = Best.within(torch.empty_like(own.packed))
@@ -575,7 +594,8 @@ class RankedSampling:
         return best
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SampledRow], best: Best, last: torch.Tensor) -> Draws:
-        """``draw`` from all ranks' logits. Only the first rank's results hold more than first draws."""
+        """Draw from all ranks' logits as ``draw`` does. ``last`` is its ``pending``. Only the first rank's
+        results have more than each row's first draw."""
         whole = self._whole(logits)
         if self._peers.rank == 0:
             draws = draw(whole, rows, best, last)
@@ -587,7 +607,7 @@ class RankedSampling:
         return Draws(first, first, _first_draws)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
-        """``score`` from all ranks' logits; only the first rank has any rows of it."""
+        """Score from all ranks' logits as ``score`` does. Only the first rank's result has rows."""
         whole = self._whole(logits)
         count = len(whole) if self._peers.rank == 0 else 0
         return score(whole[:count], targets[:count], width)
@@ -601,7 +621,7 @@ class RankedSampling:
 
 
 def _first_largest(values: torch.Tensor) -> torch.Tensor:
-    """int64 [M]: of values [N, M] the first place of the largest."""
+    """Return the first place of the largest of ``values`` [N, M] along N; int64 [M]."""
     largest = values == values.amax(0)
     return largest.to(torch.uint8).argmax(0)
 

@@ -1,7 +1,7 @@
-"""The executor of one device: obeys commands on the model, the pool and the adapters. Decides nothing.
+"""Executes commands on the model, the pools and the adapters of one device. Decides nothing.
 
-Owns the order in which a step touches sequences, tables, model and sampler, and that a step which fails
-leaves no trace in them.
+Owns the order in which a step uses sequences, tables, model and sampler, and the rule that a failed step
+leaves no changes in them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Sampled:
-    """What a step draws. ``rows``: places in the step, in the batch's order. ``scores``: of a batch with tokens
-    that are ``scored``, what these say of prompts. Both functions wait for the device."""
+    """The outputs of a step that is in flight. ``rows``: the drawing rows' places in the step, in the batch's
+    order. ``scored``: the batch's scored prompt tokens, if any. ``results`` and ``scores`` wait for the
+    device and return the draws, and the scores of these tokens."""
 
     rows: np.ndarray
     results: Callable[[], Results]
@@ -56,7 +57,8 @@ class _Sampled:
     scores: Callable[[], np.ndarray] | None
 
     def read(self, step: int, sequences: Sequence[SequenceId]) -> StepResult:
-        """Wait for the device. ``sequences``: of the step's rows that drew."""
+        """Wait for the device and return the step's result. ``sequences``: the sequences of the rows that
+        drew, in the step's order."""
         results, order = self.results(), np.argsort(self.rows).tolist()
         tokens = tuple((name, tuple(results.tokens[row])) for name, row in zip(sequences, order))
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
@@ -70,10 +72,10 @@ class _Sampled:
 
 
 class Worker:
-    """``protocol.Executor`` on one device.
+    """The ``protocol.Executor`` of one device.
 
-    What has landed is shared with other threads without a lock: appending to a deque and popping from it rely
-    on the GIL.
+    Landed adapters are shared with other threads without a lock: appending to a deque and popping from it
+    rely on the GIL.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class Worker:
         max_adapter_rank: int | None = None,
         ranked: RankedSampling | None = None,
     ) -> None:
-        """``geometry`` must be made of the pools' page shape and the decoder's groups.
+        """Take over the given objects, which the worker closes.
 
-        ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is given.
+        ``geometry`` must be made of the pools' page shape and the decoder's groups. ``ranked``: given where
+        the decoder is one rank's share of a model.
         """
         self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
-        self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
+        self._is_rank = ranked is not None  # ranks forget copies by command, all alike
         self._graphs: StepGraphs | None = None
         self._arena = arena
         self._host = host
@@ -111,27 +114,24 @@ class Worker:
         self._tell: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
-        # Where steps are run and not launched, they would hold up what is put off.
+        # A device without captures runs a step within the call that launches it, so work put off until after
+        # the launch would wait for the whole step.
         self._copier = Copier(arena, host, device, puts_off=device.captures)
         self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
         self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)
 
-    # ------------------------------------------------------------ the door
+    # ------------------------------------------------------------ the Executor protocol
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """See Executor."""
         self._tell = tell
 
     def obey(self, command: commands.DeviceCommand) -> None:
-        """See Executor."""
         self._handlers[type(command)](command)
 
     def flush(self) -> None:
-        """See Executor."""
         self._copier.flush()
 
     def wait_step(self) -> None:
-        """See Executor."""
         self._copier.flush()
         if self._in_flight:
             result = self._in_flight.popleft()()
@@ -140,14 +140,16 @@ class Worker:
             self._tell(result)
 
     def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
-        """Of one of several ranks: see ``Coming.forget``."""
+        """Forget copies that no step will name any more; each comes with whether it went well on all ranks.
+        Used on one of several ranks."""
         self._coming.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
     def use_merging(self, pristine: Pristine, ranked: RankedMerging | None = None) -> None:
-        """Obey SetMerged from now on; before the first step and before ``use_graphs``. ``pristine``: of the
-        decoder's linears. ``ranked``: of one of several ranks. The worker closes ``pristine``."""
+        """Accept SetMerged from now on. Call it before the first step and before ``use_graphs``.
+        ``pristine``: the copy of the weights of the decoder's linears, which the worker closes. ``ranked``:
+        given on one of several ranks."""
         assert self._forward is not None
         self._merging = MergedWeights(
             self._forward.decoder,
@@ -161,13 +163,13 @@ class Worker:
         )
 
     def settle_merged(self) -> None:
-        """Wait for a switch that goes on beside the step loop. Raises RuntimeError where the base's weights are
+        """Wait for a switch that runs beside the step loop. Raises RuntimeError where the base's weights are
         lost."""
         if self._merging is not None:
             self._merging.settle()
 
     def set_merged(self, command: commands.SetMerged) -> None:
-        """Carries out SetMerged. Raises RuntimeError where the base's weights are lost."""
+        """Carry out SetMerged. Raises RuntimeError where the base's weights are lost."""
         if self._merging is None or self._forward is None:
             error = "the executor is closed" if self._forward is None else "merging is off"
             self._tell(events.SwitchDone(command.switch, False, error=error))
@@ -176,7 +178,8 @@ class Worker:
         self._merging.switch(command, self._tell)
 
     def _check_merged(self, step: commands.RunStep) -> None:
-        """Raises ValueError where the step is meant for other weights than there are."""
+        """Check the merged adapter that the step names. Raises ValueError where the weights have another
+        adapter merged, or none."""
         if self._merging is not None:
             self._merging.check(step.merged)
         elif step.merged != BASE:
@@ -185,7 +188,8 @@ class Worker:
     # ------------------------------------------------------------ steps
 
     def use_cpu_lora(self, cpu: CpuLora, handover: DeviceHandover | None) -> None:
-        """Have it compute the rows of ``RunStep.cpu``; before the first step. The worker closes both."""
+        """Let ``cpu`` compute the rows of ``RunStep.cpu``. Call it before the first step. The worker closes
+        both objects."""
         self._cpu_lora, self._handover = cpu, handover
 
     def use_graphs(
@@ -196,10 +200,11 @@ class Worker:
         rehearse: Rehearse | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """Run decoding steps at fixed sizes from now on, captured where the device can; before the first step.
+        """Run steps at fixed sizes from now on, captured where the device can. Call it before the first step.
 
-        ``scratch_page``: a page of the device's pool that holds no data. ``peers``: of one of several ranks. Where
-        this cannot be, it only logs. Raises CapturingFailed.
+        ``scratch_page``: a page of the device's pool that holds no data. ``peers``: the connection to the
+        other ranks, on one of several. Only logs a warning where the operations' kernels cannot be captured.
+        Raises CapturingFailed.
         """
         assert self._forward is not None
         words = None
@@ -214,14 +219,15 @@ class Worker:
 
     @property
     def bucket(self) -> Bucket | None:
-        """What the last step that was issued ran in; None: eagerly."""
+        """The bucket of the last issued step, or None where it ran eagerly."""
         return None if self._graphs is None else self._graphs.ran
 
     def run_step(self, step: commands.RunStep) -> None:
-        """Carries out RunStep. Raises RuntimeError where the base's weights are lost."""
+        """Carry out RunStep. A step that cannot be issued is answered as failed. Raises RuntimeError where
+        the base's weights are lost."""
         merged = BASE
         if self._merging is not None:
-            self._copier.flush()  # a switch goes on beside copies
+            self._copier.flush()  # copies that were put off can run while this thread waits for a switch
             merged = self._merging.settle()
         began = time.perf_counter()
         started: list[SequenceId] = []
@@ -238,7 +244,8 @@ class Worker:
             awaited = self._coming.awaited(step) if step.awaits else None
             cold = self._coming.cold(step) if step.cpu else None
             sampled = self._run(rows, awaited, cold)
-            # What other samples drew comes back as their own SequenceStart.
+            # ``expect`` adds only the first sample's token: other samples return with their own
+            # SequenceStart.
             expected = self._sequences.expect(rows)
             sequences = rows.composition.sampled_sequences
             finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited, cold)
@@ -282,7 +289,7 @@ class Worker:
         return _Sampled(inputs.sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
 
     def _run_cold(self, eager: EagerSteps, inputs: StepInputs, cold: ColdStep) -> Outputs:
-        """A step some of whose rows are the CPU's, eagerly."""
+        """Run a step with cold rows eagerly; the CPU serves these rows if it takes the step."""
         rows = cold.begin(self._cpu_lora, self._handover, inputs, self._geometry, self._device)
         with cold.launching():
             return eager.run(inputs, cold=rows)
@@ -297,7 +304,8 @@ class Worker:
         awaited: Awaited | None,
         cold: ColdStep | None,
     ) -> StepResult:
-        """``sampled_sequences``: the sequences of the rows that drew, in the step's order, as ``expected``."""
+        """Wait for the step's end and return its result. ``sampled_sequences``: the sequences of the rows
+        that drew, in the step's order, like ``expected``."""
         try:
             if cold is not None:
                 cold.end()
@@ -318,85 +326,86 @@ class Worker:
     def _failed(self, step: commands.RunStep, error: Exception, began: float) -> StepResult:
         _log.error("step %d failed", step.step, exc_info=error)
         with contextlib.suppress(RuntimeError):
-            # What of it was issued may not touch its pages once the policy gives them to others.
+            # Work of the step that was issued must end before the policy gives the step's pages to other
+            # sequences.
             self._device.synchronize()
         return StepResult(events.StepDone(step.step, False, (), self._step_s(began), one_line(error)), {})
 
     def _step_s(self, began: float) -> float:
-        """Seconds of a step that ends now: since it was issued, or since the step before it ended."""
+        """Return the seconds of a step that ends now, counted from when it was issued or from the previous
+        step's end, whichever is later."""
         now = time.perf_counter()
         seconds, self._ended_s = now - max(began, self._ended_s), now
         return seconds
 
     def end_sequence(self, command: commands.EndSequence) -> None:
-        """Carries out EndSequence."""
+        """Carry out EndSequence."""
         self._sequences.end(command.sequence)
 
     def copy_pages(self, command: commands.CopyPages) -> None:
-        """Carries out CopyPages."""
+        """Carry out CopyPages."""
         self._arena.copy_pages(command.pairs)
         self._copier.settle()
 
     # ------------------------------------------------------------ adapters
 
     def inspect_adapter(self, command: commands.InspectAdapter) -> None:
-        """Carries out InspectAdapter, on the caller's thread."""
+        """Carry out InspectAdapter on the caller's thread."""
         self._tell(self.inspections.inspect(command))
 
     def verify_adapter(self, command: commands.VerifyAdapter) -> None:
-        """Carries out VerifyAdapter, on the caller's thread."""
+        """Carry out VerifyAdapter on the caller's thread."""
         self._tell(self.inspections.verify(command))
 
     def forget_adapter(self, command: commands.ForgetAdapter) -> None:
-        """Carries out ForgetAdapter."""
+        """Carry out ForgetAdapter."""
         self.inspections.forget(command.adapter)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
-        """Enter an adapter of scale 0 on all projections, in pages that it does not have: steps with it compute
-        what the base model does, by the kernels for adapters. Until ``evict_adapter``. False: the pool has no room
-        for such an adapter."""
+        """Enter an adapter of scale 0 on all projections, without pages of its own, until ``evict_adapter``.
+        Steps with it run the kernels for adapters, and compute the same as the base model. Return False where
+        the pool has no room for an adapter of this rank."""
         layout = pretended_layout(rank, self._geometry)
         if layout.num_pages > self._arena.num_pages:
             return False
-        # All its cells lie where the pool begins.
+        # All cells of the adapter are at the beginning of the pool.
         self._tables.put(adapter, layout, np.zeros(layout.num_cells, np.int64))
         return True
 
     def read_adapter(self, command: commands.ReadAdapter) -> None:
-        """Carries out ReadAdapter."""
+        """Carry out ReadAdapter."""
         try:
             self._coming.claim(command)
             self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
         except AdapterError as error:
             self._tell(events.AdapterRead(command.adapter, False, str(error)))
         except (RuntimeError, ValueError) as error:
-            # Closed, or the device is broken: no thread will answer.
+            # The reader is closed, or the device is broken: no thread will answer.
             self._tell(events.AdapterRead(command.adapter, False, one_line(error)))
 
     def evict_adapter(self, command: commands.EvictAdapter) -> None:
-        """Carries out EvictAdapter."""
+        """Carry out EvictAdapter."""
         self._coming.leave(command.adapter)
 
     def swap_pages(self, command: commands.SwapPages) -> None:
-        """Carries out SwapPages."""
+        """Carry out SwapPages."""
         self._coming.swap(command, self._tell)
 
     def report_state(self, command: commands.ReportState) -> None:
-        """Carries out ReportState."""
+        """Carry out ReportState."""
         self._tell(self.state())
 
     def state(self) -> ExecutorState:
-        """How it stands; from any thread."""
+        """Return the worker's state. May be called from any thread."""
         return ExecutorState(self._host.pages_pinned, PREPARATION.seconds())
 
     # ------------------------------------------------------------ the end
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was issued."""
+        """Wait until the device has done all work issued so far."""
         self._device.synchronize()
 
     def close(self, *, frees: bool = True) -> None:
-        """See Executor."""
         if self._forward is None:
             return
         self._reader.close()
@@ -416,7 +425,7 @@ class Worker:
         if self._handover is not None:
             self._handover.close()
         self._forward = self._graphs = self._eager = None
-        del self._inputs  # it remembers tensors of the last step
+        del self._inputs  # it holds tensors of the last step
         self._tables.close()
         self._arena.close()
         self._host.close()
@@ -424,5 +433,5 @@ class Worker:
 
 
 def unheard(answer: DeviceEvent) -> None:
-    """Where answers go before an executor is connected."""
+    """Log an answer that arrives before the executor is connected."""
     _log.warning("an answer has nowhere to go: %s", type(answer).__name__)

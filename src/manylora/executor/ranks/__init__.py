@@ -1,4 +1,5 @@
-"""N equal processes that are one executor: each an ordinary worker on its share of the model (S-LoRA §6).
+"""Runs N equal processes as one executor, each an ordinary worker on its share of the model (S-LoRA §6).
 
-``start`` makes them, ``executor`` is the door to them, ``process`` is one of them, ``wire`` is what they say.
+``start`` starts the processes, ``executor`` connects the driver to them, ``process`` is the program of each
+rank, and ``wire`` defines their messages.
 """

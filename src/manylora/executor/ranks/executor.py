@@ -1,8 +1,9 @@
-"""The door to N ranks, which are one executor to the driver.
+"""Presents N ranks to the driver as one executor.
 
-Owns their processes from when they obey until they are gone, the order of commands, and the agreement of their
-answers: a step has ended when all ranks have ended it alike, a read or a copy is done when all report it, and
-fails on all where it fails on one. Whatever shows that ranks are no longer alike ends them all. Holds no tensor.
+Owns the ranks' processes from when they accept commands until they have ended, the order of commands, and the
+agreement of their answers. A step has ended when all ranks have ended it with the same outcome. A read or a
+copy is done when all ranks report it, and fails on all ranks where it fails on one. Any sign that the ranks
+differ ends them all. Holds no tensor.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ from manylora.types import AdapterId, CopyId
 _log = logging.getLogger(__name__)
 
 END_S = 2.0
-"""What ranks have to end in when they are told to."""
+"""The seconds that ranks have to end after the command ``End``, before they are killed."""
 
 FAILED_STEP_S = 10.0
-"""A step that failed on one rank has failed on all by then, or others wait for that one's exchanges."""
+"""The seconds in which a step that failed on one rank must end on all ranks. After that, the other ranks are
+taken to wait for exchanges that the failed rank will not make."""
 
 
 LOOK_S = 0.5
+"""The seconds between two looks at the ranks."""
 STOPPED_LOOKS = 10
-"""A process that was stopped at so many looks in a row is lost. Looks, not seconds: where all processes are
-stopped together, the one that looks is, too."""
+"""A process found stopped this many times in a row is lost. Looks are counted, not seconds: where all
+processes are stopped together, the process that looks is stopped too."""
 
 
 class RanksLost(RuntimeError):
-    """A rank is gone, or not like the others."""
+    """The error that a rank has ended, or differs from the others."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,20 +70,21 @@ class RankProcess:
     channel: Channel
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """End the process at once, whatever it is doing."""
         self.process.kill()
 
 
 class StoppedProcesses:
-    """Looks at processes, every ``LOOK_S``, for one that is stopped and stays so. So it is told from one that is
-    busy: no compilation, no long prompt and no loaded machine looks like it."""
+    """A watch over processes, to find one that is stopped and stays stopped. It reads the system's process
+    state, so a process busy with a compilation or a long prompt, or on a loaded machine, is not mistaken for
+    a stopped one. Call ``look`` every ``LOOK_S`` seconds."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._stopped = [0] * len(pids)
 
     def look(self) -> int | None:
-        """Which of them is lost, by its place."""
+        """Look at every process once. Return the place of a lost one, or None."""
         for place, pid in enumerate(self._pids):
             self._stopped[place] = self._stopped[place] + 1 if is_stopped(pid) else 0
         return next((place for place, looks in enumerate(self._stopped) if looks >= STOPPED_LOOKS), None)
@@ -88,7 +92,8 @@ class StoppedProcesses:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """A step on its way, or ended, and not told of yet."""
+    """A step that is in flight, or has ended and has not been reported. ``answers``: the answers so far, by
+    rank. ``failed_s``: the time of its first failed answer (``time.monotonic``)."""
 
     step: int
     began: float
@@ -100,10 +105,10 @@ class _Step:
 
 
 class RankedExecutor:
-    """``protocol.Executor`` on several ranks.
+    """The ``protocol.Executor`` of several ranks.
 
-    ``step_timeout_s``: a step that takes longer, without the time that ranks spend on compiling, is lost with
-    them. ``geometry``: of the first rank; ``num_pages``: of the device's pool.
+    ``step_timeout_s``: the longest time of a step, not counting the ranks' compiling; after that the ranks
+    are lost. ``geometry``: the first rank's adapter geometry; ``num_pages``: the pages of the device's pool.
     """
 
     def __init__(
@@ -127,11 +132,14 @@ class RankedExecutor:
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
         self._answers: dict[commands.Ask, dict[int, events.AdapterRead | events.CopyDone | events.SwitchDone]] = {}
-        # Adapters that some ranks have brought and others have not: evicted before the next command.
+        # Adapters that only some ranks have brought to the device; they are evicted before the next command.
         self._evictions: collections.deque[AdapterId] = collections.deque()
-        self._brings: dict[commands.Ask, AdapterId] = {}  # what commands on their way bring to the device
-        self._awaitable: set[CopyId] = set()  # on their way: steps may await them
-        # Of those since the last step's end, and since the one before: which went well.
+        self._brings: dict[
+            commands.Ask, AdapterId
+        ] = {}  # the adapters that commands in flight bring to the device
+        self._awaitable: set[CopyId] = set()  # copies in flight that steps may await
+        # Awaitable copies answered since the last step's end, and those answered in the interval before; each
+        # with whether it went well.
         self._answered: list[tuple[CopyId, bool]] = []
         self._answered_before: list[tuple[CopyId, bool]] = []
         self._lost: str | None = None
@@ -143,17 +151,15 @@ class RankedExecutor:
             threading.Thread(target=self._watch, name="manylora-ranks-watch", daemon=True),
         ]
 
-    # ------------------------------------------------------------ the door
+    # ------------------------------------------------------------ the Executor protocol
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """See Executor."""
         self._tell = tell
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
     def obey(self, command: commands.DeviceCommand) -> None:
-        """See Executor."""
         match command:
             case commands.ReportState():
                 self._report_state()
@@ -181,17 +187,17 @@ class RankedExecutor:
         self._write(command)
 
     def pretend_adapter(self, adapter: AdapterId, rank: int) -> bool:
-        """See Worker."""
+        """Enter an adapter of scale 0 on all ranks, without pages of its own, until it is evicted. Return
+        False where the pool has no room for an adapter of this rank."""
         if pretended_layout(rank, self._geometry).num_pages > self._num_pages:
             return False
         self._write(Pretend(adapter, rank))
         return True
 
     def flush(self) -> None:
-        """See Executor. Ranks put nothing off."""
+        """Do nothing, since the ranks begin every command at once."""
 
     def wait_step(self) -> None:
-        """See Executor."""
         with self._changed:
             if not self._steps:
                 return
@@ -199,7 +205,8 @@ class RankedExecutor:
             self._changed.wait_for(lambda: self._lost or step.has_ended(len(self._ranks)))
             self._check()
             self._steps.popleft()
-            # As for one rank (``Coming.step_ended``), which alone does not know when others have answered.
+            # The same rule as in ``Coming.step_ended``. It is applied here because a rank does not know when
+            # the others have answered.
             forgotten, self._answered_before = self._answered_before, self._answered
             self._answered = []
         if forgotten:
@@ -207,7 +214,6 @@ class RankedExecutor:
         self._tell(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
-        """See Executor."""
         with self._changed:
             if self._is_closing:
                 return
@@ -238,8 +244,8 @@ class RankedExecutor:
     # ------------------------------------------------------------ commands
 
     def _write(self, command: object) -> None:
-        """Send a command to every rank, after the evictions that the listening thread asks for. That thread sends
-        nothing itself, so it never keeps a rank from being heard."""
+        """Send a command to every rank, after the evictions that the listening thread has requested. That
+        thread sends nothing itself, so a blocked send never stops it from reading the ranks' messages."""
         with self._writing:
             while self._evictions:
                 self._send(commands.EvictAdapter(self._evictions.popleft()))
@@ -256,7 +262,7 @@ class RankedExecutor:
                 self._check()
 
     def _check(self) -> None:
-        """Raises RanksLost where the ranks are."""
+        """Raise RanksLost where the ranks are lost."""
         if self._lost is not None:
             raise RanksLost(self._lost)
 
@@ -272,7 +278,7 @@ class RankedExecutor:
     # ------------------------------------------------------------ answers
 
     def _listen(self) -> None:
-        """Hear all ranks until the last has ended."""
+        """Receive all ranks' messages until the last rank has ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.channel.sock, selectors.EVENT_READ, rank)
@@ -342,8 +348,13 @@ class RankedExecutor:
         return StepResult(done, result.logprobs, result.prompt_logprobs)
 
     def _hear_landed(self, rank: int, answer: events.AdapterRead | events.CopyDone | events.SwitchDone) -> None:
-        """One that fails on one rank is undone on all before the policy, which may give its pages away, hears
-        it; a copy that steps may await when none does any more."""
+        """Collect the ranks' answers to a read, a copy or a switch, and report one answer once all have
+        arrived.
+
+        Where a read or a copy has failed on some ranks, request the adapter's eviction from the others before
+        the report, since the policy may then give its pages away. A failed copy that steps may await is
+        undone later, by ForgetCopies, when no step awaits it any more.
+        """
         ask = commands.ask_of(answer)
         answers = self._answers.setdefault(ask, {})
         answers[rank] = answer
@@ -369,7 +380,8 @@ class RankedExecutor:
                     self._answered.append((worst.copy, worst.ok))
 
     def _tell_switched(self, every: list[events.SwitchDone]) -> None:
-        """Ranks restore their weights together; one whose weights are lost says so where others may not."""
+        """Report the ranks' answers to a switch as one. The ranks restore their weights together, so
+        different outcomes mean that a rank's weights are lost, and the ranks with it."""
         if len({one.ok for one in every}) > 1:
             wrong = next(one for one in every if not one.ok)
             self._lose(f"switch {wrong.switch} failed on some ranks: {wrong.error}")
@@ -380,8 +392,8 @@ class RankedExecutor:
     # ------------------------------------------------------------ trouble
 
     def _lose(self, reason: str) -> None:
-        """Nothing can be trusted any more: end all ranks, whose waiting for each other would not end, and say
-        so."""
+        """Kill all ranks and report that the executor is lost. Nothing can be trusted any more, and the ranks
+        might wait for each other without end."""
         with self._changed:
             if self._lost is not None or self._is_closing:
                 return
@@ -393,7 +405,7 @@ class RankedExecutor:
         self._tell(ExecutorLost(reason))
 
     def _watch(self) -> None:
-        """See ranks that are stopped, and steps that do not end."""
+        """Watch for ranks that are stopped and for steps that do not end, until the executor is closed."""
         watch = StoppedProcesses([rank.process.pid for rank in self._ranks])
         prepared_s = looked_s = 0.0
         busy_s, number = 0.0, None
@@ -403,7 +415,7 @@ class RankedExecutor:
             if stopped is not None:
                 self._lose(f"rank {self._ranks[stopped].rank} has been stopped")
             now, spent_s = time.monotonic(), max(one.preparation_s for one in self._status)
-            # Time in which this process itself did not run says nothing of the ranks.
+            # Leave out time in which this process did not run, since it shows nothing about the ranks.
             passed_s = min(now - looked_s, 2 * LOOK_S) - (spent_s - prepared_s)
             looked_s, prepared_s = now, spent_s
             with self._changed:

@@ -1,8 +1,9 @@
-"""One rank: a process with an ordinary worker on its share of the model, which obeys what the driver's
-process writes.
+"""Runs one rank: a process with an ordinary worker on its share of the model, which obeys the driver's
+commands.
 
-``python -m manylora.executor.ranks.process FD``: a socket to the driver's process, whose end is this one's
-too, whatever it is doing. Owns the order build, obey, answer. Decides nothing.
+Started as ``python -m manylora.executor.ranks.process FD``, where FD is a socket to the driver's process.
+When the driver's process ends, this process ends too, whatever it is doing. Owns the order build, obey,
+answer. Decides nothing.
 """
 
 from __future__ import annotations
@@ -55,14 +56,17 @@ from manylora.types import RankTraffic
 _log = logging.getLogger(__name__)
 
 _PROGRESS_BYTES = 2**26
+"""The bytes of weights between two reports of progress."""
 _STATUS_S = 0.25
+"""The seconds between two statuses."""
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank}: %(message)s"
 
 
 def main(file: int) -> int:
-    """The process; gives its exit code."""
+    """Run the rank until it ends, and return the process's exit code: 0, 2 where the settings or the model
+    are at fault, 1 for other failures. ``file``: the descriptor of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the driver's process, which decides when ranks end
+        signal.signal(number, signal.SIG_IGN)  # the driver's process decides when ranks end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     channel = Channel(socket.socket(fileno=file))
     begin = channel.receive()
@@ -89,8 +93,9 @@ def main(file: int) -> int:
 
 
 class _Begun(NamedTuple):
-    """A step on its way: its rows, the bucket that it was captured for, its exchanges, and a checksum of all
-    exchanges until its last. ``issued``: of the device."""
+    """A step in flight. ``bucket``: the bucket in which it runs, None: eagerly. ``num_exchanges``: the step's
+    own. ``digest``: a checksum of all exchanges since the start up to the step's last. ``issued``: the
+    device's mark for the end of the step's work."""
 
     step: int
     num_rows: int
@@ -105,9 +110,11 @@ def _peers(begin: Begin, device: Device) -> Peers:
 
 
 class _Rank:
-    """Raises ConfigError and ModelError where the settings are at fault."""
+    """A rank's worker, its channel to the driver, and its steps in flight."""
 
     def __init__(self, begin: Begin, channel: Channel) -> None:
+        """Build the rank and exchange messages with the driver until it is ready. Raises ConfigError and
+        ModelError where the settings or the model are at fault."""
         self._channel = channel
         self._number = begin.rank
         torch.set_num_threads(begin.num_threads)
@@ -130,7 +137,8 @@ class _Rank:
         channel.send(RankReady())
 
     def _progress(self) -> Callable[[int, int], None] | None:
-        """The first rank's, now and then."""
+        """Return a function that reports the first rank's progress, once per ``_PROGRESS_BYTES``. Return None
+        on other ranks."""
         if self._number:
             return None
         said = 0
@@ -146,7 +154,8 @@ class _Rank:
     # ------------------------------------------------------------ work
 
     def obey_all(self) -> None:
-        """Until the end is commanded."""
+        """Obey commands until ``End``, and answer steps as they end. Ends the process where the driver's has
+        ended."""
         worker = self._worker
         assert worker is not None
         while True:
@@ -171,7 +180,7 @@ class _Rank:
                     worker.flush()
 
     def _run(self, worker: Worker, step: commands.RunStep) -> None:
-        worker.settle_merged()  # which exchanges, too
+        worker.settle_merged()  # a switch's exchanges must not count as the step's
         before = self._peers.num_exchanges
         self._failed: StepResult | None = None
         worker.obey(step)
@@ -189,7 +198,7 @@ class _Rank:
             self._answer(self._failed, begun)
 
     def _end_steps(self, worker: Worker) -> None:
-        """Answer the steps in flight as they end, until there is a command or there are none."""
+        """Answer the steps in flight as they end, until a command arrives or no step is left."""
         while self._begun and not self._channel.has_some():
             if self._device.has_passed(self._begun[0].issued):
                 worker.wait_step()
@@ -202,7 +211,7 @@ class _Rank:
         elif self._begun and self._begun[0].step == event.done.step:
             self._answer(event, self._begun.popleft())
         else:
-            self._failed = event  # as it was to be issued
+            self._failed = event  # the step failed before it was issued
 
     def _answer(self, result: StepResult, begun: _Begun) -> None:
         done = result.done
@@ -226,7 +235,8 @@ class _Rank:
     # ------------------------------------------------------------ beside the work
 
     def _beat(self, parent: int) -> None:
-        """Say how things stand, and end with the driver's process: a fork of it may hold the socket open."""
+        """Send the status every ``_STATUS_S``, and end this process when the driver's has ended. The socket
+        alone does not show that, since a fork of the driver's process may keep it open."""
         with contextlib.suppress(OSError):
             while os.getppid() == parent:
                 self._channel.send(self._status())

@@ -1,7 +1,7 @@
-"""From settings to ranks that obey, and the numbers that the policy is given.
+"""Starts the ranks from the settings, and derives the policy's limits.
 
-Owns the start of their processes, and the order in which they are told. The driver's process loads no model.
-Nothing is left behind: files have no name, sockets are pairs.
+Owns the start of the ranks' processes, and the order of the messages to them. The driver's process loads no
+model. Nothing is left behind on the system: files have no name, and sockets are pairs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
     "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0", "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
-"""What every rank runs with: no multicast between GPUs; and captured exchanges without memory and ordering of
-their own, which they do not need, since a rank issues all its exchanges on one stream. Ranks are of one host."""
+"""Environment variables of every rank. They turn off multicast between GPUs. They also turn off the separate
+memory and ordering of captured exchanges, which a rank does not need, since it issues all its exchanges on
+one stream. Gloo uses the loopback interface, since all ranks are on one host."""
 
 _START_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,10 +59,11 @@ def build_ranks(
     progress: Callable[[int, int], None] | None = None,
     registry_path: Path | None = None,
 ) -> tuple[RankedExecutor, PolicyConfig, EngineInfo]:
-    """Start the ranks and have each load its share. Raises ConfigError or ModelError, in one line.
+    """Start the ranks, and return their executor, the policy's limits and the engine's information.
 
-    ``progress(done_bytes, total_bytes)``: called while the first rank's weights load; the other arguments as of
-    ``build_worker``.
+    ``progress(done_bytes, total_bytes)`` is called while the first rank's weights load. ``registry_path``:
+    the cache of adapter headers, by default in the user's cache directory. Raises ConfigError or ModelError
+    with a message of one line, and RuntimeError where a rank ends, is stopped or fails for another reason.
     """
     plan = planned(settings)
     task = plan.task(registry_path)
@@ -85,14 +87,14 @@ def build_ranks(
 
 
 def _start(task: RankTask, undo: contextlib.ExitStack) -> list[RankProcess]:
-    """Start all; ``undo`` ends them again."""
+    """Start all ranks and send each its task. ``undo`` receives a callback that ends them."""
     ranks: list[RankProcess] = []
     num_threads = max(1, torch.get_num_threads() // task.count)
     log_level = logging.getLogger("manylora").getEffectiveLevel()
     undo.callback(_end, ranks)
-    # Descriptors are this process's only until the ranks have theirs; nothing here has a name to be left behind.
+    # This process keeps the descriptors only until the ranks have theirs. None of the files has a name.
     with contextlib.ExitStack() as files:
-        peers_file = os.memfd_create("manylora", os.MFD_CLOEXEC)  # where they meet
+        peers_file = os.memfd_create("manylora", os.MFD_CLOEXEC)  # by which the ranks find each other
         files.callback(os.close, peers_file)
         for number in range(task.count):
             ours, theirs = socket.socketpair()
@@ -109,13 +111,15 @@ def _start(task: RankTask, undo: contextlib.ExitStack) -> list[RankProcess]:
 def _process(
     file: int, passed: tuple[int, ...], num_threads: int, gpu: str | None
 ) -> subprocess.Popen[bytes]:
-    """``gpu``: the only one that the rank sees."""
+    """Start a rank's process. ``file``: the descriptor of its end of the socket pair; ``passed``: all
+    descriptors that it inherits; ``gpu``: the only GPU that it sees, None without GPUs."""
     root = Path(__file__).parents[3]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-    # Blocked until the rank ignores them: a terminal signals all processes, and this one decides when ranks end.
+    # These signals are blocked until the rank ignores them. A terminal sends them to all processes, but this
+    # process decides when ranks end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _START_ENDS)
     try:
         return processes.start(
@@ -140,8 +144,9 @@ def _end(ranks: list[RankProcess]) -> None:
 def _hear_all(
     ranks: list[RankProcess], kind: type[Any], progress: Callable[[int, int], None] | None
 ) -> list[Any]:
-    """Every rank's next message of this kind. Raises ConfigError where one cannot go on for its
-    settings, and RuntimeError where it cannot for another reason: it has ended, or is stopped."""
+    """Wait for every rank's next message of this kind. Return the messages in the order of the ranks. Raises
+    ConfigError where a rank reports that the settings or the model are at fault. Raises RuntimeError where a
+    rank fails for another reason, has ended, or is stopped."""
     heard: dict[int, Any] = {}
     watch, looks_s = StoppedProcesses([rank.process.pid for rank in ranks]), time.monotonic() + LOOK_S
     with selectors.DefaultSelector() as selector:

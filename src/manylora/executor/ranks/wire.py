@@ -1,8 +1,8 @@
-"""What the driver's process and a rank's say to each other, and how it is framed.
+"""Defines the messages between the driver's process and a rank's process, and their framing.
 
-Each rank has a socket pair with the driver's process. On it go first how the rank is to be built and how far it
-has come; then the driver's commands one way, the rank's answers the other. The end of the stream tells of the
-other's death.
+Each rank shares a socket pair with the driver's process. First it carries the rank's task and the rank's
+progress. Then the driver sends commands, and the rank sends answers. The end of the stream shows that the
+other process has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _LENGTH = struct.Struct("<I")
 
 
 class Begin(msgspec.Struct, tag=True):
-    """The first message to a rank: what to build. Descriptors are those of the rank's process."""
+    """The first message to a rank: the task of building it. ``num_threads``: torch's threads in the rank;
+    ``peers_file``: a descriptor in the rank's process of the file by which the ranks find each other;
+    ``parent``: the driver's process id."""
 
     task: RankTask
     rank: int
@@ -38,34 +40,34 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Pools(msgspec.Struct, tag=True):
-    """The second: what there is to work with, now that all weights are loaded. ``copy_place``: where the copy of
-    the base's weights goes, if there is one."""
+    """The second message to a rank: the policy's limits, known once all weights are loaded. ``copy_place``:
+    the place of the copy of the base's weights, if there is one."""
 
     limits: PolicyConfig
     copy_place: Literal["device", "host"]
 
 
 class RankLoading(msgspec.Struct, tag=True):
-    """Weights are being loaded."""
+    """A report of progress while weights load."""
 
     done_bytes: int
     total_bytes: int
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """The rank obeys."""
+    """A report that the rank accepts commands."""
 
 
 class RankFailed(msgspec.Struct, tag=True):
-    """The rank cannot go on."""
+    """A report that the rank cannot continue. ``is_user_error``: the settings or the model are at fault."""
 
     message: str
     is_user_error: bool = False
 
 
 class RankStatus(msgspec.Struct, tag=True):
-    """What a rank says of itself: every quarter of a second, and with the end of each step. ``pages_pinned``: of
-    its host pool; ``preparation_s``: seconds spent on compiling and the like since the start."""
+    """A rank's state, sent every quarter of a second and with each step's end. ``pages_pinned``: the pinned
+    pages of its host pool; ``preparation_s``: seconds spent on compiling and similar work since the start."""
 
     pages_pinned: int = 0
     preparation_s: float = 0.0
@@ -73,10 +75,11 @@ class RankStatus(msgspec.Struct, tag=True):
 
 
 class StepAnswer(msgspec.Struct, tag=True):
-    """A step has ended here. ``done``: a number that is the same on all ranks where they have done the same:
-    of the step's number, its rows, its bucket, its exchanges in order, the tokens that it drew. ``num_exchanges``:
-    how many of the step's had begun. ``result``: from the first rank only, or where it is not ``ok``. ``spoilt``,
-    ``stall_s``: of its StepDone, by this rank's own copies."""
+    """A report that a step has ended on this rank. ``done``: a checksum that is equal on all ranks that have
+    done the same. It covers the step's number, success, rows and bucket, its exchanges in order, and its
+    drawn tokens. ``num_exchanges``: the number of the step's exchanges that had begun. ``result``: sent by
+    the first rank, and by any rank where the step failed. ``spoilt``, ``stall_s``: as in StepDone, for this
+    rank's own copies."""
 
     step: int
     ok: bool
@@ -89,27 +92,28 @@ class StepAnswer(msgspec.Struct, tag=True):
 
 
 class Learn(msgspec.Struct, tag=True):
-    """A command beside the device's: what inspecting an adapter has found, an AdapterSpec's JSON."""
+    """A command to record the result of inspecting an adapter. ``spec``: the JSON of its AdapterSpec."""
 
     adapter: AdapterId
     spec: str
 
 
 class Pretend(msgspec.Struct, tag=True):
-    """A command: ``Worker.pretend_adapter``, for which there is room."""
+    """A command to call ``Worker.pretend_adapter``. The driver has checked that there is room."""
 
     adapter: AdapterId
     rank: int
 
 
 class ForgetCopies(msgspec.Struct, tag=True):
-    """A command: no step awaits these copies any more, each with whether it went well on all ranks."""
+    """A command to forget copies that no step will await any more. Each comes with whether it went well on
+    all ranks."""
 
     answered: tuple[tuple[CopyId, bool], ...]
 
 
 class End(msgspec.Struct, tag=True):
-    """A command: close and end."""
+    """A command to close the worker and end the process."""
 
 
 _KINDS: dict[str, type] = {
@@ -129,24 +133,25 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
 
 
 def packed(message: object) -> bytes:
-    """A message: its kind's name, a byte of 0, its fields."""
+    """Encode a message: the name of its kind, a zero byte, and its fields."""
     return type(message).__name__.encode() + b"\0" + _encoder.encode(message)
 
 
 def framed(message: object) -> bytes:
-    """A message as it goes over a socket."""
+    """Encode a message as it goes over a socket: its length as four bytes, then ``packed``."""
     data = packed(message)
     return _LENGTH.pack(len(data)) + data
 
 
 def unpacked(data: bytes) -> Any:
-    """A message as ``packed`` gave it. Raises msgspec.ValidationError where its fields are not its kind's."""
+    """Decode a message that ``packed`` encoded. Raises msgspec.ValidationError where the fields do not fit
+    its kind."""
     name, _, fields = data.partition(b"\0")
     return _decoder(_KINDS[name.decode()]).decode(fields)
 
 
 class Channel:
-    """One end of the socket pair. ``send`` may be called from any thread."""
+    """One end of a socket pair. ``send`` may be called from any thread; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -154,20 +159,21 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: object) -> None:
-        """Raises OSError where the other is gone."""
+        """Send a message. Raises OSError where the other end is closed."""
         self.send_framed(framed(message))
 
     def send_framed(self, frame: bytes) -> None:
-        """Send what ``framed`` gave. Raises OSError where the other is gone."""
+        """Send a message that ``framed`` encoded. Raises OSError where the other end is closed."""
         with self._sending:
             self.sock.sendall(frame)
 
     def has_some(self) -> bool:
-        """Whether a message, or the beginning of one, has arrived."""
+        """Return whether a message, or the beginning of one, has arrived. True also where the other end is
+        closed."""
         return bool(self._received) or bool(select.select([self.sock], [], [], 0)[0])
 
     def receive(self) -> Any:
-        """The next message; waits for it. None where the other is gone."""
+        """Wait for the next message and return it. Return None where the other end is closed."""
         while True:
             if (message := self._whole()) is not None:
                 return message
@@ -175,7 +181,8 @@ class Channel:
                 return None
 
     def arrived(self) -> list[Any] | None:
-        """What has come, once there is something to read. None where the other is gone."""
+        """Wait until there is something to read, and return the complete messages, perhaps none. Return None
+        where the other end is closed."""
         if not self._fill():
             return None
         messages = []
@@ -203,7 +210,7 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Idempotent; a ``receive`` that waits gives None."""
+        """Close this end. A waiting ``receive`` then returns None. Idempotent."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
