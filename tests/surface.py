@@ -20,8 +20,8 @@ from manylora.engine.client import EngineStats
 from manylora.flags import FLAGS
 from manylora.metrics.requests import Metrics
 from manylora.server.app import create_app
+from manylora.server.connection import ServerSettings
 from manylora.server.errors import TYPES
-from manylora.server.settings import ServerSettings
 from manylora.text.texts import ModelText, Texts
 from tests.engine.test_engine import INFO
 

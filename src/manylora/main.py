@@ -47,8 +47,7 @@ from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
-    from manylora.server.connection import ConnectionLimits
-    from manylora.server.settings import ServerSettings
+    from manylora.server.connection import ConnectionLimits, ServerSettings
 
 log = logging.getLogger("manylora")
 
@@ -317,8 +316,8 @@ def server_settings(
     engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
 ) -> ServerSettings:
     """Build the settings of a server's HTTP side. ``sock``: the socket that it listens on."""
+    from manylora.server.connection import ServerSettings
     from manylora.server.middleware import allowed_hosts
-    from manylora.server.settings import ServerSettings
 
     return ServerSettings(
         served_model_name=engine.model.name,

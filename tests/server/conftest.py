@@ -17,8 +17,8 @@ import uvloop
 from starlette.applications import Starlette
 
 from manylora.server.app import create_app
+from manylora.server.connection import ServerSettings
 from manylora.server.lifecycle import serve
-from manylora.server.settings import ServerSettings
 from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeEngine

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from manylora.server import adapters
 from manylora.server.app import create_app
+from manylora.server.connection import ServerSettings
 from manylora.server.errors import TYPES, ApiError
-from manylora.server.settings import ServerSettings
 from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from tests.server.conftest import BASE, RunningServer, client_of, make_app

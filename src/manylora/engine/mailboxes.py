@@ -106,7 +106,7 @@ class Mailboxes:
     """
 
     def __init__(self, max_waiting_bytes: float = math.inf) -> None:
-        """A request that finds ``max_waiting_bytes`` of others waiting is refused."""
+        """Make empty mailboxes. A request is refused while others of ``max_waiting_bytes`` wait."""
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
         self._boxes: dict[int, _Box] = {}

@@ -199,7 +199,7 @@ class Requests:
     # ------------------------------------------------------------ progress
 
     def note_admission(self, sequence: Sequence, now: float) -> None:
-        """A sequence left the queue: announce its request's first admission."""
+        """Announce the first admission of the request of a sequence that left the queue."""
         if sequence.state.note_admission():
             num_cached = min(sequence.num_computed, sequence.num_prompt)
             self.commands.append(commands.Admitted(sequence.state.request.id, num_cached))

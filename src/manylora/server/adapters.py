@@ -19,13 +19,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
 from manylora.metrics.requests import Metrics
+from manylora.server.connection import ServerSettings
 from manylora.server.docs import JSON, TEXT, Endpoint, Operation
 from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.middleware import same_origin
 from manylora.server.models import Models, note_model
 from manylora.server.requests import LoadAdapterBody, LoraBody, UnloadAdapterBody, read_body
-from manylora.server.settings import ServerSettings
 from manylora.types import adapter_name_fault, why_reserved
 
 # Linux's own limit. Resolving a path takes time that grows with the square of its length.

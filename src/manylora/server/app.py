@@ -24,11 +24,11 @@ from manylora.engine.client import (
 )
 from manylora.metrics.requests import Metrics
 from manylora.server import adapters, docs, errors, models, requests, routes
+from manylora.server.connection import ServerSettings
 from manylora.server.docs import TEXT, Operation
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
 from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
-from manylora.server.settings import ServerSettings
 from manylora.text.texts import Texts
 
 # A scrape must be answered even when the engine is too busy to answer, or dead.

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from manylora.server.connection import ServerSettings
 from manylora.server.errors import TYPES, ErrorBody
 from manylora.server.requests import as_read
-from manylora.server.settings import ServerSettings
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 

@@ -22,10 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manylora.server.connection import log_request
+from manylora.server.connection import ServerSettings, log_request
 from manylora.server.errors import ApiError, bug, clipped
 from manylora.server.lifecycle import Disconnected, Lifecycle
-from manylora.server.settings import ServerSettings
 
 logger = logging.getLogger("manylora.server")
 

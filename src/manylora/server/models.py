@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.engine.client import EngineClient, ReplacesAdapters
+from manylora.server.connection import ServerSettings
 from manylora.server.docs import Operation
 from manylora.server.errors import ApiError, clipped
-from manylora.server.settings import ServerSettings
 from manylora.text.texts import ModelText, Texts
 from manylora.types import AdapterCard
 

@@ -121,7 +121,7 @@ class MergePolicy:
     """A merge policy. It chooses once for each step, and learns from events alone."""
 
     def __init__(self, config: PolicyConfig, times: Any) -> None:
-        """``times``: the ``StepSeconds`` of the device."""
+        """Keep the config and ``times``, the ``StepSeconds`` of the device."""
 
     def choose(self, view: MergeView) -> Choice:
         """Return the choice, which may change the merged adapter only if ``view.may_switch_to`` allows it."""

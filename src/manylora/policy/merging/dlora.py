@@ -120,8 +120,11 @@ class Thresholds:
         fcfs: tuple[int, float],
         switch_s: float,
     ) -> None:
-        """A step starts. ``merge``, ``fcfs``: requests and seconds of the batch of ``adapter`` merged, and of
-        that in arrival order; ``switch_s``: what a switch to the other mode takes."""
+        """Note that a step starts.
+
+        ``merge``, ``fcfs``: requests and seconds of the batch with ``adapter`` merged, and of the batch in
+        arrival order. ``switch_s``: seconds of a switch to the other mode.
+        """
         period = self._period
         if period is None or period.is_merged != is_merged or period.adapter != adapter:
             self._end()
