@@ -89,10 +89,9 @@ class Executor(Protocol):
     and its rows that read the missing pages are ``StepDone.spoilt``. No other row reads the former content of
     those pages.
 
-    **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged, steps have
-    its rows alone; a step with other rows fails. A
-    failed switch leaves the weights as they were loaded. Until the next SetMerged, steps run on these,
-    whatever they name, and give the same results. Where even these weights cannot be restored, ``obey``
+    **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged, a step has
+    its rows alone; a step with other rows fails. A failed switch leaves the weights as they were loaded. Until
+    the next SetMerged, steps run on these, whatever they name, and give the same results. Where even these weights cannot be restored, ``obey``
     raises: the device is broken.
     """
 
