@@ -275,7 +275,8 @@ class StepInputs:
     [M]: the entries of the pending tokens where the draws go. ``sampled[i]`` draws from row i of the logits, for
     the step's row ``sampled_rows[i]`` (int64 [M]); ``sampled`` is None where each row draws its most likely token
     once and nothing else is asked. ``lora`` is the same object as in the step before where nothing has changed,
-    and ``lora_adapters`` are those of its segments. ``scored``: the tokens whose logits tell of a prompt, if any.
+    and ``lora_adapters`` are those of its segments. ``head``: the same segments at the output head;
+    None where no adapter of the step changes it. ``scored``: the tokens whose logits tell of a prompt, if any.
     """
 
     token_ids: np.ndarray
@@ -288,6 +289,7 @@ class StepInputs:
     sampled: list[SampledRow] | None
     sampled_rows: np.ndarray
     lora_adapters: tuple[AdapterId, ...] = ()
+    head: LoraSegments | None = None
     scored: ScoredTokens | None = None
 
 
@@ -317,6 +319,7 @@ class _Layout:
     may_score: bool
     lora: LoraSegments | None
     lora_adapters: tuple[AdapterId, ...]
+    head: LoraSegments | None
 
 
 class InputBuilder:
@@ -326,8 +329,10 @@ class InputBuilder:
         self._sequences = sequences
         self._tables = tables
         self._page_tokens = geometry.page.page_tokens
+        self._num_of_layers = geometry.num_of_layers
         self._lora_key: tuple[int, bytes, bytes, bytes] | None = None
         self._lora: LoraSegments | None = None
+        self._head: LoraSegments | None = None
         self._layout: _Layout | None = None
 
     def build(self, rows: Rows) -> StepInputs:
@@ -360,6 +365,7 @@ class InputBuilder:
             sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
             sampled_rows=layout.sampled_rows,
             lora_adapters=layout.lora_adapters,
+            head=layout.head,
             scored=self._scored(layout, starts, ends) if layout.may_score else None,
         )
 
@@ -421,6 +427,7 @@ class InputBuilder:
             may_score=bool(self._sequences.scored[slots].any()),
             lora=lora,
             lora_adapters=lora_adapters,
+            head=None if lora is None else self._head,
         )
 
     def _segments(
@@ -443,6 +450,9 @@ class InputBuilder:
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())
         if key != self._lora_key:
             records, scales = self._tables.entries(rows)
-            self._lora = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
+            whole = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
+            self._lora, self._head = whole.part(0, self._num_of_layers), None
+            if records[:, self._num_of_layers :, 2].any():
+                self._head = whole.part(self._num_of_layers, records.shape[1])
             self._lora_key = key
         return self._lora, tuple(names)

@@ -114,7 +114,7 @@ class RankBuild:
         settings = task.settings
         folder = resolve_model(settings.model.model)
         self._config = read_model_config(folder)
-        self._share = ModelShare(self._config, place, task.is_sharded)
+        self._share = ModelShare(self._config, place, task.is_sharded, head_fixed_by=settings.head_fixed_by)
         self._ranked = None if peers is None else RankedModel(self._share, peers)
         self._dtype = resolve_dtype(settings.model.dtype, task.device, self._config.dtype)
         shape = attention_shape(self._share.config, self._dtype, task.max_positions)

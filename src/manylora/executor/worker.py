@@ -112,7 +112,7 @@ class Worker:
 
         ``ranked``: where the decoder is one rank's share of a model. The worker closes what it is given.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
+        self._forward: Forward | None = Forward(decoder, arena, geometry.of_layers, device, ranked)
         self._is_rank = ranked is not None  # which copies are forgotten is told to all ranks alike
         self._graphs: StepGraphs | None = None
         self._arena = arena

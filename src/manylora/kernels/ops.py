@@ -109,6 +109,11 @@ class LoraSegments:
     scales: np.ndarray
     cells: torch.Tensor
 
+    def part(self, first: int, end: int) -> LoraSegments:
+        """The same of these projections alone."""
+        records, scales = (np.ascontiguousarray(array[:, first:end]) for array in (self.records, self.scales))
+        return dataclasses.replace(self, records=records, scales=scales)
+
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
         """The segments of these tokens alone, ascending int [M]; None where none of them has an adapter."""
         segment = np.searchsorted(self.start, tokens, side="right") - 1
@@ -240,6 +245,7 @@ class StepBatch:
     token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
+    head: the plan of those tokens at the output head; None: no adapter changes it there.
     before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
     cold: where something computes adapters' products beside the device; ``lora`` is the plan of the other rows
     and ``sampled`` None then.
@@ -251,6 +257,7 @@ class StepBatch:
     sample_index: torch.Tensor
     attention: Any
     lora: Any | None
+    head: Any | None = None
     sampled: SampledRows | None = None
     before_layer: Callable[[int], None] | None = None
     cold: ColdProducts | None = None
