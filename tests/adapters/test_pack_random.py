@@ -30,7 +30,7 @@ def random_geometry(random: np.random.Generator, itemsize: int, has_model: bool 
     if random.random() < 0.5:  # one that lacks some groups, one whose last is wider than the others'
         wide = ProjectionGroup("wide_down", (Projection("mlp.down_proj", 200, HIDDEN),))
         layers = (shape.groups, shape.groups[:2], (*shape.groups[:3], wide))
-    model = ()
+    model: tuple[ProjectionGroup, ...] = ()
     if has_model:
         model = (ProjectionGroup("head", (Projection("lm_head", HIDDEN, int(random.integers(30, 300))),)),)
     cell_elements = int(random.choice([8, 16, 48, 64]))

@@ -43,7 +43,8 @@ def test_one_mixed_batch_and_its_prompts(heads: Bench) -> None:
     names = heads.names * 2
     prompts = [random_tokens(i, 1 + 10 * (i % 6), heads.checkpoint.vocab_size) for i in range(len(names))]
     params = [greedy(NUM_TOKENS) if i % 2 else asked(NUM_TOKENS) for i in range(len(names))]
-    for limits in ({}, {"max_num_seqs": 5, "max_batch_tokens": 11}):
+    every: tuple[dict[str, Any], ...] = ({}, {"max_num_seqs": 5, "max_batch_tokens": 11})
+    for limits in every:
         with heads.llm(page_tokens=4, **limits) as llm:
             outputs = llm.generate(prompts, params, names)
         heads.check(outputs, NUM_TOKENS)
