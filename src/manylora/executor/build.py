@@ -42,6 +42,7 @@ from manylora.memory.pool import Arena, HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import RankedModel
 from manylora.models.load import load_model, resolve_dtype, share_bytes
+from manylora.models.model import Model
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
 from manylora.types import EngineInfo
@@ -121,7 +122,7 @@ class RankBuild:
         ops = ops_for(device.torch_device, attention=shape)
         if peers is None:
             _log.info("running on %s with %s kernels", device.name, ops.name)
-        self._decoder = load_model(
+        self._decoder: Model = load_model(
             folder,
             ops=ops,
             device=device.torch_device,

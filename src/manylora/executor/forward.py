@@ -20,7 +20,7 @@ from manylora.executor.sampling import LOGITS_AT_A_TIME, Best, RankedSampling, g
 from manylora.kernels.ops import LoraSegments, LoraStep, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.pool import Arena
-from manylora.models.decoder import Decoder
+from manylora.models.model import Model
 
 NARROWED = 64
 """So many tokens that draw nothing make it worth a gather to spare them the last layer's products."""
@@ -70,7 +70,7 @@ class Forward:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         arena: Arena,
         geometry: AdapterGeometry,
         device: Device,

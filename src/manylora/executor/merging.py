@@ -32,13 +32,13 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import MergedLayer, MergePlan, Weight, WeightKind, of_adapters
+from manylora.kernels.ops import AdaptedLinear, MergedLayer, MergePlan, Weight, WeightKind, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
 from manylora.memory.pool import Arena, shared_memory
-from manylora.models.decoder import Decoder
-from manylora.models.layers import LoraLinear, RankedLinear
+from manylora.models.layers import RankedLinear
+from manylora.models.model import Model
 from manylora.models.share import LinearShare
 from manylora.protocol import SetMerged, SwitchDone
 from manylora.types import BASE, AdapterId, first_line
@@ -51,7 +51,7 @@ class MergedWeights:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         pristine: DevicePristine | HostPristine,
         arena: Arena,
         tables: AdapterTables,
@@ -264,7 +264,7 @@ class RankedMerging:
     """``geometry``: of adapters that are cut as the linears are, in pages as the pool's. Of one thread at a time;
     every rank asks the same in the same order."""
 
-    def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[LoraLinear]) -> None:
+    def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[AdaptedLinear]) -> None:
         self.geometry = geometry
         self._peers = peers
         self._dtype = linears[0].weight.data.dtype

@@ -37,7 +37,7 @@ from manylora.memory.bringing import bringer_of
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited
 from manylora.memory.pool import Arena, HostPool
-from manylora.models.decoder import Decoder
+from manylora.models.model import Model
 from manylora.protocol import (
     DEVICE_COMMANDS,
     AdapterError,
@@ -99,7 +99,7 @@ class Worker:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         arena: Arena,
         host: HostPool,
         geometry: AdapterGeometry,
