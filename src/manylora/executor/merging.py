@@ -32,7 +32,7 @@ from manylora.config import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import AdaptedLinear, MergedLayer, MergePlan, Weight, WeightKind, of_adapters
+from manylora.kernels.ops import AdaptedLinear, MergedLayer, MergePlan, Weight, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
@@ -364,11 +364,16 @@ class WeightRows(NamedTuple):
 
 
 def pristine_bytes(weights: Iterable[Weight]) -> int:
-    """What a copy of these takes. Raises ConfigError where one is stored so that nothing can be merged into it."""
-    weights = list(weights)
-    for kind in {weight.kind for weight in weights} - {WeightKind.PLAIN}:
-        raise ConfigError(f"adapters cannot be merged into weights stored as {kind.value}: serve it unmerged")
-    return sum(weight.data.nbytes for weight in weights)
+    """What a copy of these takes. Raises ConfigError where nothing can be merged into one of them."""
+    total = 0
+    for weight in weights:
+        matrix = weight.plain()
+        if matrix is None:
+            raise ConfigError(
+                "adapters cannot be merged into weights that are no plain matrices: serve it unmerged"
+            )
+        total += matrix.nbytes
+    return total
 
 
 class DevicePristine:

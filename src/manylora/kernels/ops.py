@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,24 +29,21 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class WeightKind(enum.Enum):
-    """How ``Weight.data`` holds the matrix."""
-
-    PLAIN = "plain"
-    """The matrix itself, in the dtype of the activations."""
-
-
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """``data`` ``[out, in]``, as ``kind`` says; ``version`` counts the rewrites.
+    """``data`` ``[out, in]``; ``version`` counts the rewrites.
 
     The memory stays the same for the weight's whole life: captured graphs hold its address, and operations read it
     anew at every call. An operation that keeps something derived from the numbers keeps the version beside it.
     """
 
     data: torch.Tensor
-    kind: WeightKind = WeightKind.PLAIN
     version: int = 0
+
+    def plain(self) -> torch.Tensor | None:
+        """The matrix itself, in the dtype of the activations; None where it is held otherwise, and nothing can be
+        merged into it."""
+        return self.data
 
     def rewrite(self, data: torch.Tensor) -> None:
         """Copy these numbers over the weight's, ordered with the device's other work; for the weight's owner.
