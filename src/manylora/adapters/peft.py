@@ -39,6 +39,9 @@ Side = Literal["A", "B"]
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
 
+_HEAD = "lm_head"
+_HEAD_LORA = "lm_head.lora_"
+
 # Parts of the names of tensors that cannot be served, and what they are; the most telling first.
 _UNSUPPORTED_TENSORS = (
     ("lora_magnitude_vector", "DoRA"),
@@ -46,12 +49,10 @@ _UNSUPPORTED_TENSORS = (
     ("trainable_tokens", "new or retrained tokens"),
     ("modules_to_save", "modules_to_save"),
     ("embed_tokens", "embeddings saved with the adapter (new tokens)"),
-    ("lm_head", "output embeddings saved with the adapter (new tokens)"),
+    (_HEAD, "output embeddings saved with the adapter (new tokens)"),
     ("lora_diag", "KaSA"),
     (".bias", "a bias (bias or lora_bias)"),
 )  # fmt: skip
-
-_HEAD_LORA = "lm_head.lora_"
 
 # VeLoRA keeps compressed activations for its backward pass; its forward pass is plain LoRA.
 IGNORED_TENSORS = ("lora_velora_embed",)
@@ -63,8 +64,8 @@ class AdapterSpec:
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (order of AdapterGeometry.projections) in layer l; rank 0
     and scale 0 where it is not adapted. What the model has once stands at layer 0. ``weights``, ``config``: stamps
-    of the two files when inspected.
-    ``digest``: their ``sampled_digest``. ``warnings``: what is served otherwise than its maker may expect.
+    of the two files when inspected. ``digest``: their ``sampled_digest``. ``warnings``: what is served otherwise
+    than its maker may expect.
     """
 
     path: str
@@ -231,7 +232,7 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
     """Tensor names by module and side, and the (prefix, infix) that all names share."""
     for part, kind in _UNSUPPORTED_TENSORS:
         for name in tensors:
-            if part in name and not (part in _HEAD_LORA and _HEAD_LORA in name):
+            if part in name and not (part == _HEAD and _HEAD_LORA in name):
                 raise AdapterError(f"tensor {shown(name)} is not supported: {kind}")
     modules: dict[str, dict[Side, str]] = {}
     forms = set()
