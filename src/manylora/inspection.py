@@ -112,7 +112,7 @@ def _geometries(settings: EngineSettings) -> _Geometries:
         config = read_model_config(folder)
         check_count(config, count)
         is_sharded = lora_sharding_of(settings.lora_sharding, count) == "sharded"
-        share = ModelShare(config, RankPlace(0, count), is_sharded)
+        share = ModelShare(config, RankPlace(0, count), is_sharded, head_fixed_by=settings.head_fixed_by)
         whole, first = share.whole_geometry(*lies), share.geometry(*lies)
         texts = TextCheck(folder, resolve_model(settings.model.tokenizer or settings.model.model))
         return _Geometries(config, whole, first, is_sharded, texts)
@@ -153,7 +153,7 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "fits": True,
         "base_model": spec.base_model,
         "modules": list(spec.modules),
-        "layers": sum(any(row[layer] for row in spec.ranks) for layer in range(geometry.page.layers)),
+        "layers": sum(map(any, zip(*spec.ranks[: geometry.num_of_layers]))),
         "of_layers": geometry.page.layers,
         "ranks": ranks,
         "scaling": "lora_alpha / sqrt(r)" if spec.use_rslora else "lora_alpha / r",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,35 @@ def test_cells_begin_at_aligned_elements_inside_their_pages(model: str, itemsize
         assert (in_slab >= 0).all()
         assert (in_slab + shape.cell_elements <= shape.slab_elements).all()
     assert len(set(offsets.tolist())) == layout.num_cells
+
+
+@pytest.mark.parametrize("ranks", [[0] * 7 + [3], [0, 5, 0, 0, 3, 0, 1, 16]])
+def test_rows_of_the_model_lie_across_the_layers(ranks: list[int]) -> None:
+    """Each entry inside its page and its slab, none twice, and no page more than the cells of all slabs take."""
+    layers = model_geometry("Llama-3-8B", 16, 2)
+    head = Projection("lm_head", 4096, 128_256)
+    shape = dataclasses.replace(layers, model=(ProjectionGroup("head", (head,)),))
+    layout = layout_for(ranks, np.ones((8, 32), np.float32), shape)
+    of_layers = layout_for(ranks[:7], np.ones((7, 32), np.float32), layers)
+    assert (layout.records[:7] == of_layers.records).all()
+    assert layout.num_cells == of_layers.num_cells
+    assert layout.num_across == ranks[7] * (shape.cells(4096) + shape.cells(128_256))
+    cells = layout.num_cells + -(-layout.num_across // 32)
+    assert layout.num_pages == -(-cells // shape.cells_per_page)
+    pages = np.random.default_rng(0).permutation(1000)[: layout.num_pages]
+    offsets = cell_offsets(layout, shape, pages.tolist())
+    page, within = np.divmod(offsets, shape.page_elements)
+    slab, inside = np.divmod(within, shape.slab_elements)
+    assert (offsets % shape.alignment == 0).all()
+    assert (inside + shape.cell_elements <= shape.slab_elements).all()
+    cell = np.argsort(pages)[np.searchsorted(np.sort(pages), page)] * shape.cells_per_page
+    cell += inside // shape.cell_elements
+    entry = np.arange(layout.num_across)
+    assert (slab[: layout.num_cells] == 0).all()
+    assert (slab[layout.num_cells :] == entry % 32).all()
+    assert (cell[: layout.num_cells] == np.arange(layout.num_cells)).all()
+    assert (cell[layout.num_cells :] == layout.num_cells + entry // 32).all()
+    assert len(set(offsets.tolist())) == len(offsets) == layout.num_cells + layout.num_across
 
 
 def test_geometries_that_cannot_be_are_refused() -> None:

@@ -23,14 +23,18 @@ from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def random_geometry(random: np.random.Generator, itemsize: int) -> AdapterGeometry:
+def random_geometry(random: np.random.Generator, itemsize: int, has_model: bool = True) -> AdapterGeometry:
     shape = geometry(itemsize=itemsize, page_tokens=int(random.choice([1, 2, 5, 16])))
     # 48 divides no row, nor the slab of a page: rows with something behind them, slabs with a rest.
     layers = shape.layers
     if random.random() < 0.5:  # one that lacks some groups, one whose last is wider than the others'
         wide = ProjectionGroup("wide_down", (Projection("mlp.down_proj", 200, HIDDEN),))
         layers = (shape.groups, shape.groups[:2], (*shape.groups[:3], wide))
-    return dataclasses.replace(shape, layers=layers, cell_elements=int(random.choice([8, 16, 48, 64])))
+    model: tuple[ProjectionGroup, ...] = ()
+    if has_model:
+        model = (ProjectionGroup("head", (Projection("lm_head", HIDDEN, int(random.integers(30, 300))),)),)
+    cell_elements = int(random.choice([8, 16, 48, 64]))
+    return dataclasses.replace(shape, layers=layers, cell_elements=cell_elements, model=model)
 
 
 def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generator) -> None:
@@ -38,12 +42,13 @@ def write_random(folder: Path, shape: AdapterGeometry, random: np.random.Generat
     generator = torch.Generator().manual_seed(int(random.integers(2**31)))
     tensors, ranks = {}, {}
     most = int(random.choice([1, 4, 40]))
-    for layer, groups in enumerate(shape.layers):
+    for layer, groups in enumerate((*shape.layers, shape.model)):
         for projection in (p for group in groups for p in group.projections):
             if random.random() < 0.3 and (layer, projection) != (0, shape.projections[0]):
                 continue
             rank = int(random.choice([most, int(random.integers(1, most + 1))]))
-            name = f"{PREFIX}.{layer}.{projection.module}"
+            prefix = f"{PREFIX}.{layer}." if layer < len(shape.layers) else ""
+            name = f"{prefix}{projection.module}"
             ranks[name] = rank
             for side, sizes in (
                 ("A", (rank, projection.in_features)),
@@ -76,8 +81,9 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
         for layer, rank in enumerate(ranks):
             if not rank:
                 continue
-            a = tensors[spec.tensor_name(layer, cut.whole, "A")][:, cut.a_columns]
-            b = tensors[spec.tensor_name(layer, cut.whole, "B")][cut.b_rows].T
+            place = layer if index < shape.num_of_layers else None
+            a = tensors[spec.tensor_name(place, cut.whole, "A")][:, cut.a_columns]
+            b = tensors[spec.tensor_name(place, cut.whole, "B")][cut.b_rows].T
             for first, matrix in ((first_a, a), (first_b, b)):
                 cell = first
                 for row in matrix.to(dtype):
@@ -120,7 +126,7 @@ def test_pages_are_those_of_the_reference(
 ) -> None:
     random = np.random.default_rng(seed)
     dtype = DTYPES[seed % 3]
-    shape = random_geometry(random, dtype.itemsize)
+    shape = random_geometry(random, dtype.itemsize, has_model=not is_cut)
     write_random(tmp_path, shape, random)
     spec = inspect(tmp_path, shape)
     if is_cut:

@@ -29,6 +29,7 @@ from manylora.adapters.loraconfig import read_config
 from manylora.adapters.pack import layout_of, load_adapter
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.inspection import describe, render
+from manylora.kernels.shapes import AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol.executor import AdapterError
 from tests.adapters.test_patterns import HOSTILE
 from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
@@ -277,6 +278,36 @@ def test_a_mark_of_the_byte_order_is_read_past(adapter: Path) -> None:
     before = inspect(adapter)
     (adapter / CONFIG_NAME).write_bytes(b"\xef\xbb\xbf" + (adapter / CONFIG_NAME).read_bytes())
     assert inspect(adapter).scales == before.scales
+
+
+def with_head(vocab: int = 50) -> AdapterGeometry:
+    return dataclasses.replace(
+        geometry(), model=(ProjectionGroup("head", (Projection("lm_head", HIDDEN, vocab),)),)
+    )
+
+
+def test_the_output_head(tmp_path: Path) -> None:
+    model = make(tmp_path, r=4, lora_alpha=10, target_modules=["q_proj", "lm_head"])
+    refused(tmp_path, r"lm_head\.base_layer\.weight is not supported: output embeddings", shape=with_head())
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    spec = inspect(tmp_path, with_head())
+    assert spec.modules == ("self_attn.q_proj", "lm_head")
+    assert spec.ranks[0] == (4,) * LAYERS
+    assert spec.ranks[7] == (4, *(0,) * (LAYERS - 1))
+    assert spec.scales[7] == (2.5, *(0.0,) * (LAYERS - 1))
+    head = with_head().projections[7]
+    assert spec.tensor_name(None, head, "A") == "base_model.model.lm_head.lora_A.weight"
+    facts = describe(spec, layout_of(spec, with_head()), with_head())
+    assert (facts["layers"], facts["of_layers"]) == (LAYERS, LAYERS)
+    refused(
+        tmp_path, r"lora_B\.weight has shape \[50, 4\], .* lm_head has shape \[51, 64\]", shape=with_head(51)
+    )
+    fixed = dataclasses.replace(geometry(), fixed_by="--merge dlora")
+    refused(
+        tmp_path, r"lm_head\.lora_A\S+ is not supported beside --merge dlora: LoRA on lm_head", shape=fixed
+    )
+    edit_tensors(tmp_path, rename("q_proj", "w_proj"))
+    refused(tmp_path, r"these can: model\.layers\.N\.\[.*down_proj\], lm_head$", shape=with_head())
 
 
 REAL_REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -310,6 +310,18 @@ def test_buckets_are_few_and_pad_little() -> None:
             assert padded - rows <= max(7, rows // 4)
 
 
+def test_steps_whose_adapters_change_the_head_run_eagerly(padded: Rig, files: Files, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "head", files.model, modules=("q_proj", "lm_head"))
+    padded.serve(9, path)
+    open_all(padded, 1, 2, 3)
+    padded.open(9, PROMPTS[1][1], 9)
+    for chosen in [(1, 9, 3), (1, 3), (9, 1), (9,), (2, 1)]:
+        padded.decode(1, *chosen)
+        assert (padded.worker.bucket is None) is (9 in chosen)
+    check(padded, files, 1, 2, 3)
+    files.reference.check_greedy(PROMPTS[1][1], padded.sequences[9].generated, path)
+
+
 def test_steps_that_no_bucket_fits_run_eagerly(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,9 @@ import pytest
 from manylora.config.declaring import ConfigError
 from manylora.config.merging import MergeConfig, MergeTimes
 from manylora.devices.device import Device
-from manylora.executor import build, merging, probing
+from manylora.executor import build, probing
 from manylora.executor.worker import Worker
+from manylora.kernels.ops import Weight
 from manylora.protocol.commands import SetMerged
 from manylora.protocol.events import SwitchDone
 from manylora.types import BASE
@@ -124,7 +125,9 @@ def test_a_copy_that_does_not_fit_beside_the_pool(
 
 
 def test_a_base_that_cannot_be_merged(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every weight of today is plain: the test takes what counts as plain away."""
-    monkeypatch.setattr(merging, "WeightKind", type("Others", (), {"PLAIN": None}))
-    with pytest.raises(ConfigError, match="adapters cannot be merged into weights stored as plain"):
+    """Every weight of today is plain: the test takes that away."""
+    monkeypatch.setattr(Weight, "plain", lambda weight: None)
+    with pytest.raises(
+        ConfigError, match="adapters cannot be merged into weights that are no plain matrices"
+    ):
         rig_of(files, tmp_path, merge=MergeConfig(mode="merged"))

@@ -50,7 +50,7 @@ def write_adapter(
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 

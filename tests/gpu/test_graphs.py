@@ -33,6 +33,7 @@ from tests.executor.test_graphs import (  # noqa: F401  # tests
     test_random_overlapped_steps,
     test_sampling_logprobs_and_penalties_in_a_padded_step,
     test_steps_that_score_prompts_run_eagerly,
+    test_steps_whose_adapters_change_the_head_run_eagerly,
     test_tokens_that_have_not_arrived_are_computed_with,
 )
 from tests.gpu.test_parity import ADAPTERS, DEMO, GREEDY, workload

@@ -114,14 +114,15 @@ def lora_case(
     missing: float = 0.2,
     same_scale: bool = False,
     pool_dtype: torch.dtype | None = None,
+    across: bool = False,
 ) -> LoraCase:
     """``lengths``: per segment (base tokens before it, its tokens); ``ranks`` are drawn from for each
     projection, which is missing with the given probability. ``dtype``: of the adapters; ``pool_dtype``: of
-    keys and values, the same where None."""
+    keys and values, the same where None. ``across``: each cell lies in a slab of its own, whatever the layer."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     page, projections = geometry.page, geometry.projections
-    layer = int(rng.integers(page.layers))
+    layer = 0 if across else int(rng.integers(page.layers))
     records = np.zeros((len(lengths), len(projections), 3), dtype=np.int64)
     adapters: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = []
     rows: list[tuple[int, torch.Tensor]] = []  # first entry in the cell table, the row
@@ -153,6 +154,8 @@ def lora_case(
     place = rng.permutation(num_pages * geometry.cells_per_page)[:entry]
     offsets = place // geometry.cells_per_page * geometry.page_elements
     offsets += place % geometry.cells_per_page * geometry.cell_elements
+    if across:
+        offsets += rng.integers(page.layers, size=entry) * geometry.slab_elements
     for first, row in rows:
         for cell in range(geometry.cells(len(row))):
             piece = row[cell * geometry.cell_elements : (cell + 1) * geometry.cell_elements]

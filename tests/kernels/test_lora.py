@@ -10,7 +10,7 @@ from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels import cpu
 from manylora.kernels.ops import LoraSite, LoraStep
-from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
+from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
 from tests.kernels.cases import llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import FLOAT64, SLOW, SUBJECTS, Subject
 
@@ -40,6 +40,7 @@ def check(
     missing: float = 0.2,
     same_scale: bool = False,
     pool_dtype: torch.dtype | None = None,
+    across: bool = False,
 ) -> None:
     case = lora_case(
         seed,
@@ -51,6 +52,7 @@ def check(
         missing=missing,
         same_scale=same_scale,
         pool_dtype=pool_dtype,
+        across=across,
     )
     ops = subject.ops()
     plan = ops.plan_lora(case.segments, geometry, subject.device)
@@ -120,6 +122,16 @@ def test_rows_long_enough_to_be_split(subject: Subject, cell: int) -> None:
     skip_repetition(subject)
     lengths = [(0, 1), (1, 3)] if subject.small else [(0, 1), (1, 3), (0, 1), (0, 20)]
     check(subject, geometry_of(subject.dtype, cell, dim=16, wide=True), lengths, [3, 17])
+
+
+@pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])
+def test_rows_of_the_model_across_the_layers(subject: Subject) -> None:
+    """A head wider than all layers: each cell of its rows is in another layer's slab."""
+    skip_repetition(subject)
+    head = ProjectionGroup("head", (Projection("lm_head", 40, 530 if subject.small else 2000),))
+    geometry = dataclasses.replace(geometry_of(subject.dtype, 32), model=(head,)).of_model
+    assert geometry.groups == (head,)
+    check(subject, geometry, [(1, 1), (0, 6), (2, 20)], [1, 4, 20], across=True)
 
 
 @pytest.mark.parametrize("subject", [*SUBJECTS, FLOAT64])

@@ -75,7 +75,7 @@ def test_tied_and_stored_head(models: dict[str, Any], tmp_path: Path) -> None:
 
     edit_tensors(tmp_path, lm_head__weight=embedding.clone())
     decoder = load(tmp_path)
-    assert decoder.head.weight is decoder.embedding.tokens
+    assert decoder.head.linear.weight is decoder.embedding.tokens
     torch.testing.assert_close(logits(tmp_path), theirs, atol=1e-4, rtol=0.0)
 
     edit_tensors(tmp_path, model__embed_tokens__weight=None)

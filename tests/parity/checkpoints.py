@@ -198,7 +198,9 @@ def write_adapters(
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * LORA_STD)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(
+        folder, save_embedding_layers=False
+    )  # else the head's base is saved beside its LoRA
     paths = {name: folder / name for name in kinds}
     for name, dtype in dtypes.items():
         if dtype is not torch.float32:

@@ -1,9 +1,9 @@
 """Packs an adapter's weights into pages: which row goes where, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. Owns the proof that the files have not changed since they were inspected. Does not know
-where pages are or how they get to a device. It fills the caller's page images in place, or passes its own
-images to the caller.
+rows of B transposed. A layer's rows lie in its own slabs, and the model's rows after them, across the slabs of all
+layers. Owns the proof that the files have not changed since they were inspected. Does not know where pages are or
+how they get to a device. It fills the caller's page images in place, or passes its own images to the caller.
 """
 
 from __future__ import annotations
@@ -110,13 +110,15 @@ class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
     ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first; all
-    0 where the rank is 0. ``scales`` float32 [P, L].
+    0 where the rank is 0. ``scales`` float32 [P, L]. ``num_cells``: cells of the layers' rows, in each layer's
+    slabs. ``num_across``: cells of the model's rows, which follow in the table and lie across the layers' slabs.
     """
 
     num_cells: int
     num_pages: int
     records: np.ndarray
     scales: np.ndarray
+    num_across: int = 0
 
     @functools.cached_property
     def shifted(self) -> np.ndarray:
@@ -136,13 +138,16 @@ def layout_of(spec: AdapterSpec, geometry: AdapterGeometry) -> AdapterLayout:
 def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeometry) -> AdapterLayout:
     """Lay out an adapter that has one rank for each projection; ``scales`` float32 [P, L]."""
     records = np.zeros((len(geometry.projections), 3), dtype=np.int64)
-    num_cells = 0
+    num_cells = end = 0
     for index, (rank, projection) in enumerate(zip(ranks, geometry.projections, strict=True)):
         if rank:
-            first_b = num_cells + rank * geometry.cells(projection.in_features)
-            records[index] = num_cells, first_b, rank
-            num_cells = first_b + rank * geometry.cells(projection.out_features)
-    num_pages = -(-num_cells // geometry.cells_per_page)
+            first_b = end + rank * geometry.cells(projection.in_features)
+            records[index] = end, first_b, rank
+            end = first_b + rank * geometry.cells(projection.out_features)
+        if index < geometry.num_of_layers:
+            num_cells = end
+    num_across = end - num_cells
+    num_pages = -(-(num_cells - (-num_across // geometry.page.layers)) // geometry.cells_per_page)
     if geometry.widest is not None:
         num_pages = layout_for(ranks, scales, geometry.widest).num_pages
     return AdapterLayout(
@@ -150,23 +155,35 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
         num_pages=num_pages,
         records=records,
         scales=scales,
+        num_across=num_across,
     )
 
 
 def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
-    """Lay out an adapter of this rank and of scale 0 on all projections, which changes nothing."""
+    """Lay out an adapter of this rank and of scale 0 on all projections of the layers, which changes nothing."""
     scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
-    return layout_for([rank] * len(scales), scales, geometry)
+    ranks = [rank if index < geometry.num_of_layers else 0 for index in range(len(scales))]
+    return layout_for(ranks, scales, geometry)
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """Return int64 [num_cells]: where each cell's layer 0 begins in the pool, in adapter elements. Raises
-    ValueError where the number of ``pages`` is not the layout's."""
+    """Return int64 [num_cells + num_across]: where each cell's layer 0 begins in the pool, and then where each
+    cell of the model's rows begins, in adapter elements. Raises ValueError where the number of ``pages`` is not
+    the layout's."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
-    begins = np.array(pages, dtype=np.int64) * geometry.page_elements
+    return _table(layout, geometry, np.array(pages, dtype=np.int64) * geometry.page_elements)
+
+
+def _table(layout: AdapterLayout, geometry: AdapterGeometry, begins: np.ndarray) -> np.ndarray:
+    """``cell_offsets`` where pages begin at these elements."""
     inside = np.arange(0, geometry.cells_per_page * geometry.cell_elements, geometry.cell_elements)
-    return np.add.outer(begins, inside).reshape(-1)[: layout.num_cells]
+    cells: np.ndarray = np.add.outer(begins, inside).reshape(-1)
+    if not layout.num_across:
+        return cells[: layout.num_cells]
+    slabs = np.arange(geometry.page.layers) * geometry.slab_elements
+    across = np.add.outer(cells[layout.num_cells :], slabs).reshape(-1)[: layout.num_across]
+    return np.concatenate((cells[: layout.num_cells], across))
 
 
 def load_adapter(
@@ -276,7 +293,7 @@ def _named(
     for index, (projection, ranks) in enumerate(zip(geometry.wholes, spec.ranks, strict=True)):
         for layer, rank in enumerate(ranks):
             for side in sides if rank else ():
-                name = spec.tensor_name(layer, projection, side)
+                name = spec.tensor_name(layer if index < geometry.num_of_layers else None, projection, side)
                 stored = header.get(name)
                 shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
                 if stored is None or stored.shape != shape:
@@ -390,21 +407,26 @@ class _Loader:
             used = max(0, min(per_page, self._layout.num_cells - number * per_page))
             jobs.append(functools.partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
+        if self._layout.num_across:
+            # What lies across layers is cleared above, together with what holds nothing.
+            run_all(self._across(images, first_page, job_bytes, check), helpers, _Scratch)
 
     def _sides(
         self, images: Sequence[np.ndarray], first_page: int
     ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
-        """Yield each A and B that has blocks in these images: its projection, its side, its bytes in a layer,
-        and the blocks."""
-        for index, projection in enumerate(self._geometry.projections):
-            first_a, first_b, rank = self._layout.records[index].tolist()
-            sides: tuple[tuple[Side, int, int], ...] = (
-                ("A", first_a, projection.in_features),
-                ("B", first_b, projection.out_features),
-            )
-            for side, first, length in sides:
+        """Yield each A and B of the layers that has blocks in these images: its projection, its side, its bytes
+        in a layer, and the blocks."""
+        for index in range(self._geometry.num_of_layers):
+            for side, first, rank, length in self._matrices(index):
                 if blocks := self._blocks(images, first_page, first, rank, length):
                     yield index, side, rank * length * self._dtype.itemsize, blocks
+
+    def _matrices(self, index: int) -> Iterator[tuple[Side, int, int, int]]:
+        """A projection's A and B: where it begins in the table, its rows, and their length."""
+        projection = self._geometry.projections[index]
+        first_a, first_b, rank = self._layout.records[index].tolist()
+        yield "A", first_a, rank, projection.in_features
+        yield "B", first_b, rank, projection.out_features
 
     def _blocks(
         self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
@@ -476,21 +498,77 @@ class _Loader:
     ) -> int:
         """Fill the blocks, whose ``values`` cover exactly these layers. Return the first layer that could not
         be read, or -1."""
-        cut, width = self._geometry.cut(index), tensors[0].shape[1]
+        cut = self._geometry.cut(index)
         parts = np.array([
             (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
             for block in blocks
         ])  # fmt: skip
-        begins = np.array([stored.begin for stored in tensors])
-        file, layer_bytes = self._weights.file.fileno(), blocks[0].values.strides[0]
-        kinds = _STORED[tensors[0].dtype], _KEPT[self._dtype]
+        columns = cut.a_columns if side == "A" else cut.b_rows
+        return self._fill(side, tensors, parts, blocks[0].values.strides[0], columns, scratch)
+
+    def _fill(
+        self,
+        side: Side,
+        tensors: Sequence[StoredTensor],
+        parts: np.ndarray,
+        layer_bytes: int,
+        columns: range,
+        scratch: _Scratch,
+    ) -> int:
+        """As ``_read``. ``parts``: as loops take them, of these ``columns`` alone, from which theirs count."""
+        width, begins = tensors[0].shape[1], np.array([stored.begin for stored in tensors])
+        file, kinds = self._weights.file.fileno(), (_STORED[tensors[0].dtype], _KEPT[self._dtype])
         if side == "A":
-            parts[:, 2] += cut.a_columns.start
+            parts[:, 2] += columns.start
             held = scratch.words(int(parts[:, 4].max()))
             return int(loops.read_rows(file, begins, width, parts, layer_bytes, *kinds, held))
-        begins += cut.b_rows.start * width * DTYPE_BYTES[tensors[0].dtype]
-        held = scratch.words(len(cut.b_rows) * width)
-        return int(loops.read_turned(file, begins, width, len(cut.b_rows), parts, layer_bytes, *kinds, held))
+        begins += columns.start * width * DTYPE_BYTES[tensors[0].dtype]
+        held = scratch.words(len(columns) * width)
+        return int(loops.read_turned(file, begins, width, len(columns), parts, layer_bytes, *kinds, held))
+
+    # ------------------------------------------------------------ what the model has once
+
+    def _across(
+        self, images: Sequence[np.ndarray], first_page: int, job_bytes: int, check: Callable[[], None]
+    ) -> list[Callable[[_Scratch], None]]:
+        """Jobs that fill the cells in these images of the model's rows; what else these cells hold is zero."""
+        geometry, itemsize = self._geometry, self._dtype.itemsize
+        begins = np.full(self._layout.num_pages, -geometry.page_elements)  # below 0: of other pages
+        addresses = [image.ctypes.data // itemsize for image in images]
+        begins[first_page : first_page + len(images)] = addresses
+        cells, size = itemsize * _table(self._layout, geometry, begins), geometry.cell_elements
+        jobs: list[Callable[[_Scratch], None]] = []
+        for index in range(geometry.num_of_layers, len(geometry.projections)):
+            for side, first, rank, length in self._matrices(index):
+                per_row = geometry.cells(length)
+                step = max(1, job_bytes // max(1, rank * size * itemsize))
+                places = cells[first : first + rank * per_row]
+                row, cell = np.divmod(np.arange(len(places)), per_row)
+                for begin in range(0, per_row, step):
+                    columns = range(begin * size, min((begin + step) * size, length))
+                    chosen = np.flatnonzero((places >= 0) & (cell // step == begin // step))
+                    parts = np.empty((len(chosen), loops.WORDS), np.int64)
+                    parts[:, 0], parts[:, 1], parts[:, 2] = places[chosen], row[chosen], cell[chosen] * size
+                    parts[:, 2] -= columns.start
+                    parts[:, 3], parts[:, 4] = 1, np.minimum(size, len(columns) - parts[:, 2])
+                    parts[:, 5] = size * itemsize
+                    if len(parts):
+                        jobs.append(functools.partial(self._add_across, index, side, parts, columns, check))
+        return jobs
+
+    def _add_across(
+        self,
+        index: int,
+        side: Side,
+        parts: np.ndarray,
+        columns: range,
+        check: Callable[[], None],
+        scratch: _Scratch,
+    ) -> None:
+        check()
+        name, stored = self._weights.tensors[index, 0, side]
+        if self._fill(side, [stored], parts, 0, columns, scratch) >= 0:
+            raise _why_not(self._weights.file, name, stored, self._dtype)
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:

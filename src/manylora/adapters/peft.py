@@ -40,16 +40,18 @@ Side = Literal["A", "B"]
 _PEFT_PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
 
+_HEAD = "lm_head"
+_HEAD_LORA = "lm_head.lora_"
+
 # Parts of the names of unsupported tensors, and what each is. The first match is reported, so the most specific
 # come first.
 _UNSUPPORTED_TENSORS = (
     ("lora_magnitude_vector", "DoRA"),
     ("lora_embedding_", "LoRA on an embedding"),
-    ("lm_head.lora_", "LoRA on lm_head"),
     ("trainable_tokens", "new or retrained tokens"),
     ("modules_to_save", "modules_to_save"),
     ("embed_tokens", "embeddings saved with the adapter (new tokens)"),
-    ("lm_head", "output embeddings saved with the adapter (new tokens)"),
+    (_HEAD, "output embeddings saved with the adapter (new tokens)"),
     ("lora_diag", "KaSA"),
     (".bias", "a bias (bias or lora_bias)"),
 )  # fmt: skip
@@ -64,9 +66,9 @@ class AdapterSpec:
     ``from_json(to_json())``.
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (in the order of AdapterGeometry.projections) in layer l;
-    rank 0 and scale 0 where it is not adapted. ``weights``, ``config``: stamps of the two files at
-    inspection. ``digest``: their ``sampled_digest``. ``warnings``: where the adapter is served differently
-    from its maker's expectation.
+    rank 0 and scale 0 where it is not adapted. A site that the model has once stands at layer 0. ``weights``,
+    ``config``: stamps of the two files at inspection. ``digest``: their ``sampled_digest``. ``warnings``: where
+    the adapter is served differently from its maker's expectation.
     """
 
     path: str
@@ -85,10 +87,10 @@ class AdapterSpec:
     digest: str = ""
     warnings: tuple[str, ...] = ()
 
-    def tensor_name(self, layer: int, projection: Projection, side: Side) -> str:
-        """Return the name of a tensor in the file."""
-        module = f"{self.key_prefix}{self.layer_prefix}.{layer}.{projection.module}"
-        return f"{module}.lora_{side}{self.key_infix}.weight"
+    def tensor_name(self, layer: int | None, projection: Projection, side: Side) -> str:
+        """Return the name of a tensor in the file. ``layer``: None for a site that the model has once."""
+        prefix = "" if layer is None else f"{self.layer_prefix}.{layer}."
+        return f"{self.key_prefix}{prefix}{projection.module}.lora_{side}{self.key_infix}.weight"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -171,6 +173,8 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
     settings = read_config(config_path)
     layer_prefix = layer_prefix.rstrip(".")
     tensors = read_tensors(weights_path)
+    if not geometry.model:
+        _refuse_head(tensors, geometry.fixed_by)
     modules, key_prefix, key_infix = _lora_modules(tensors)
     known = dict(_places(geometry, layer_prefix))
     _refuse_unknown_modules(modules, known, geometry, layer_prefix)
@@ -211,19 +215,29 @@ def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
 def _places(
     geometry: AdapterGeometry, layer_prefix: str
 ) -> Iterator[tuple[str, tuple[int, int, Projection]]]:
-    """Yield every module that may be adapted, in layer and projection order: name, (layer, index,
-    projection)."""
+    """Yield every module that may be adapted, in layer and projection order, then the model's: its name and
+    (layer, index, projection)."""
     indices = {projection: index for index, projection in enumerate(geometry.projections)}
     for layer, groups in enumerate(geometry.layers):
         for projection in (projection for group in groups for projection in group.projections):
             yield f"{layer_prefix}.{layer}.{projection.module}", (layer, indices[projection], projection)
+    for projection in geometry.projections[geometry.num_of_layers :]:
+        yield projection.module, (0, indices[projection], projection)
+
+
+def _refuse_head(tensors: dict[str, StoredTensor], fixed_by: str) -> None:
+    """``fixed_by``: the option that rules adapters of the head out, if any."""
+    for name in tensors:
+        if _HEAD_LORA in name:
+            beside = f" beside {fixed_by}" if fixed_by else ""
+            raise AdapterError(f"tensor {shown(name)} is not supported{beside}: LoRA on lm_head")
 
 
 def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side, str]], str, str]:
     """Group tensor names by module and side, and find the (prefix, infix) that all names share."""
     for part, kind in _UNSUPPORTED_TENSORS:
         for name in tensors:
-            if part in name:
+            if part in name and not (part == _HEAD and _HEAD_LORA in name):
                 raise AdapterError(f"tensor {shown(name)} is not supported: {kind}")
     modules: dict[str, dict[Side, str]] = {}
     forms = set()
@@ -261,7 +275,8 @@ def _refuse_unknown_modules(
     if not unknown:
         return
     pattern = re.compile(re.escape(layer_prefix) + r"\.(\d{1,9})\.(.+)")
-    supported = [projection.module for projection in geometry.projections]
+    everywhere = [projection.module for projection in geometry.projections]
+    supported, once = everywhere[: geometry.num_of_layers], everywhere[geometry.num_of_layers :]
 
     def order(module: str) -> tuple[int, int, str]:
         match = pattern.fullmatch(module)
@@ -284,9 +299,10 @@ def _refuse_unknown_modules(
             f"the adapter does not fit: tensor {tensor} is for layer {match[1]}, "
             f"the base model has {geometry.page.layers} layers"
         )
+    can = ", ".join([f"{layer_prefix}.N.[{', '.join(supported)}]", *once])
     raise AdapterError(
         f"the adapter does not fit: tensor {tensor} is for a module that the base model lacks or that "
-        f"cannot be adapted; these can: {layer_prefix}.N.[{', '.join(supported)}]"
+        f"cannot be adapted; these can: {can}"
     )
 
 

@@ -303,6 +303,15 @@ class EngineSettings(Section):
         if self.tensor_parallel_size > 1 and self.scheduler.cold_start.mode == "cpu":
             raise ConfigError("--cold-start cpu does not work with --tensor-parallel-size above 1 yet")
 
+    @property
+    def head_fixed_by(self) -> str:
+        """The option beside which no adapter changes the output head; empty: there is none."""
+        if self.tensor_parallel_size > 1:
+            return "--tensor-parallel-size above 1"
+        if self.scheduler.merge.is_on:
+            return f"--merge {self.scheduler.merge.mode}"
+        return "--cold-start cpu" if self.scheduler.cold_start.mode == "cpu" else ""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpSettings(Section):

@@ -279,8 +279,9 @@ class StepInputs:
     [M]: the entries of the pending tokens that receive the draws. ``sampled[i]`` draws from row i of the
     logits, for the step's row ``sampled_rows[i]`` (int64 [M]). ``sampled`` is None where each row draws its
     most likely token once and asks for nothing else. ``lora`` is the same object as in the previous step
-    where nothing has changed; ``lora_adapters``: the adapters of its segments, in order. ``scored``: the
-    prompt tokens to score, if any.
+    where nothing has changed; ``lora_adapters``: the adapters of its segments, in order. ``head``: the
+    same segments at the output head; None where no adapter of the step changes it. ``scored``: the prompt
+    tokens to score, if any.
     """
 
     token_ids: np.ndarray
@@ -293,6 +294,7 @@ class StepInputs:
     sampled: list[SampledRow] | None
     sampled_rows: np.ndarray
     lora_adapters: tuple[AdapterId, ...] = ()
+    head: LoraSegments | None = None
     scored: ScoredTokens | None = None
 
 
@@ -324,6 +326,7 @@ class _Layout:
     may_score: bool
     lora: LoraSegments | None
     lora_adapters: tuple[AdapterId, ...]
+    head: LoraSegments | None
 
 
 class InputBuilder:
@@ -333,8 +336,10 @@ class InputBuilder:
         self._sequences = sequences
         self._tables = tables
         self._page_tokens = geometry.page.page_tokens
+        self._num_of_layers = geometry.num_of_layers
         self._lora_key: tuple[int, bytes, bytes, bytes] | None = None
         self._lora: LoraSegments | None = None
+        self._head: LoraSegments | None = None
         self._layout: _Layout | None = None
 
     def build(self, rows: Rows) -> StepInputs:
@@ -367,6 +372,7 @@ class InputBuilder:
             sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
             sampled_rows=layout.sampled_rows,
             lora_adapters=layout.lora_adapters,
+            head=layout.head,
             scored=self._scored(layout, starts, ends) if layout.may_score else None,
         )
 
@@ -428,6 +434,7 @@ class InputBuilder:
             may_score=bool(self._sequences.scored[slots].any()),
             lora=lora,
             lora_adapters=lora_adapters,
+            head=None if lora is None else self._head,
         )
 
     def _segments(
@@ -450,6 +457,9 @@ class InputBuilder:
         key = (self._tables.version, start.tobytes(), length.tobytes(), rows.tobytes())
         if key != self._lora_key:
             records, scales = self._tables.entries(rows)
-            self._lora = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
+            whole = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
+            self._lora, self._head = whole.part(0, self._num_of_layers), None
+            if records[:, self._num_of_layers :, 2].any():
+                self._head = whole.part(self._num_of_layers, records.shape[1])
             self._lora_key = key
         return self._lora, tuple(names)

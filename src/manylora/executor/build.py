@@ -44,6 +44,7 @@ from manylora.memory.pool import Arena, HostPool
 from manylora.models.config import read_model_config
 from manylora.models.decoder import RankedModel
 from manylora.models.load import load_model, resolve_dtype, share_bytes
+from manylora.models.model import Model
 from manylora.models.share import ModelShare
 from manylora.models.source import resolve_model
 from manylora.types import EngineInfo
@@ -120,14 +121,14 @@ class RankBuild:
         settings = task.settings
         folder = resolve_model(settings.model.model)
         self._config = read_model_config(folder)
-        self._share = ModelShare(self._config, place, task.is_sharded)
+        self._share = ModelShare(self._config, place, task.is_sharded, head_fixed_by=settings.head_fixed_by)
         self._ranked = None if peers is None else RankedModel(self._share, peers)
         self._dtype = resolve_dtype(settings.model.dtype, task.device, self._config.dtype)
         shape = attention_shape(self._share.config, self._dtype, task.max_positions)
         ops = ops_for(device.torch_device, attention=shape)
         if peers is None:
             _log.info("running on %s with %s kernels", device.name, ops.name)
-        self._decoder = load_model(
+        self._decoder: Model = load_model(
             folder,
             ops=ops,
             device=device.torch_device,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from manylora.devices.device import Device
 from manylora.executor.batch import PENDING_ENTRIES, StepInputs
 from manylora.executor.cold_rows import ColdRows
 from manylora.executor.sampling import LOGITS_AT_A_TIME, Best, RankedSampling, greedy, score
-from manylora.kernels.ops import LoraSegments, SampledRows, StepBatch, Summands
+from manylora.kernels.ops import LoraSegments, LoraStep, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.pool import Arena
-from manylora.models.decoder import Decoder
+from manylora.models.model import Model
 
 NARROWED = 64
 """So many tokens that draw nothing make it worth a gather to spare them the last layer's products."""
@@ -57,12 +57,20 @@ class Outputs:
         return Outputs(*rows, self.scores)
 
 
+class Scored(NamedTuple):
+    """Tokens whose logits tell of prompts, some at a time: rows of the batch and targets int64 [K], on the device,
+    and the rows' plan at the head. ``width``: of ``ScoredTokens``."""
+
+    parts: list[tuple[torch.Tensor, torch.Tensor, Any | None]]
+    width: int
+
+
 class Forward:
     """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         arena: Arena,
         geometry: AdapterGeometry,
         device: Device,
@@ -87,12 +95,12 @@ class Forward:
         sampled: SampledRows | None = None,
         before_layer: Callable[[int], None] | None = None,
         cold: ColdRows | None = None,
-        scored: tuple[torch.Tensor, int] | None = None,
+        scored: Scored | None = None,
+        head: Any | None = None,
     ) -> Outputs:
         """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
 
-        Without ``has_pending`` no token id may be negative. ``scored``: the ``tokens`` of ``ScoredTokens``, on the
-        device, and their ``width``; there is no ``sampled`` then.
+        Without ``has_pending`` no token id may be negative. With ``scored`` there is no ``sampled``.
         """
         token_ids = numbers.token_ids
         if has_pending:
@@ -105,6 +113,7 @@ class Forward:
             sample_index=numbers.sample_index,
             attention=attention,
             lora=lora,
+            head=head,
             sampled=sampled,
             before_layer=before_layer,
             cold=cold,
@@ -114,21 +123,16 @@ class Forward:
             logits = self.decoder.forward(batch, self.arena.pool)
         else:
             x, residual = self.decoder.body(batch, self.arena.pool)
-            logits = self.decoder.logits(x, residual, numbers.sample_index)
-            scores = self._scores(x, residual, *scored)
+            logits = self.decoder.logits(x, residual, numbers.sample_index, LoraStep(self.arena.pool, head))
+            scores = torch.cat([
+                self._score(
+                    self.decoder.logits(x, residual, rows, LoraStep(self.arena.pool, plan)), targets, scored.width
+                )
+                for rows, targets, plan in scored.parts
+            ])  # fmt: skip
         best = self._greedy(logits)
         self.redraw(numbers.pending_index, best.tokens)
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index, scores)
-
-    def _scores(
-        self, x: Summands, residual: torch.Tensor | None, tokens: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        size = max(1, LOGITS_AT_A_TIME // self.decoder.config.vocab_size)
-        found = []
-        for first in range(0, tokens.shape[1], size):
-            rows, targets = tokens[:, first : first + size]
-            found.append(self._score(self.decoder.logits(x, residual, rows), targets, width))
-        return torch.cat(found)
 
     def close(self) -> None:
         """Idempotent."""
@@ -162,21 +166,40 @@ class EagerSteps:
         )  # fmt: skip
         packed = self._device.upload(np.concatenate(arrays))
         numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
-        asked = inputs.scored
-        scored = None if asked is None else (self._device.upload(asked.tokens), asked.width)
         if inputs.lora is not self._segments:
             self._segments, self._lora = inputs.lora, None
             if inputs.lora is not None:
-                self._lora = ops.plan_lora(inputs.lora, self._geometry, device)
+                self._lora = ops.plan_lora(inputs.lora, self._geometry.of_layers, device)
         attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
         has_pending = bool((inputs.token_ids < 0).any())
         lora, sampled = self._lora, None
         if cold is None:
             sampled = self._sampled_rows(inputs)
         else:
-            lora = None if cold.others is None else ops.plan_lora(cold.others, self._geometry, device)
+            others, geometry = cold.others, self._geometry.of_layers
+            lora = None if others is None else ops.plan_lora(others, geometry, device)
         plans = attention, lora, has_pending, sampled, before_layer, cold
-        return self._forward.compute(numbers, *plans, scored)
+        head = self._head_plan(inputs, inputs.sample_index)
+        return self._forward.compute(numbers, *plans, self._scored(inputs), head)
+
+    def _head_plan(self, inputs: StepInputs, tokens: np.ndarray) -> Any | None:
+        """Of these tokens, ascending; None where no adapter changes the head for them."""
+        segments = None if inputs.head is None else inputs.head.of_tokens(tokens)
+        if segments is None:
+            return None
+        ops, geometry = self._forward.decoder.ops, self._geometry.of_model
+        return ops.plan_lora(segments, geometry, self._device.torch_device)
+
+    def _scored(self, inputs: StepInputs) -> Scored | None:
+        asked = inputs.scored
+        if asked is None:
+            return None
+        tokens, parts = self._device.upload(asked.tokens), []
+        size = max(1, LOGITS_AT_A_TIME // self._forward.decoder.config.vocab_size)
+        for first in range(0, tokens.shape[1], size):
+            rows, targets = tokens[:, first : first + size]
+            parts.append((rows, targets, self._head_plan(inputs, asked.tokens[0, first : first + size])))
+        return Scored(parts, asked.width)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """None where too few tokens would be spared the last layer's products, or no row draws."""
@@ -187,4 +210,4 @@ class EagerSteps:
         if segments is None:
             return SampledRows(None)
         ops = self._forward.decoder.ops
-        return SampledRows(ops.plan_lora(segments, self._geometry, self._device.torch_device))
+        return SampledRows(ops.plan_lora(segments, self._geometry.of_layers, self._device.torch_device))

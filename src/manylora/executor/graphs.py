@@ -336,7 +336,7 @@ class StepGraphs:
     # ------------------------------------------------------------ buckets
 
     def _bucket(self, inputs: StepInputs) -> Bucket | None:
-        if inputs.scored is not None:
+        if inputs.scored is not None or inputs.head is not None:
             return None
         size = self._size(len(inputs.token_ids), len(inputs.attention.kv_len))
         if size is None:

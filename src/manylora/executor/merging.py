@@ -32,13 +32,13 @@ from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
 from manylora.executor.tables import AdapterTables
-from manylora.kernels.ops import MergedLayer, MergePlan, Weight, WeightKind, of_adapters
+from manylora.kernels.ops import AdaptedLinear, MergedLayer, MergePlan, Weight, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
 from manylora.memory.pool import Arena, shared_memory
-from manylora.models.decoder import Decoder
-from manylora.models.layers import LoraLinear, RankedLinear
+from manylora.models.layers import RankedLinear
+from manylora.models.model import Model
 from manylora.models.share import LinearShare
 from manylora.protocol import commands, events
 from manylora.types import BASE, AdapterId, first_line
@@ -52,7 +52,7 @@ class MergedWeights:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         pristine: DevicePristine | HostPristine,
         arena: Arena,
         tables: AdapterTables,
@@ -269,7 +269,7 @@ class RankedMerging:
     ranks as the linears are, in pages of the pool's shape. Used by one thread at a time; every rank makes the
     same calls in the same order."""
 
-    def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[LoraLinear]) -> None:
+    def __init__(self, peers: Peers, geometry: AdapterGeometry, linears: Sequence[AdaptedLinear]) -> None:
         self.geometry = geometry
         self._peers = peers
         self._dtype = linears[0].weight.data.dtype
@@ -377,10 +377,15 @@ class WeightRows(NamedTuple):
 def pristine_bytes(weights: Iterable[Weight]) -> int:
     """Return the bytes of a copy of the weights. Raises ConfigError where a weight is stored in a form into
     which no adapter can be merged."""
-    weights = list(weights)
-    for kind in {weight.kind for weight in weights} - {WeightKind.PLAIN}:
-        raise ConfigError(f"adapters cannot be merged into weights stored as {kind.value}: serve it unmerged")
-    return sum(weight.data.nbytes for weight in weights)
+    total = 0
+    for weight in weights:
+        matrix = weight.plain()
+        if matrix is None:
+            raise ConfigError(
+                "adapters cannot be merged into weights that are no plain matrices: serve it unmerged"
+            )
+        total += matrix.nbytes
+    return total
 
 
 class DevicePristine:

@@ -145,7 +145,9 @@ def planned(settings: EngineSettings) -> Plan:
     )
     dtype = resolve_dtype(settings.model.dtype, kind, config.dtype)
     sharding = lora_sharding_of(settings.lora_sharding, count)
-    share = ModelShare(config, RankPlace(0, count), sharding == "sharded")
+    share = ModelShare(
+        config, RankPlace(0, count), sharding == "sharded", head_fixed_by=settings.head_fixed_by
+    )
     lies = settings.cache.page_tokens, dtype.itemsize
     page = share.whole_page(*lies)
     try:

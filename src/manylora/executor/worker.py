@@ -37,7 +37,7 @@ from manylora.memory.bringing import bringer_of
 from manylora.memory.copier import Copier, one_line
 from manylora.memory.gates import Awaited
 from manylora.memory.pool import Arena, HostPool
-from manylora.models.decoder import Decoder
+from manylora.models.model import Model
 from manylora.protocol import commands, events
 from manylora.protocol.executor import AdapterError, DeviceEvent, ExecutorState, StepResult
 from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
@@ -80,7 +80,7 @@ class Worker:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         arena: Arena,
         host: HostPool,
         geometry: AdapterGeometry,
@@ -94,7 +94,7 @@ class Worker:
         ``geometry`` must be made of the pools' page shape and the decoder's groups. ``ranked``: given where
         the decoder is one rank's share of a model.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
+        self._forward: Forward | None = Forward(decoder, arena, geometry.of_layers, device, ranked)
         self._is_rank = ranked is not None  # ranks forget copies by command, all alike
         self._graphs: StepGraphs | None = None
         self._arena = arena

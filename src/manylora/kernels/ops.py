@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,24 +29,21 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class WeightKind(enum.Enum):
-    """How ``Weight.data`` holds the matrix."""
-
-    PLAIN = "plain"
-    """The matrix itself, in the dtype of the activations."""
-
-
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """``data`` ``[out, in]``, as ``kind`` says; ``version`` counts the rewrites.
+    """``data`` ``[out, in]``; ``version`` counts the rewrites.
 
     The memory stays the same for the weight's whole life: captured graphs hold its address, and operations read it
     anew at every call. An operation that keeps something derived from the numbers keeps the version beside it.
     """
 
     data: torch.Tensor
-    kind: WeightKind = WeightKind.PLAIN
     version: int = 0
+
+    def plain(self) -> torch.Tensor | None:
+        """The matrix itself, in the dtype of the activations; None where it is held otherwise, and nothing can be
+        merged into it."""
+        return self.data
 
     def rewrite(self, data: torch.Tensor) -> None:
         """Copy these numbers over the weight's, ordered with the device's other work; for the weight's owner.
@@ -108,6 +104,11 @@ class LoraSegments:
     records: np.ndarray
     scales: np.ndarray
     cells: torch.Tensor
+
+    def part(self, first: int, end: int) -> LoraSegments:
+        """The same of these projections alone."""
+        records, scales = (np.ascontiguousarray(array[:, first:end]) for array in (self.records, self.scales))
+        return dataclasses.replace(self, records=records, scales=scales)
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
         """The segments of these tokens alone, ascending int [M]; None where none of them has an adapter."""
@@ -240,6 +241,7 @@ class StepBatch:
     token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
     A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
     sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
+    head: the plan of those tokens at the output head; None: no adapter changes it there.
     before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
     cold: where something computes adapters' products beside the device; ``lora`` is the plan of the other rows
     and ``sampled`` None then.
@@ -251,6 +253,7 @@ class StepBatch:
     sample_index: torch.Tensor
     attention: Any
     lora: Any | None
+    head: Any | None = None
     sampled: SampledRows | None = None
     before_layer: Callable[[int], None] | None = None
     cold: ColdProducts | None = None

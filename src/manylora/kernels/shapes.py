@@ -142,7 +142,11 @@ class AdapterGeometry:
     takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.
     Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
     element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in adapter elements.
-    ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any.
+    ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any,
+    and behind these one for every projection of ``model``: the groups that the model has once. Rows of theirs lie
+    across the layers: entry k of their part of an adapter's table is a cell in slab ``k % layers``, the
+    adapter's cell ``k // layers`` behind those of the layers' rows. ``fixed_by``: where ``model`` is empty, the
+    option beside which no adapter changes what the model has once.
     ``widest``: of N ranks, each with its part of a page and of an adapter, the one with the longest rows,
     which says how many pages an adapter takes on all of them; None: this one. ``cuts``: what this rank has of
     each projection, in table order; empty: all.
@@ -157,11 +161,13 @@ class AdapterGeometry:
     itemsize: int
     widest: AdapterGeometry | None = None
     cuts: tuple[AdapterCut, ...] = ()
+    model: tuple[ProjectionGroup, ...] = ()
+    fixed_by: str = ""
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.page.layers:
             raise ValueError(f"{len(self.layers)} layers are described, a page has {self.page.layers}")
-        names = [group.name for group in self.groups]
+        names = [group.name for group in (*self.groups, *self.model)]
         if len(set(names)) < len(names) or len(set(self.projections)) < len(self.projections):
             raise ValueError(
                 f"different groups of projections share a name or a projection: {', '.join(names)}"
@@ -199,8 +205,24 @@ class AdapterGeometry:
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """The projections that some layer has, in table order."""
-        return tuple(projection for group in self.groups for projection in group.projections)
+        """The projections that some layer has, and then the model's, in table order."""
+        groups = (*self.groups, *self.model)
+        return tuple(projection for group in groups for projection in group.projections)
+
+    @cached_property
+    def num_of_layers(self) -> int:
+        """How many of the projections are the layers'."""
+        return sum(len(group.projections) for group in self.groups)
+
+    @cached_property
+    def of_layers(self) -> AdapterGeometry:
+        """The geometry of the layers' part of adapters' tables."""
+        return dataclasses.replace(self, model=()) if self.model else self
+
+    @cached_property
+    def of_model(self) -> AdapterGeometry:
+        """The geometry of the model's part of adapters' tables, which kernels take for layer 0's."""
+        return dataclasses.replace(self, layers=(self.model,) * self.page.layers, model=())
 
     @cached_property
     def wholes(self) -> tuple[Projection, ...]:
@@ -220,18 +242,23 @@ class AdapterGeometry:
 
     @property
     def slack(self) -> float:
-        """Share of the cells' bytes that hold nothing, for an adapter on every projection."""
-        return _slack(self.slab_elements, self.projections, self.cell_elements)
+        """Share of the cells' bytes that hold nothing, for an adapter on every projection of the layers."""
+        return _slack(self.slab_elements, self.projections[: self.num_of_layers], self.cell_elements)
 
 
 def adapter_geometry(
-    page: PageShape, layers: Sequence[tuple[ProjectionGroup, ...]], itemsize: int | None = None
+    page: PageShape,
+    layers: Sequence[tuple[ProjectionGroup, ...]],
+    itemsize: int | None = None,
+    model: tuple[ProjectionGroup, ...] = (),
+    fixed_by: str = "",
 ) -> AdapterGeometry:
     """The largest power-of-two cell whose slack stays under SLACK_TARGET, else the one with least slack.
 
     Large cells mean few pointers for the kernels to load; every supported shape stays under 5 % slack.
-    ``layers``: the groups of each of the page's layers. ``itemsize``: bytes of an adapter's element; None: as the
-    page's. Raises ValueError where a page's share of a layer has no room for a cell.
+    The layers' rows alone choose it. ``layers``: the groups of each of the page's layers; ``model``,
+    ``fixed_by``: see AdapterGeometry. ``itemsize``: bytes of an adapter's element; None: as the page's. Raises
+    ValueError where a page's share of a layer has no room for a cell.
     """
     itemsize = page.itemsize if itemsize is None else itemsize
     slab = page.slab_bytes // itemsize
@@ -248,7 +275,7 @@ def adapter_geometry(
         )
     good = [c for c in candidates if _slack(slab, projections, c) < SLACK_TARGET]
     best = max(good) if good else min(candidates, key=lambda c: _slack(slab, projections, c))
-    return AdapterGeometry(page=page, layers=tuple(layers), cell_elements=best, itemsize=itemsize)
+    return AdapterGeometry(page, tuple(layers), best, itemsize, model=model, fixed_by=fixed_by)
 
 
 def _slack(slab: int, projections: tuple[Projection, ...], cell: int) -> float:

@@ -12,7 +12,17 @@ from collections.abc import Mapping
 import torch
 
 from manylora.devices.peers import Peers
-from manylora.kernels.ops import ACTIVATIONS, HeadNorm, Ops, Rotary, StepBatch, Summands, Weight
+from manylora.kernels.ops import (
+    ACTIVATIONS,
+    AdaptedLinear,
+    HeadNorm,
+    LoraStep,
+    Ops,
+    Rotary,
+    StepBatch,
+    Summands,
+    Weight,
+)
 from manylora.kernels.shapes import PageShape
 from manylora.models.layers import (
     Attention,
@@ -57,7 +67,7 @@ class Decoder:
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
-        """Those that adapters may be on, layer by layer."""
+        """The layers' linears that adapters may be on, layer by layer."""
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
     def rehearsal(self) -> Decoder:
@@ -76,13 +86,17 @@ class Decoder:
         """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``; otherwise as ``body``."""
         x, residual = self.body(batch, pool)
         # Gathered before the final norm and the head: prompts' other tokens need no logits.
-        return self.logits(x, residual, None if batch.sampled is not None else batch.sample_index)
+        rows = None if batch.sampled is not None else batch.sample_index
+        return self.logits(x, residual, rows, LoraStep(pool, batch.head))
 
-    def logits(self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of these rows, int64 [M], of what ``body`` gave; None: of all."""
+    def logits(
+        self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
+    ) -> torch.Tensor:
+        """float32 logits ``[M, vocab]`` of these rows, int64 [M], of what ``body`` gave; None: of all.
+        ``lora``: of these rows at the head."""
         if rows is not None:
             x, residual = x.of(rows), None if residual is None else residual[rows]
-        return self.head(x, residual, self.ops)
+        return self.head(x, residual, self.ops, lora)
 
     def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
         """What the layers give (see ``Layer``) of the batch's tokens; with ``batch.sampled``, of those at
@@ -145,7 +159,8 @@ def build_decoder(
     head = embedding.tokens
     if not config.tie_embeddings:
         head = _matrix(weights, Part(f"{names.head}.weight", (config.vocab_size, size), vocab))
-    return Decoder(config, ops, embedding, layers, Head(norm, project, head, config.logit_cap))
+    linear = AdaptedLinear(config.head_group, 0, head, None)
+    return Decoder(config, ops, embedding, layers, Head(norm, project, linear, config.logit_cap))
 
 
 def _embedding(config: ModelConfig, weights: Weights, ranked: RankedModel | None) -> Embedding:

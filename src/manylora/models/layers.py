@@ -303,23 +303,23 @@ class Embedding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``weight`` ``[vocab, embedding]``;
-    ``soft_cap`` of the logits."""
+    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``linear`` ``[vocab, embedding]``, which
+    adapters may be on; ``soft_cap`` of the logits."""
 
     norm: Norm | None
     project: Weight | None
-    weight: Weight
+    linear: AdaptedLinear
     soft_cap: float | None
 
-    def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``."""
+    def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops, lora: LoraStep) -> torch.Tensor:
+        """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``; ``lora``: of these rows."""
         if self.norm is not None:
             last, _ = self.norm(x, residual, ops)
         else:
             last = stream(x, residual)
         if self.project is not None:
             last = functional.linear(last, self.project.data)
-        logits = ops.linear(last, self.weight, None).float()
+        logits = ops.lora_summands(last, self.linear, lora).whole.float()
         if self.soft_cap is not None:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits

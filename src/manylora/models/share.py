@@ -71,6 +71,8 @@ class ModelShare:
     is_sharded: bool
     """Whether adapters are sharded; otherwise they are replicated."""
     unit: int = 1
+    head_fixed_by: str = ""
+    """The option beside which no adapter changes the output head; empty: there is none."""
 
     @cached_property
     def heads(self) -> range:
@@ -114,7 +116,13 @@ class ModelShare:
 
         Raises ValueError where a page is too small for one cell.
         """
-        return adapter_geometry(self.whole_page(page_tokens, itemsize), self.whole.layer_groups)
+        is_fixed = self.place.num_ranks > 1 or self.head_fixed_by
+        return adapter_geometry(
+            self.whole_page(page_tokens, itemsize),
+            self.whole.layer_groups,
+            model=() if is_fixed else (self.whole.head_group,),
+            fixed_by=self.head_fixed_by,
+        )
 
     def geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
         """Return the geometry of adapters in this rank's parts of pages.

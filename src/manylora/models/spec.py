@@ -281,6 +281,11 @@ class ModelConfig:
         """Each layer's groups."""
         return tuple(layer.groups for layer in self.layers)
 
+    @property
+    def head_group(self) -> ProjectionGroup:
+        """The output head, which adapters may change, in a group of its own."""
+        return ProjectionGroup("head", (Projection(self.names.head, self.embedding_size, self.vocab_size),))
+
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
         """Return the shape of one page of this model's KV. ``itemsize``: bytes of an element of the pool."""
         return PageShape(

@@ -91,8 +91,8 @@ class Executor(Protocol):
 
     **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged, a step has
     its rows alone; a step with other rows fails. A failed switch leaves the weights as they were loaded. Until
-    the next SetMerged, steps run on these, whatever they name, and give the same results. Where even these weights cannot be restored, ``obey``
-    raises: the device is broken.
+    the next SetMerged, steps run on these, whatever they name, and give the same results. Where even these
+    weights cannot be restored, ``obey`` raises: the device is broken.
     """
 
     def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
