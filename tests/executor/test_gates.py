@@ -266,7 +266,7 @@ def test_an_entry_that_cannot_be_made_fails_its_copy(
     begun: list[int] = []
 
     def put(adapter: int, *_: object) -> None:
-        begun.append(len(cold.worker._coming._gates))
+        begun.append(len(cold.worker._arrivals._gates))
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patched:

@@ -77,7 +77,7 @@ def test_what_fails_before_serving_is_a_warning(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(worker: Worker, command: SetMerged) -> None:
-        worker._tell(SwitchDone(command.switch, command.adapter == BASE, error="no luck"))
+        worker._report(SwitchDone(command.switch, command.adapter == BASE, error="no luck"))
 
     monkeypatch.setattr(Worker, "set_merged", failing)
     rig = rig_of(files, tmp_path, merge=MergeConfig(mode="dlora"))

@@ -292,7 +292,7 @@ def _check_capacity(residency: Residency, held: Reservations) -> None:
     if not residency.policy.keeps_prefixes and not residency.device.is_step_in_flight:
         assert tree.idle_kv_pages == 0, "no prefix is kept"
     coming = sum(len(move.pages) for move in residency.transfers.moves() if move.to_device)
-    assert residency.transfers.pages_coming == coming, "pages on their way are counted"
+    assert residency.transfers.pages_loading_now == coming, "pages on their way are counted"
 
 
 def _check_sequences(

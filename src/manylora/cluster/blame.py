@@ -72,17 +72,17 @@ class StepNotingExecutor:
         self._in_flight: dict[int, frozenset[RequestId]] = {}
         self._noting = threading.Lock()  # a step may end on another thread than it begins on
 
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
+    def connect(self, report: Callable[[DeviceEvent], None]) -> None:
         """See Executor."""
 
-        def hear(event: DeviceEvent) -> None:
+        def receive(event: DeviceEvent) -> None:
             if isinstance(event, StepResult):
                 with self._noting:
                     self._in_flight.pop(event.done.step, None)
                     self._write()
-            tell(event)
+            report(event)
 
-        self._executor.connect(hear)
+        self._executor.connect(receive)
 
     def obey(self, command: commands.DeviceCommand) -> None:
         """See Executor."""

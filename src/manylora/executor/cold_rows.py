@@ -98,7 +98,7 @@ class ColdStep:
         if self._rows is not None:
             self._cpu_s, self._waited_s = self._rows.end()
 
-    def tell(self, done: events.StepDone) -> None:
+    def fill_in(self, done: events.StepDone) -> None:
         """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
         spoilt = {*done.spoilt}
         if self._awaited is not None:

@@ -100,8 +100,8 @@ class MergedWeights:
         if self._may_name not in (None, named):
             raise ValueError(f"the step names adapter {named} as merged, the last switch {self._may_name}")
 
-    def switch(self, command: commands.SetMerged, tell: Callable[[events.SwitchDone], None]) -> None:
-        """Carry out SetMerged after all work issued so far. ``tell`` is called once, from another thread.
+    def switch(self, command: commands.SetMerged, report: Callable[[events.SwitchDone], None]) -> None:
+        """Carry out SetMerged after all work issued so far. ``report`` is called once, from another thread.
         Raises RuntimeError where the weights are lost."""
         self.settle()
         elapsed, pristine, failed = self._device.measure(), self._pristine, ""
@@ -110,7 +110,7 @@ class MergedWeights:
         failed = self._agreed(failed)
         rows = self._rows(BASE if failed else command.adapter)
         if isinstance(pristine, HostPristine):
-            args = pristine, command, rows, failed, self._device.issued(), elapsed, tell
+            args = pristine, command, rows, failed, self._device.issued(), elapsed, report
             self._beside = command.adapter, self._thread.submit(self._switch_beside, *args)
             return
         failed = self._tried(
@@ -120,7 +120,7 @@ class MergedWeights:
             lambda: self._write(self._rows(BASE), pristine),
         )
         self._note(command.adapter, failed)
-        self._thread.submit(self._answer, command, elapsed(), failed, tell)
+        self._thread.submit(self._answer, command, elapsed(), failed, report)
         self.settle()
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class MergedWeights:
         failed: str,
         issued: object,
         elapsed: Elapsed,
-        tell: Callable[[events.SwitchDone], None],
+        report: Callable[[events.SwitchDone], None],
     ) -> str:
         """Carry out the whole switch on a thread of its own, while no step runs. Return the first error, with
         ``failed`` from before it included, or an empty text."""
@@ -184,7 +184,7 @@ class MergedWeights:
         failed = self._tried(
             command, failed, write, lambda: self._bring_back(pristine, self._device.issued())
         )
-        self._answer(command, elapsed(), failed, tell)
+        self._answer(command, elapsed(), failed, report)
         return failed
 
     def _bring_back(self, pristine: HostPristine, issued: object) -> None:
@@ -203,7 +203,7 @@ class MergedWeights:
         command: commands.SetMerged,
         wait: Callable[[], float],
         failed: str,
-        tell: Callable[[events.SwitchDone], None],
+        report: Callable[[events.SwitchDone], None],
     ) -> None:
         seconds = 0.0
         try:
@@ -211,7 +211,7 @@ class MergedWeights:
         except Exception as error:
             # The device reports a failure late and does not name the operation, so the weights count as lost.
             failed = self._broken = one_line(error)
-        tell(events.SwitchDone(command.switch, not failed, seconds, failed))
+        report(events.SwitchDone(command.switch, not failed, seconds, failed))
 
     # ------------------------------------------------------------ the weights
 

@@ -22,9 +22,9 @@ from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
+from manylora.executor.arrivals import Arrivals
 from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable, StepInputs, Undo
 from manylora.executor.cold_rows import ColdStep, DeviceHandover
-from manylora.executor.coming import Coming
 from manylora.executor.cpu_lora import CpuLora
 from manylora.executor.forward import EagerSteps, Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs, steps_of_fixed_sizes
@@ -111,19 +111,19 @@ class Worker:
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
         self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
         self._handlers = commands.handlers(self, commands.DEVICE_COMMANDS)
-        self._tell: Callable[[DeviceEvent], None] = unheard
+        self._report: Callable[[DeviceEvent], None] = unheard
         self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
         self._ended_s = 0.0
         # A device without captures runs a step within the call that launches it, so work put off until after
         # the launch would wait for the whole step.
         self._copier = Copier(arena, host, device, puts_off=device.captures)
-        self._coming = Coming(self._copier, self._tables, geometry, self.inspections.layout)
-        self._reader = AdapterReader(arena, host, geometry, device, self._coming.landed.append)
+        self._arrivals = Arrivals(self._copier, self._tables, geometry, self.inspections.layout)
+        self._reader = AdapterReader(arena, host, geometry, device, self._arrivals.landed.append)
 
     # ------------------------------------------------------------ the Executor protocol
 
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        self._tell = tell
+    def connect(self, report: Callable[[DeviceEvent], None]) -> None:
+        self._report = report
 
     def obey(self, command: commands.DeviceCommand) -> None:
         self._handlers[type(command)](command)
@@ -136,13 +136,13 @@ class Worker:
         if self._in_flight:
             result = self._in_flight.popleft()()
             if not self._is_rank:
-                self._coming.step_ended()
-            self._tell(result)
+                self._arrivals.step_ended()
+            self._report(result)
 
     def forget_copies(self, answered: Sequence[tuple[CopyId, bool]]) -> None:
         """Forget copies that no step will name any more; each comes with whether it went well on all ranks.
         Used on one of several ranks."""
-        self._coming.forget(answered)
+        self._arrivals.forget(answered)
 
     # ------------------------------------------------------------ merged weights
 
@@ -172,10 +172,10 @@ class Worker:
         """Carry out SetMerged. Raises RuntimeError where the base's weights are lost."""
         if self._merging is None or self._forward is None:
             error = "the executor is closed" if self._forward is None else "merging is off"
-            self._tell(events.SwitchDone(command.switch, False, error=error))
+            self._report(events.SwitchDone(command.switch, False, error=error))
             return
-        self._coming.enter()
-        self._merging.switch(command, self._tell)
+        self._arrivals.enter()
+        self._merging.switch(command, self._report)
 
     def _check_merged(self, step: commands.RunStep) -> None:
         """Check the merged adapter that the step names. Raises ValueError where the weights have another
@@ -234,15 +234,15 @@ class Worker:
         changes: Undo = []
         try:
             self._check_merged(step)
-            self._coming.enter()
+            self._arrivals.enter()
             self._tables.merge(merged)
             for start in step.starts:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
             rows = self._sequences.rows(step.rows)
-            awaited = self._coming.awaited(step) if step.awaits else None
-            cold = self._coming.cold(step) if step.cpu else None
+            awaited = self._arrivals.awaited(step) if step.awaits else None
+            cold = self._arrivals.cold(step) if step.cpu else None
             sampled = self._run(rows, awaited, cold)
             # ``expect`` adds only the first sample's token: other samples return with their own
             # SequenceStart.
@@ -255,7 +255,7 @@ class Worker:
             self._sequences.undo(changes)
             for sequence in started:
                 self._sequences.end(sequence)
-            self._tell(self._failed(step, error, began))
+            self._report(self._failed(step, error, began))
         self._copier.flush()
 
     def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> _Sampled:
@@ -320,7 +320,7 @@ class Worker:
         self._sequences.settle(expected, [tokens[0] for _, tokens in done.tokens])
         done.device_s = self._step_s(began)
         if cold is not None:
-            cold.tell(done)
+            cold.fill_in(done)
         return result
 
     def _failed(self, step: commands.RunStep, error: Exception, began: float) -> StepResult:
@@ -351,11 +351,11 @@ class Worker:
 
     def inspect_adapter(self, command: commands.InspectAdapter) -> None:
         """Carry out InspectAdapter on the caller's thread."""
-        self._tell(self.inspections.inspect(command))
+        self._report(self.inspections.inspect(command))
 
     def verify_adapter(self, command: commands.VerifyAdapter) -> None:
         """Carry out VerifyAdapter on the caller's thread."""
-        self._tell(self.inspections.verify(command))
+        self._report(self.inspections.verify(command))
 
     def forget_adapter(self, command: commands.ForgetAdapter) -> None:
         """Carry out ForgetAdapter."""
@@ -375,25 +375,25 @@ class Worker:
     def read_adapter(self, command: commands.ReadAdapter) -> None:
         """Carry out ReadAdapter."""
         try:
-            self._coming.claim(command)
-            self._reader.start(self.inspections.spec(command.adapter), command, self._tell)
+            self._arrivals.claim(command)
+            self._reader.start(self.inspections.spec(command.adapter), command, self._report)
         except AdapterError as error:
-            self._tell(events.AdapterRead(command.adapter, False, str(error)))
+            self._report(events.AdapterRead(command.adapter, False, str(error)))
         except (RuntimeError, ValueError) as error:
             # The reader is closed, or the device is broken: no thread will answer.
-            self._tell(events.AdapterRead(command.adapter, False, one_line(error)))
+            self._report(events.AdapterRead(command.adapter, False, one_line(error)))
 
     def evict_adapter(self, command: commands.EvictAdapter) -> None:
         """Carry out EvictAdapter."""
-        self._coming.leave(command.adapter)
+        self._arrivals.leave(command.adapter)
 
     def swap_pages(self, command: commands.SwapPages) -> None:
         """Carry out SwapPages."""
-        self._coming.swap(command, self._tell)
+        self._arrivals.swap(command, self._report)
 
     def report_state(self, command: commands.ReportState) -> None:
         """Carry out ReportState."""
-        self._tell(self.state())
+        self._report(self.state())
 
     def state(self) -> ExecutorState:
         """Return the worker's state. May be called from any thread."""

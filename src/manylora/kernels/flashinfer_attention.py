@@ -61,7 +61,7 @@ class AttentionShape:
         return float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
 
 
-def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> ComingPrompts | None:
+def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> PreparedPrompts | None:
     """Return FlashInfer for prompts of this shape; None where our kernel serves them permanently.
 
     One line of the log says which, perhaps later. Compiling and trying out FlashInfer takes seconds with a
@@ -72,12 +72,12 @@ def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float =
     if why_not is not None:
         _log.info("attention of prompts: our kernel, for %s", why_not)
         return None
-    coming = ComingPrompts(shape, device)
-    coming.wait(wait_s)
-    return None if coming.has_failed else coming
+    prepared = PreparedPrompts(shape, device)
+    prepared.wait(wait_s)
+    return None if prepared.has_failed else prepared
 
 
-class ComingPrompts:
+class PreparedPrompts:
     """FlashInfer as a thread makes it ready. Until then there are no plans, and our kernel serves."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:

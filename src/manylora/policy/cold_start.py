@@ -160,8 +160,8 @@ class ComingCopies:
         """Add copies that were just commanded, in order."""
         for command in copies:
             if command.to_device:
-                coming = _Copy(Landing(now, now), command.adapter, len(command.pairs), now)
-                self._copies[command.copy] = coming
+                incoming = _Copy(Landing(now, now), command.adapter, len(command.pairs), now)
+                self._copies[command.copy] = incoming
         self._expect()
 
     def ended(self, number: CopyId, seconds: float) -> bool:
@@ -319,19 +319,19 @@ class ColdStarts:
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
         begin_s = max(now, self._steps_end_s)
         step_s = rates.expected_step_s(num_prefill)
-        coming = [(self._copies[copy].landing.as_of(now), self._copies[copy].adapter) for copy in copies]
-        landed_s = max(landing.end_s for landing, _ in coming)
+        incoming = [(self._copies[copy].landing.as_of(now), self._copies[copy].adapter) for copy in copies]
+        landed_s = max(landing.end_s for landing, _ in incoming)
         # Where others go on, one of their steps is on its way when it has landed.
         starts_s = boundary_s(begin_s, landed_s, rates.expected_step_s(0) if rows else 0.0)
         wait = Beginning("wait", starts_s + step_s + self._misses.late_s("wait"), 0.0)
         served = num_tokens
         if mode == "cpu":
-            has_adapter = any(adapter is not None for _, adapter in coming)
+            has_adapter = any(adapter is not None for _, adapter in incoming)
             served = self._served_tokens(sequence, num_tokens) if has_adapter else 0
             if served <= 0:
                 return wait, num_tokens
-            coming = [(landing, adapter) for landing, adapter in coming if adapter is None]
-        until_s = end_s(begin_s, step_s, num_groups, [landing for landing, _ in coming])
+            incoming = [(landing, adapter) for landing, adapter in incoming if adapter is None]
+        until_s = end_s(begin_s, step_s, num_groups, [landing for landing, _ in incoming])
         name = "layerwise" if mode == "auto" else mode
         answer_s = until_s
         if mode == "cpu" and served < sequence.num_remaining:

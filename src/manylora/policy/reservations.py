@@ -173,7 +173,7 @@ class Reservations:
         residency = self._residency
         if residency.marks is not None or not residency.policy.keeps_prefixes:
             return  # pages are freed ahead of demand, or nothing unused lies in the way
-        coming: set[Node] = set()
+        incoming: set[Node] = set()
         reservations: list[Reservation] = []
         # Holders are served first in the next step: those whose pages are then full take one more.
         size = self._config.page_tokens
@@ -182,15 +182,15 @@ class Reservations:
         for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.admitted)):
             # Pinned, so that no room is made of what another of them will use.
             reservation = self._reserve(sequence, budget)
-            more_kv = reservation.own_pages + sum(node not in coming for node in reservation.missing)
-            more_adapters = 0 if reservation.root in coming else reservation.adapter_pages
+            more_kv = reservation.own_pages + sum(node not in incoming for node in reservation.missing)
+            more_adapters = 0 if reservation.root in incoming else reservation.adapter_pages
             if not residency.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
                 self._cancel(reservation)
                 break
             reservations.append(reservation)
             kv_pages += more_kv
             adapter_pages += more_adapters
-            coming.update(reservation.missing, [reservation.root])
+            incoming.update(reservation.missing, [reservation.root])
             budget -= reservation.num_tokens
             if budget <= 0:
                 break

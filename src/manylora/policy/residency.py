@@ -181,7 +181,7 @@ class Residency:
         used = device.num_pages - free - self.tree.adapter_pages
         return min(free, device.num_pages - self.adapter_limit - used)
 
-    def num_coming(self, for_adapters: bool) -> int:
+    def num_available_soon(self, for_adapters: bool) -> int:
         """Return how many pages are free, or become free by themselves: by offloads in flight, or the step's
         end."""
         device, leaving = self.device, self.tree.offloading_pages
@@ -191,15 +191,15 @@ class Residency:
 
     def may_provide(self, kv_pages: int, adapter_pages: int) -> bool:
         """Return whether the pages can become free while all sequences keep theirs."""
-        tree, for_kv = self.tree, self.num_coming(for_adapters=False)
+        tree, for_kv = self.tree, self.num_available_soon(for_adapters=False)
         if not self.has_parts:
             return for_kv + tree.evictable_pages >= kv_pages + adapter_pages
-        for_adapters = self.num_coming(for_adapters=True) + tree.evictable_adapter_pages
+        for_adapters = self.num_available_soon(for_adapters=True) + tree.evictable_adapter_pages
         return for_adapters >= adapter_pages and for_kv + tree.idle_kv_pages >= kv_pages
 
     def will_provide(self, kv_pages: int) -> bool:
         """Return whether the pages will be free when the transfers in flight have ended."""
-        return self.num_coming(for_adapters=False) >= kv_pages
+        return self.num_available_soon(for_adapters=False) >= kv_pages
 
     def provide(self, now: float, kv_pages: int, adapter_pages: int = 0) -> bool:
         """Return whether the pages are free; if not, start the evictions that will free them, as far as
@@ -211,7 +211,7 @@ class Residency:
         return self._provide(now, kv_pages, for_adapters=False) and has_adapter
 
     def _provide(self, now: float, count: int, for_adapters: bool) -> bool:
-        if self.num_coming(for_adapters) + self.tree.evictable_pages >= count:
+        if self.num_available_soon(for_adapters) + self.tree.evictable_pages >= count:
             self._make_room(now, count, for_adapters, "demand")
         return self.num_free(for_adapters) >= count
 
@@ -222,11 +222,11 @@ class Residency:
     def _make_room(self, now: float, count: int, for_adapters: bool, reason: str) -> list[Node]:
         """Evict nodes until ``count`` pages are free or becoming free, as far as there are candidates."""
         sent: list[Node] = []
-        if self.num_coming(for_adapters) >= count:
+        if self.num_available_soon(for_adapters) >= count:
             return sent
         self.forget_visits(now)
         leaving = self.candidates.begin_leaving(now, for_adapters)
-        while self.num_coming(for_adapters) < count:
+        while self.num_available_soon(for_adapters) < count:
             chosen = leaving.pop()
             if chosen is None:
                 break

@@ -100,10 +100,10 @@ class Swapper:
             if node.evicted_in >= self.interval - 1:
                 self._held_back.append(node)  # no ping-pong: only a request loads it again so soon
                 continue
-            coming = self._fitting(residency.entering_with(node), marks)
-            if coming:
-                residency.load(now, coming, "idle", value)
-                brought += sum(each.num_pages for each in coming)
+            incoming = self._fitting(residency.entering_with(node), marks)
+            if incoming:
+                residency.load(now, incoming, "idle", value)
+                brought += sum(each.num_pages for each in incoming)
         entering.end()
 
     def _fitting(self, nodes: list[Node], marks: Marks) -> list[Node]:

@@ -48,7 +48,7 @@ class Transfers:
         """``num_groups``: groups of layers in which copies to the device land, if steps may await copies; else
         0."""
         self._num_groups = num_groups
-        self.pages_coming = 0
+        self.pages_loading_now = 0
         """Device pages that copies, queued or in flight, write."""
         self._queued: list[Move] = []
         self._copies: dict[CopyId, list[Move]] = {}
@@ -66,7 +66,7 @@ class Transfers:
         self._queued.append(move)
         self._num_moves[node.adapter] += 1
         if to_device:
-            self.pages_coming += len(node.pages)
+            self.pages_loading_now += len(node.pages)
 
     def current(self, node: Node) -> Move | None:
         """Return the node's part of a copy in flight that the node has not disowned, if any."""
@@ -118,7 +118,7 @@ class Transfers:
         node = move.node
         self._num_moves[node.adapter] -= 1
         if move.to_device:
-            self.pages_coming -= len(move.pages)
+            self.pages_loading_now -= len(move.pages)
         if self._current.get(node) is not move:
             return False
         del self._current[node]
@@ -146,7 +146,7 @@ class Transfers:
     @property
     def is_lane_busy(self) -> bool:
         """Whether a copy to the device, or a read, is in flight or queued."""
-        return bool(self.pages_coming or self._reads)
+        return bool(self.pages_loading_now or self._reads)
 
     # ------------------------------------------------------------ adapters' ends
 

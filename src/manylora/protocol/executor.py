@@ -95,8 +95,8 @@ class Executor(Protocol):
     weights cannot be restored, ``obey`` raises: the device is broken.
     """
 
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        """Pass every answer to ``tell`` from now on, from any thread."""
+    def connect(self, report: Callable[[DeviceEvent], None]) -> None:
+        """Pass every answer to ``report`` from now on, from any thread."""
 
     def obey(self, command: DeviceCommand) -> None:
         """Begin a command. Raises only if the device is broken: nothing can be trusted after that."""

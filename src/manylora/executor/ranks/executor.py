@@ -127,7 +127,7 @@ class RankedExecutor:
         self._registry = registry
         self._inspections = inspections
         self._step_timeout_s = step_timeout_s
-        self._tell: Callable[[DeviceEvent], None] = unheard
+        self._report: Callable[[DeviceEvent], None] = unheard
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
@@ -153,8 +153,8 @@ class RankedExecutor:
 
     # ------------------------------------------------------------ the Executor protocol
 
-    def connect(self, tell: Callable[[DeviceEvent], None]) -> None:
-        self._tell = tell
+    def connect(self, report: Callable[[DeviceEvent], None]) -> None:
+        self._report = report
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
@@ -169,10 +169,10 @@ class RankedExecutor:
                 if found.ok:
                     spec = self._inspections.spec(command.adapter)
                     self._write(Learn(command.adapter, spec.to_json()))
-                self._tell(found)
+                self._report(found)
                 return
             case commands.VerifyAdapter():
-                self._tell(self._inspections.verify(command))
+                self._report(self._inspections.verify(command))
                 return
             case commands.ForgetAdapter():
                 self._inspections.forget(command.adapter)
@@ -205,13 +205,13 @@ class RankedExecutor:
             self._changed.wait_for(lambda: self._lost or step.has_ended(len(self._ranks)))
             self._check()
             self._steps.popleft()
-            # The same rule as in ``Coming.step_ended``. It is applied here because a rank does not know when
+            # The same rule as in ``Arrivals.step_ended``. It is applied here because a rank does not know when
             # the others have answered.
             forgotten, self._answered_before = self._answered_before, self._answered
             self._answered = []
         if forgotten:
             self._write(ForgetCopies(tuple(forgotten)))
-        self._tell(self._result(step))
+        self._report(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
         with self._changed:
@@ -267,7 +267,7 @@ class RankedExecutor:
             raise RanksLost(self._lost)
 
     def _report_state(self) -> None:
-        self._tell(
+        self._report(
             ExecutorState(
                 host_pages_pinned=min(one.pages_pinned for one in self._status),
                 preparation_s=max(one.preparation_s for one in self._status),
@@ -291,9 +291,9 @@ class RankedExecutor:
                         self._lose(f"rank {speaker.rank} has died")
                         continue
                     for message in messages:
-                        self._hear(speaker.rank, message)
+                        self._receive(speaker.rank, message)
 
-    def _hear(self, rank: int, message: object) -> None:
+    def _receive(self, rank: int, message: object) -> None:
         match message:
             case RankStatus():
                 self._status[rank] = message
@@ -368,12 +368,12 @@ class RankedExecutor:
             self._evictions.append(brought)
         if isinstance(worst, events.AdapterRead):
             reads = [one for one in every if isinstance(one, events.AdapterRead)]
-            self._tell(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
+            self._report(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
         elif isinstance(worst, events.SwitchDone):
             self._tell_switched([one for one in every if isinstance(one, events.SwitchDone)])
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, events.CopyDone))
-            self._tell(dataclasses.replace(worst, copy_s=slowest))
+            self._report(dataclasses.replace(worst, copy_s=slowest))
             if worst.copy in self._awaitable:
                 self._awaitable.remove(worst.copy)
                 with self._changed:
@@ -387,7 +387,7 @@ class RankedExecutor:
             self._lose(f"switch {wrong.switch} failed on some ranks: {wrong.error}")
             return
         first = next((one for one in every if one.error != ELSEWHERE), every[0])
-        self._tell(dataclasses.replace(first, switch_s=max(one.switch_s for one in every)))
+        self._report(dataclasses.replace(first, switch_s=max(one.switch_s for one in every)))
 
     # ------------------------------------------------------------ trouble
 
@@ -402,7 +402,7 @@ class RankedExecutor:
                 rank.kill()
             self._changed.notify_all()
         _log.error("the ranks are lost: %s", reason)
-        self._tell(ExecutorLost(reason))
+        self._report(ExecutorLost(reason))
 
     def _watch(self) -> None:
         """Watch for ranks that are stopped and for steps that do not end, until the executor is closed."""

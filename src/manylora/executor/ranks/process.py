@@ -133,7 +133,7 @@ class _Rank:
             _leave()
         self._worker = worker = rank.worker(pools.limits, CopyOfWeights(pools.copy_place))
         rank.prepare(worker, pools.limits)
-        worker.connect(self._tell)
+        worker.connect(self._report)
         channel.send(RankReady())
 
     def _progress(self) -> Callable[[int, int], None] | None:
@@ -205,7 +205,7 @@ class _Rank:
             else:
                 os.sched_yield()
 
-    def _tell(self, event: DeviceEvent) -> None:
+    def _report(self, event: DeviceEvent) -> None:
         if not isinstance(event, StepResult):
             self._channel.send(event)
         elif self._begun and self._begun[0].step == event.done.step:

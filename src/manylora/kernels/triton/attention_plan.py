@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from manylora.devices.staging import upload_buffers
-from manylora.kernels.flashinfer_attention import ComingPrompts, PlannedPrompts, PromptAttention
+from manylora.kernels.flashinfer_attention import PlannedPrompts, PreparedPrompts, PromptAttention
 from manylora.kernels.loops import loop
 from manylora.kernels.ops import AttentionRoom, AttentionRows
 from manylora.kernels.shapes import PageShape
@@ -66,7 +66,7 @@ class TritonAttentionPlan:
         device: torch.device,
         programs: int,
         decoding: DecodeTable,
-        prompts: ComingPrompts | PromptAttention | None = None,
+        prompts: PreparedPrompts | PromptAttention | None = None,
         room: AttentionRoom | None = None,
     ) -> None:
         """Reserve memory for the largest step of ``room``. ``prompts`` is used only without a room."""
@@ -329,7 +329,7 @@ class PagedAttention:
         self,
         programs: int,
         decoding: DecodeTable | None = None,
-        prompts: ComingPrompts | PromptAttention | None = None,
+        prompts: PreparedPrompts | PromptAttention | None = None,
     ) -> None:
         self._programs = programs
         self._decoding = decoding or DecodeTable()
@@ -338,7 +338,7 @@ class PagedAttention:
 
     def close(self) -> None:
         """End FlashInfer's compilation, if it is still running. May be called again."""
-        if isinstance(self._prompts, ComingPrompts):
+        if isinstance(self._prompts, PreparedPrompts):
             self._prompts.close()
 
     def plan(self, page: PageShape, device: torch.device, room: AttentionRoom | None) -> TritonAttentionPlan:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manylora.kernels.flashinfer_attention import ComingPrompts, PromptAttention
+from manylora.kernels.flashinfer_attention import PreparedPrompts, PromptAttention
 from manylora.kernels.ops import (
     IN_LINE,
     AdaptedLinear,
@@ -65,7 +65,7 @@ class TritonOps(Ops):
         programs: int = BUSY_PROGRAMS,
         products: Products | None = None,
         decoding: DecodeTable | None = None,
-        prompts: ComingPrompts | PromptAttention | None = None,
+        prompts: PreparedPrompts | PromptAttention | None = None,
         lora: LoraKernels | None = None,
     ) -> None:
         """Set up the operations, by default for any model on any device.

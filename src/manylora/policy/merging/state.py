@@ -291,7 +291,7 @@ class MergedBatching(FirstComeFirstServed):
             victim = self._gives_way_to(sequence)
             if victim is None or victim.order < sequence.order:
                 return False
-            if residency.num_coming(for_adapters=False) > residency.num_free(for_adapters=False):
+            if residency.num_available_soon(for_adapters=False) > residency.num_free(for_adapters=False):
                 return False
             self._displace(victim, now)
         return True

@@ -24,7 +24,7 @@ from manylora.types import AdapterId, CopyId, PageId
 _log = logging.getLogger(__name__)
 
 
-class Coming:
+class Arrivals:
     """The copies on their way to the device, with their gates and adapters.
 
     Used by the step loop's thread, except ``landed`` and the functions that copies call at their end.
@@ -79,8 +79,8 @@ class Coming:
 
     # ------------------------------------------------------------ copies
 
-    def swap(self, command: commands.SwapPages, tell: Callable[[events.CopyDone], None]) -> None:
-        """Carry out SwapPages; ``tell`` is called once, with the answer. A command with layer groups gets a
+    def swap(self, command: commands.SwapPages, report: Callable[[events.CopyDone], None]) -> None:
+        """Carry out SwapPages; ``report`` is called once, with the answer. A command with layer groups gets a
         gate, and its adapter is entered into the tables before it lands."""
         self.claim(command)
         gate: CopyGate | None = None
@@ -89,10 +89,10 @@ class Coming:
             self._commands[command.copy] = command
 
         try:
-            self._copier.start(command, self._landing(command, gate), tell, gate)
+            self._copier.start(command, self._landing(command, gate), report, gate)
         except (AdapterError, RuntimeError, ValueError) as error:
             # The adapter was removed, the copier is closed, or the command is wrong: no thread will answer.
-            tell(events.CopyDone(command.copy, False, error=one_line(error)))
+            report(events.CopyDone(command.copy, False, error=one_line(error)))
             if gate is not None:
                 gate.answer(False)
             return
