@@ -172,7 +172,7 @@ def traffic(rig: RankedRig) -> tuple[RankTraffic, ...]:
     rig.decode(1, sequence)
     found: list[ExecutorState] = []
     executor: Any = rig.worker
-    tell = executor._tell
+    tell = executor._report
     executor.connect(
         lambda answer: found.append(answer) if isinstance(answer, ExecutorState) else tell(answer)
     )
