@@ -106,14 +106,15 @@ class _Geometries(NamedTuple):
 
 
 def _geometries(settings: EngineSettings) -> _Geometries:
-    count, lies = settings.tensor_parallel_size, (settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype])
+    count = settings.tensor_parallel_size
+    page_args = settings.cache.page_tokens, _ITEMSIZE[settings.model.dtype]
     try:
         folder = resolve_model(settings.model.model)
         config = read_model_config(folder)
         check_count(config, count)
         is_sharded = lora_sharding_of(settings.lora_sharding, count) == "sharded"
         share = ModelShare(config, RankPlace(0, count), is_sharded, head_fixed_by=settings.head_fixed_by)
-        whole, first = share.whole_geometry(*lies), share.geometry(*lies)
+        whole, first = share.whole_geometry(*page_args), share.geometry(*page_args)
         texts = TextCheck(folder, resolve_model(settings.model.tokenizer or settings.model.model))
         return _Geometries(config, whole, first, is_sharded, texts)
     except (ModelError, ValueError) as error:

@@ -494,7 +494,7 @@ def _shut_down(
         # The garbage collector may run on the loop's own thread, which must not wait for itself.
         loop.stop()
         return
-    asyncio.run_coroutine_threadsafe(_let_go(llm), loop).result()
+    asyncio.run_coroutine_threadsafe(_release_waiting(llm), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -502,7 +502,7 @@ def _shut_down(
         workers.shutdown()
 
 
-async def _let_go(llm: AsyncLLM) -> None:
+async def _release_waiting(llm: AsyncLLM) -> None:
     """Fail every waiting task because the engine was closed, and wait until the tasks have ended."""
     if llm._engine is not None:
         llm._engine.disconnect("the engine was closed")

@@ -337,7 +337,7 @@ class _Replica:
             answer = messages.AdapterReady(listing.id, card)
         except AdapterError as error:
             del self._adapters[listing.id]
-            self._let_files_go(listing.id)
+            self._release_files(listing.id)
             answer = messages.AdapterReady(listing.id, None, RequestError(error.status, str(error)))
         except EngineDead as error:
             answer = messages.AdapterReady(listing.id, None, RequestError(503, str(error)))
@@ -355,12 +355,12 @@ class _Replica:
 
         def tell(done: concurrent.futures.Future[None]) -> None:
             self._adapters.pop(adapter, None)
-            self._work.submit(self._let_files_go, adapter)
+            self._work.submit(self._release_files, adapter)
             loop.call_soon_threadsafe(self._send, gone)
 
         freed.add_done_callback(tell)
 
-    def _let_files_go(self, adapter: AdapterId) -> None:
+    def _release_files(self, adapter: AdapterId) -> None:
         """Release an adapter's files in the cache. Runs on the thread for adapters."""
         if self._cache is not None:
             self._cache.release(adapter)

@@ -148,10 +148,10 @@ def planned(settings: EngineSettings) -> Plan:
     share = ModelShare(
         config, RankPlace(0, count), sharding == "sharded", head_fixed_by=settings.head_fixed_by
     )
-    lies = settings.cache.page_tokens, dtype.itemsize
-    page = share.whole_page(*lies)
+    page_args = settings.cache.page_tokens, dtype.itemsize
+    page = share.whole_page(*page_args)
     try:
-        whole, geometry = share.whole_geometry(*lies), share.geometry(*lies)
+        whole, geometry = share.whole_geometry(*page_args), share.geometry(*page_args)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     most_bytes = settings.cache.device_pool

@@ -209,8 +209,8 @@ class Worker:
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            ops, lies = self._forward.decoder.ops, (self._arena, self._host, self._device)
-            bringer = bringer_of(ops, *lies, limits.num_groups)
+            ops, places = self._forward.decoder.ops, (self._arena, self._host, self._device)
+            bringer = bringer_of(ops, *places, limits.num_groups)
             if bringer is not None:
                 self._copier.use_kernel(bringer)
                 words = bringer.words
