@@ -55,8 +55,7 @@ class Outputs:
     scores: torch.Tensor | None = None
 
     def first(self, count: int) -> Outputs:
-        """Return the outputs of the first ``count`` rows. ``best`` and ``scores`` remain those of all
-        rows."""
+        """Return the outputs of the first ``count`` rows, with ``best`` and ``scores`` of all rows."""
         if count == len(self.logits):
             return self
         rows = self.logits[:count], self.best, self.last[:count], self.pending_index[:count]
@@ -64,10 +63,10 @@ class Outputs:
 
 
 class Scored(NamedTuple):
-    """The prompt tokens to score, in parts whose logits are computed one after the other, to save memory. A
-    part has the rows of the batch and the targets, each int64 [K] on the device, and the rows' LoRA plan at
-    the output head.
-    ``width``: as in ``ScoredTokens``."""
+    """The prompt tokens whose logits score the next token, in parts of K tokens. The parts' logits are
+    computed one after the other, to save memory. A part has the tokens' places in the batch and the next
+    tokens, each int64 [K] on the device, and the LoRA plan at the output head. ``width``: as in
+    ``ScoredTokens``."""
 
     parts: list[tuple[torch.Tensor, torch.Tensor, Any | None]]
     width: int

@@ -69,13 +69,12 @@ class _Held:
 
 
 class AdapterTables:
-    """The entries of resident adapters. Used by the step loop's thread only; writes are ordered with its
-    steps.
+    """The entries of resident adapters. Used by the step loop's thread only.
 
-    The cells of new entries reach the device with ``send``, which must be called before a step reads
-    ``cells``. While an adapter is merged into the base's weights (``merged``; BASE: none), only its own rows
-    may run, and they need no entry. ``version`` changes whenever an entry or the merged adapter changes.
-    Results that were computed from an older version are invalid.
+    Writes to the device are ordered with its steps. The cells of new entries reach the device with ``send``,
+    which must be called before a step reads ``cells``. While an adapter is merged into the base's weights
+    (``merged``; BASE: none), only its own rows may run, and they need no entry. ``version`` changes whenever
+    an entry or the merged adapter changes. Results that were computed from an older version are invalid.
     """
 
     def __init__(self, device: Device, geometry: AdapterGeometry) -> None:

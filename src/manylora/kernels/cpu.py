@@ -3,8 +3,7 @@
 Owns the choice between the two, and the gathering of keys, values and adapter rows from the pool into dense
 matrices. Rows of one query and segments of few tokens run in loops directly over the pool (``loops``), in
 float32 and bfloat16. Torch computes all other rows and segments, and all other dtypes, one row or segment at
-a time: keys and values or the adapter's rows are gathered first. The module does not know what a page belongs
-to.
+a time: keys and values or the adapter's rows are gathered first. Does not know to what a page belongs.
 
 Slots past a row's context and the tail of an adapter row's last cell may hold stale bytes. These are cut off
 before any arithmetic, so no garbage, NaN or infinity can reach a result.
@@ -60,9 +59,8 @@ _MERGED_ELEMENTS = 2**18
 class CpuAttentionPlan:
     """A step's rows, divided into short rows of one query for the loop, and others for torch.
 
-    ``tokens``, ``lengths``, ``page_table``: places in the batch, context lengths and pages of the loop's
-    rows.
-    ``everything``: all rows that have queries; ``others``: those among them that the loop does not compute.
+    ``tokens``, ``lengths``, ``page_table``: the loop's rows: places in the batch, context lengths, pages.
+    ``everything``: all rows that have queries. ``others``: the rows among them that torch computes.
     """
 
     def __init__(self, page: PageShape) -> None:
@@ -80,9 +78,8 @@ class CpuAttentionPlan:
 
 
 class _Items(NamedTuple):
-    """The loops' N segments at one group of P projections. ``records`` [N, P, 3]. ``scales[l]`` [N, P]: those
-    of layer l. ``columns`` [P + 1]: the group's offsets. ``size``: how many numbers the segments shrink
-    to."""
+    """The loops' N segments at one group of P projections. ``records`` [N, P, 3]. ``scales[l]`` [N, P]: the
+    scales of layer l. ``columns`` [P + 1]: the group's offsets. ``size``: how many numbers shrink returns."""
 
     records: np.ndarray
     scales: np.ndarray
@@ -136,8 +133,7 @@ class CpuLoraPlan:
         self.blocks: dict[str, list[_Block]] = {}
 
     def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> list[_Block]:
-        """Return the blocks of the group that no loop computes, because they are long or because of
-        ``dtype``."""
+        """Return the group's blocks that no loop computes, because of their length or ``dtype``."""
         if group.name not in self.blocks:
             chosen = self.others if dtype in _IN_LOOPS else range(len(self.segments.start))
             blocks = [self._block(group, segment) for segment in chosen]
@@ -406,8 +402,7 @@ def _attend(
     soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
-    """Compute attention for one row of a batch into ``out``. The row's last query is the context's last
-    token."""
+    """Compute attention for one row of a batch into ``out``. Its last query is the context's last token."""
     num_queries, heads, dim = q.shape
     page_tokens, kv_heads = pool.shape[3:5]
     pages = torch.from_numpy(page_table[: -(-context // page_tokens)])
@@ -504,8 +499,7 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:
-    """Return x ``[T, heads, D]``, dense except for its row stride, as one array that begins at its first
-    element."""
+    """Return x ``[T, heads, D]``, dense except for its row stride, as one array from its first element on."""
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2]
     return _numbers(x.as_strided((size,), (1,)))
 

@@ -89,18 +89,21 @@ class AttentionRows:
 
 @dataclasses.dataclass(frozen=True)
 class LoraSegments:
-    """The S runs of neighbouring tokens that share an adapter. Tokens in no segment need the weights alone.
+    """The S runs of neighbouring tokens of a batch that share an adapter.
+
+    Tokens in no segment are computed with the weights alone: by the base model, or by the merged adapter.
+    P counts projections in the order of AdapterGeometry.projections, and L counts layers.
 
     ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
-    ``records`` int64 [S, P, 3]: for each segment and projection (in the order of
-    AdapterGeometry.projections), the position in ``cells`` of its first A cell, that of its first B cell, and
-    its rank. Rank 0: not adapted. Each row of A takes ``geometry.cells(in_features)`` consecutive entries of
-    ``cells``, and the rows follow one another. B is stored transposed, so each of its rows takes
-    ``geometry.cells(out_features)`` entries.
-    ``scales`` float32 [S, P, L]: each layer's lora_alpha / r, or rsLoRA's lora_alpha / sqrt(r); finite.
-    ``cells`` int64, on the device, shared by all steps: how many adapter elements into the pool a cell begins
-    in *layer 0*, a multiple of ``geometry.alignment``. In layer l it begins ``l * geometry.slab_elements``
-    further.
+    ``records`` int64 [S, P, 3]: where in ``cells`` the adapter's A begins, where its B begins, and its rank;
+    rank 0: not adapted.
+    ``scales`` float32 [S, P, L]: lora_alpha / r, or rsLoRA's lora_alpha / sqrt(r); finite.
+    ``cells`` int64, on the device, shared by all steps: for each cell, at how many adapter elements into the
+    pool it begins in *layer 0*, a multiple of ``geometry.alignment``. In layer l, it begins
+    ``l * geometry.slab_elements`` further on.
+
+    Row j of A takes the ``n = geometry.cells(in_features)`` entries of ``cells`` from the begin of A plus
+    ``j * n``. B is stored transposed, as rows of length ``out_features``, which are placed in the same way.
     """
 
     start: np.ndarray
@@ -193,7 +196,7 @@ class MergePlan:
     geometry: AdapterGeometry
 
     def parts(self, group: ProjectionGroup, layer: int) -> list[MergePart]:
-        """Return the group's projections that are written, with the adapter's place and scale in this
+        """Return the group's projections that are written, with the adapter's cells and scale in this
         layer."""
         found = []
         for place, projection in enumerate(group.projections):
@@ -229,15 +232,13 @@ class MergePart(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class SampledRows:
     """A mark that the last layer, after its attention, computes the rows of ``sample_index`` alone, because
-    nothing reads the others' results. ``lora``: the LoRA plan of these rows; None: no adapter is among
-    them."""
+    nothing reads the others' results. ``lora``: the LoRA plan of these rows; None: they have no adapter."""
 
     lora: Any | None
 
 
 class ColdProducts(Protocol):
-    """The LoRA products of cold rows, which are computed beside the device while their adapters are
-    copied."""
+    """The LoRA products of cold rows, computed beside the device while their adapters are being copied."""
 
     def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
         """Begin the cold rows' products of the group, from x ``[T, in]``. Return whether there are any."""
@@ -382,11 +383,10 @@ BRING_PROGRAMS = 16
 take more of the device from its steps."""
 
 MOST_WORDS = 1024
-"""The most int64 numbers in a table. A power of two, because each program loads the table in one
-operation."""
+"""The most int64 numbers in a table. A power of two, because each program loads the whole table at once."""
 
 HEAD, PER_GROUP = 4, 2
-"""int64 numbers in the head of a table, and for each group."""
+"""The int64 numbers in the head of a table, and those for each group."""
 
 
 def table_words(num_groups: int, num_pages: int) -> int:
@@ -421,7 +421,7 @@ class Ops(abc.ABC):
     name: str
 
     captures = False
-    """Whether launches with a plan that has a room depend on the room alone, so that a CUDA graph may hold
+    """Whether launches depend on the room of their plan alone, if it has one, so that a graph may hold
     them."""
 
     waits = False
@@ -558,8 +558,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        """Return activation(gate) * up ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``, in which gate comes
-        first."""
+        """Return activation(gate) * up ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``, whose first half is gate."""
 
     def rotate_and_store(
         self,
@@ -595,7 +594,7 @@ class Ops(abc.ABC):
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q and k rotated, for the ``rotate_and_store`` of this class; subclasses that override it do
-        not need this method. May work in place."""
+        not need it. May work in place."""
         raise NotImplementedError
 
     # ---- what not every device has ---------------------------------------------------------------------

@@ -156,8 +156,7 @@ class AdapterGeometry:
     of ``model``. The rows of ``model`` follow the layers' rows, and are spread over the slabs of all layers:
     if the layers' rows take n cells, cell k of the model's rows is cell ``n + k // L`` in the slab of layer
     ``k % L``, of L layers.
-    ``fixed_by``: if an option excludes adapters on the output head, so that ``model`` is empty, this option's
-    name.
+    ``fixed_by``: the option that excludes adapters on the output head, so that ``model`` is empty; or "".
 
     ``widest``: the geometry of the rank with the longest rows, which determines how many pages an adapter
     takes on every rank; None: this one. ``cuts``: this rank's part of each projection, in table order; empty:
@@ -217,7 +216,7 @@ class AdapterGeometry:
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """The projections in table order: those that some layer has, and then the model's."""
+        """The projections in table order: the layers', each once, and then the model's."""
         groups = (*self.groups, *self.model)
         return tuple(projection for group in groups for projection in group.projections)
 

@@ -78,8 +78,7 @@ class LoraLinear(AdaptedLinear):
 
 
 def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the stream, the value that runs through the layers: x + residual, or x where residual is
-    None."""
+    """Return the value that runs through the layers: x + residual, or x where residual is None."""
     return x.whole if residual is None else x.whole + residual
 
 
@@ -312,8 +311,8 @@ class Embedding:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
     """The output head, which maps the stream to logits. ``project`` ``[embedding, hidden]``. ``linear``
-    ``[vocab, embedding]``: adapters may change it. ``soft_cap``: a logit l becomes soft_cap * tanh(l /
-    soft_cap)."""
+    ``[vocab, embedding]``: adapters may change it.
+    ``soft_cap``: a logit l becomes soft_cap * tanh(l / soft_cap); None: no cap."""
 
     norm: Norm | None
     project: Weight | None
@@ -321,8 +320,8 @@ class Head:
     soft_cap: float | None
 
     def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops, lora: LoraStep) -> torch.Tensor:
-        """Return float32 logits ``[M, vocab]`` of rows ``[M, hidden]``. ``lora``: LoRA at the head, for these
-        rows."""
+        """Return float32 logits ``[M, vocab]`` of rows ``[M, hidden]``. ``lora``: these rows' LoRA at the
+        head."""
         if self.norm is not None:
             last, _ = self.norm(x, residual, ops)
         else:
@@ -344,7 +343,7 @@ class RankedLinear(LoraLinear):
     peers: Peers
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        """Map x as LoraLinear does. A row linear returns the sum over the ranks on every rank, as ``product``
+        """Map x as LoraLinear does. A row linear returns the ranks' sum on every rank, in ``product``
         alone."""
         if self.share.kind == "column" and not self.is_sharded:
             return step.ops.lora_summands(x, self, step.lora)

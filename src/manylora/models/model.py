@@ -52,6 +52,5 @@ class Model(Protocol):
     def logits(
         self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
     ) -> torch.Tensor:
-        """Return float32 logits ``[M, vocab]`` of rows of the result of ``body``. ``rows`` int64 [M]; None:
-        all rows.
-        ``lora``: LoRA at the output head, for these rows."""
+        """Return float32 logits ``[M, vocab]`` of ``rows``, int64 [M], of the result of ``body``; None: of
+        all rows. ``lora``: these rows' LoRA at the output head."""
