@@ -41,7 +41,7 @@ class RangeAllocator:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Free a range."""
+        """Free the range ``[start, start + length)``."""
         end = start + length
         index = bisect.bisect(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:

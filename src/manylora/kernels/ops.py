@@ -102,7 +102,7 @@ class LoraSegments:
     pool it begins in *layer 0*, a multiple of ``geometry.alignment``. In layer l, it begins
     ``l * geometry.slab_elements`` further on.
 
-    Row j of A takes the ``n = geometry.cells(in_features)`` entries of ``cells`` from the begin of A plus
+    Row j of A takes the ``n = geometry.cells(in_features)`` entries of ``cells`` from where A begins, plus
     ``j * n``. B is stored transposed, as rows of length ``out_features``, which are placed in the same way.
     """
 
