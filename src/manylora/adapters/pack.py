@@ -1,9 +1,10 @@
 """Packs an adapter's weights into pages: which row goes where, and the bytes of each page.
 
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
-rows of B transposed. A layer's rows lie in its own slabs, and the model's rows after them, across the slabs of all
-layers. Owns the proof that the files have not changed since they were inspected. Does not know where pages are or
-how they get to a device. It fills the caller's page images in place, or passes its own images to the caller.
+rows of B transposed. A layer's rows are in its own slabs. The model's rows follow them, spread over the slabs
+of all layers. Owns the proof that the files have not changed since they were inspected. Does not know where
+pages are or how they get to a device. It fills the caller's page images in place, or passes its own images to
+the caller.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ class AdapterLayout:
     """One packing for all layers; see LoraSegments for how kernels read it.
 
     ``records`` int64 [P, 3]: (first A cell, first B cell, rank), cells counted from the adapter's first; all
-    0 where the rank is 0. ``scales`` float32 [P, L]. ``num_cells``: cells of the layers' rows, in each layer's
-    slabs. ``num_across``: cells of the model's rows, which follow in the table and lie across the layers' slabs.
+    0 where the rank is 0. ``scales`` float32 [P, L]. ``num_cells``: cells of the layers' rows, in each
+    layer's slabs. ``num_across``: cells of the model's rows, which follow in the table, spread over the
+    layers' slabs.
     """
 
     num_cells: int
@@ -160,23 +162,24 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
 
 
 def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
-    """Lay out an adapter of this rank and of scale 0 on all projections of the layers, which changes nothing."""
+    """Lay out an adapter of this rank and of scale 0 on all projections of the layers, which changes
+    nothing."""
     scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
     ranks = [rank if index < geometry.num_of_layers else 0 for index in range(len(scales))]
     return layout_for(ranks, scales, geometry)
 
 
 def cell_offsets(layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[int]) -> np.ndarray:
-    """Return int64 [num_cells + num_across]: where each cell's layer 0 begins in the pool, and then where each
-    cell of the model's rows begins, in adapter elements. Raises ValueError where the number of ``pages`` is not
-    the layout's."""
+    """Return int64 [num_cells + num_across]: where each cell's layer 0 begins in the pool, and then where
+    each cell of the model's rows begins, in adapter elements. Raises ValueError where the number of ``pages``
+    is not the layout's."""
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
     return _table(layout, geometry, np.array(pages, dtype=np.int64) * geometry.page_elements)
 
 
 def _table(layout: AdapterLayout, geometry: AdapterGeometry, begins: np.ndarray) -> np.ndarray:
-    """``cell_offsets`` where pages begin at these elements."""
+    """Return ``cell_offsets`` for pages that begin at the elements ``begins``."""
     inside = np.arange(0, geometry.cells_per_page * geometry.cell_elements, geometry.cell_elements)
     cells: np.ndarray = np.add.outer(begins, inside).reshape(-1)
     if not layout.num_across:
@@ -408,21 +411,22 @@ class _Loader:
             jobs.append(functools.partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
         if self._layout.num_across:
-            # What lies across layers is cleared above, together with what holds nothing.
+            # These cells are zero: the jobs above have cleared all cells after the layers' rows.
             run_all(self._across(images, first_page, job_bytes, check), helpers, _Scratch)
 
     def _sides(
         self, images: Sequence[np.ndarray], first_page: int
     ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
-        """Yield each A and B of the layers that has blocks in these images: its projection, its side, its bytes
-        in a layer, and the blocks."""
+        """Yield each A and B of the layers that has blocks in these images: its projection, its side, its
+        bytes in a layer, and the blocks."""
         for index in range(self._geometry.num_of_layers):
             for side, first, rank, length in self._matrices(index):
                 if blocks := self._blocks(images, first_page, first, rank, length):
                     yield index, side, rank * length * self._dtype.itemsize, blocks
 
     def _matrices(self, index: int) -> Iterator[tuple[Side, int, int, int]]:
-        """A projection's A and B: where it begins in the table, its rows, and their length."""
+        """Yield a projection's A and B: the side, its first cell in the adapter's table, its rows, and their
+        length."""
         projection = self._geometry.projections[index]
         first_a, first_b, rank = self._layout.records[index].tolist()
         yield "A", first_a, rank, projection.in_features
@@ -515,7 +519,9 @@ class _Loader:
         columns: range,
         scratch: _Scratch,
     ) -> int:
-        """As ``_read``. ``parts``: as loops take them, of these ``columns`` alone, from which theirs count."""
+        """Fill ``parts`` from the tensors, and return as ``_read`` does. ``parts``: places to fill, in the
+        loops' form. They need only these ``columns`` of the tensors (for B, rows), and count from the first
+        of these."""
         width, begins = tensors[0].shape[1], np.array([stored.begin for stored in tensors])
         file, kinds = self._weights.file.fileno(), (_STORED[tensors[0].dtype], _KEPT[self._dtype])
         if side == "A":
@@ -526,14 +532,15 @@ class _Loader:
         held = scratch.words(len(columns) * width)
         return int(loops.read_turned(file, begins, width, len(columns), parts, layer_bytes, *kinds, held))
 
-    # ------------------------------------------------------------ what the model has once
+    # ------------------------------------------------------------ the model's rows
 
     def _across(
         self, images: Sequence[np.ndarray], first_page: int, job_bytes: int, check: Callable[[], None]
     ) -> list[Callable[[_Scratch], None]]:
-        """Jobs that fill the cells in these images of the model's rows; what else these cells hold is zero."""
+        """Return jobs that fill the model's rows in these images. The images' cells of these rows must be
+        zero, since the jobs do not write behind a row's end."""
         geometry, itemsize = self._geometry, self._dtype.itemsize
-        begins = np.full(self._layout.num_pages, -geometry.page_elements)  # below 0: of other pages
+        begins = np.full(self._layout.num_pages, -geometry.page_elements)  # negative: a page of another call
         addresses = [image.ctypes.data // itemsize for image in images]
         begins[first_page : first_page + len(images)] = addresses
         cells, size = itemsize * _table(self._layout, geometry, begins), geometry.cell_elements

@@ -66,9 +66,9 @@ class AdapterSpec:
     ``from_json(to_json())``.
 
     ``ranks[p][l]``, ``scales[p][l]``: projection p (in the order of AdapterGeometry.projections) in layer l;
-    rank 0 and scale 0 where it is not adapted. A site that the model has once stands at layer 0. ``weights``,
-    ``config``: stamps of the two files at inspection. ``digest``: their ``sampled_digest``. ``warnings``: where
-    the adapter is served differently from its maker's expectation.
+    rank 0 and scale 0 where it is not adapted. A projection that the model has once is at layer 0.
+    ``weights``, ``config``: stamps of the two files at inspection. ``digest``: their ``sampled_digest``.
+    ``warnings``: where the adapter is served differently from its maker's expectation.
     """
 
     path: str
@@ -88,7 +88,8 @@ class AdapterSpec:
     warnings: tuple[str, ...] = ()
 
     def tensor_name(self, layer: int | None, projection: Projection, side: Side) -> str:
-        """Return the name of a tensor in the file. ``layer``: None for a site that the model has once."""
+        """Return the name of a tensor in the file. ``layer``: None for a projection that the model has
+        once."""
         prefix = "" if layer is None else f"{self.layer_prefix}.{layer}."
         return f"{self.key_prefix}{prefix}{projection.module}.lora_{side}{self.key_infix}.weight"
 
@@ -215,8 +216,8 @@ def check_rank(spec: AdapterSpec, max_rank: int | None) -> None:
 def _places(
     geometry: AdapterGeometry, layer_prefix: str
 ) -> Iterator[tuple[str, tuple[int, int, Projection]]]:
-    """Yield every module that may be adapted, in layer and projection order, then the model's: its name and
-    (layer, index, projection)."""
+    """Yield every module that may be adapted: its name, and (layer, index, projection). The layers' modules
+    come in layer and projection order, and then the model's, with layer 0."""
     indices = {projection: index for index, projection in enumerate(geometry.projections)}
     for layer, groups in enumerate(geometry.layers):
         for projection in (projection for group in groups for projection in group.projections):
@@ -226,7 +227,8 @@ def _places(
 
 
 def _refuse_head(tensors: dict[str, StoredTensor], fixed_by: str) -> None:
-    """``fixed_by``: the option that rules adapters of the head out, if any."""
+    """Raise AdapterError where a tensor is LoRA on the output head. ``fixed_by``: the option that excludes
+    such adapters, if any."""
     for name in tensors:
         if _HEAD_LORA in name:
             beside = f" beside {fixed_by}" if fixed_by else ""

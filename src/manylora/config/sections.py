@@ -305,7 +305,7 @@ class EngineSettings(Section):
 
     @property
     def head_fixed_by(self) -> str:
-        """The option beside which no adapter changes the output head; empty: there is none."""
+        """The option that excludes adapters on the output head; empty: no option does."""
         if self.tensor_parallel_size > 1:
             return "--tensor-parallel-size above 1"
         if self.scheduler.merge.is_on:

@@ -280,8 +280,8 @@ class StepInputs:
     logits, for the step's row ``sampled_rows[i]`` (int64 [M]). ``sampled`` is None where each row draws its
     most likely token once and asks for nothing else. ``lora`` is the same object as in the previous step
     where nothing has changed; ``lora_adapters``: the adapters of its segments, in order. ``head``: the
-    same segments at the output head; None where no adapter of the step changes it. ``scored``: the prompt
-    tokens to score, if any.
+    same segments with their projections of the output head; None where no adapter of the step changes it.
+    ``scored``: the prompt tokens to score, if any.
     """
 
     token_ids: np.ndarray

@@ -1,7 +1,8 @@
-"""One step's work on the device, from numbers and plans to logits and the most likely tokens.
+"""Computes a step on the device, from numbers and plans to logits and the most likely tokens.
 
-Owns the device's pending tokens: those that have been sampled and that the next step may read before the host
-knows them. The same function runs eagerly and under capture. Does not know rows, sequences or sampling parameters.
+Owns the device's pending tokens: tokens that a step has sampled, and that the next step may read before the
+host knows them. ``Forward.compute`` runs eagerly as well as under capture. The module does not know rows,
+sequences or sampling parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from manylora.memory.pool import Arena
 from manylora.models.model import Model
 
 NARROWED = 64
-"""So many tokens that draw nothing make it worth a gather to spare them the last layer's products."""
+"""The fewest tokens without a draw that the last layer leaves out. For fewer tokens, the gather costs more
+than the products that it saves."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Numbers:
-    """The device's copies of what ``StepInputs`` calls by the same names."""
+    """The device's copies of the arrays that have the same names in ``StepInputs``."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -39,9 +41,12 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outputs:
-    """Of the M rows that draw: ``logits`` float32 [M, V] (of a rank: of its own tokens), ``best``: the most
-    likely tokens of these rows or of more, ``last`` int64 [M]: the token that stands before,
-    ``pending_index`` int64 [M]. ``scores``: of the tokens that are scored, as ``score`` gives them."""
+    """The results of a step's M rows that draw.
+
+    ``logits`` float32 [M, V]; a rank has the columns of its own tokens. ``best``: the most likely tokens of
+    these rows, and perhaps of further rows. ``last`` int64 [M]: the token before each draw. ``pending_index``
+    int64 [M]: as in ``StepInputs``. ``scores``: the scores of the scored tokens, as ``score`` returns them.
+    """
 
     logits: torch.Tensor
     best: Best
@@ -50,7 +55,7 @@ class Outputs:
     scores: torch.Tensor | None = None
 
     def first(self, count: int) -> Outputs:
-        """The outputs of the first ``count`` rows only, but for ``best`` and ``scores``."""
+        """Return the outputs of the first ``count`` rows, with ``best`` and ``scores`` of all rows."""
         if count == len(self.logits):
             return self
         rows = self.logits[:count], self.best, self.last[:count], self.pending_index[:count]
@@ -58,15 +63,18 @@ class Outputs:
 
 
 class Scored(NamedTuple):
-    """Tokens whose logits tell of prompts, some at a time: rows of the batch and targets int64 [K], on the device,
-    and the rows' plan at the head. ``width``: of ``ScoredTokens``."""
+    """The prompt tokens whose logits score the next token, in parts of K tokens. The parts' logits are
+    computed one after the other, to save memory. A part has the tokens' places in the batch and the next
+    tokens, each int64 [K] on the device, and the LoRA plan at the output head. ``width``: as in
+    ``ScoredTokens``."""
 
     parts: list[tuple[torch.Tensor, torch.Tensor, Any | None]]
     width: int
 
 
 class Forward:
-    """Runs the decoder on one device. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
+    """A decoder on one device, with the sampling of most likely tokens. ``pending`` int64 [PENDING_ENTRIES]:
+    the pending tokens."""
 
     def __init__(
         self,
@@ -76,7 +84,7 @@ class Forward:
         device: Device,
         ranked: RankedSampling | None = None,
     ) -> None:
-        """``ranked``: where the decoder is one rank's share of a model."""
+        """Set up the pending tokens. ``ranked``: given where the decoder is one rank's share of a model."""
         self.decoder = decoder
         self.ranked = ranked
         self._greedy = greedy if ranked is None else ranked.greedy
@@ -98,9 +106,10 @@ class Forward:
         scored: Scored | None = None,
         head: Any | None = None,
     ) -> Outputs:
-        """The step, given its plans; the most likely tokens become pending tokens. Does not wait for the device.
+        """Compute a step with its plans, and store the most likely tokens as pending tokens.
 
-        Without ``has_pending`` no token id may be negative. With ``scored`` there is no ``sampled``.
+        Does not wait for the device. Without ``has_pending``, no token id may be negative. With ``scored``,
+        ``sampled`` must be None. The plans, ``before_layer`` and ``cold``: as in StepBatch.
         """
         token_ids = numbers.token_ids
         if has_pending:
@@ -135,16 +144,17 @@ class Forward:
         return Outputs(logits, best, token_ids[numbers.sample_index], numbers.pending_index, scores)
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the work of the decoder's operations beside the steps. May be called again."""
         self.decoder.ops.close()
 
     def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
-        """These were sampled, whatever was most likely."""
+        """Replace pending tokens by sampled ones, int64, at the entries ``pending_index``."""
         self.pending.index_copy_(0, pending_index, tokens)
 
 
 class EagerSteps:
-    """Steps launched one operation after another. Remembers the LoRA plan, which seldom changes."""
+    """A launcher of steps, one operation after the other, without capture. It keeps the last LoRA plan,
+    because segments seldom change."""
 
     def __init__(self, forward: Forward, geometry: AdapterGeometry, device: Device) -> None:
         self._forward = forward
@@ -159,7 +169,8 @@ class EagerSteps:
         before_layer: Callable[[int], None] | None = None,
         cold: ColdRows | None = None,
     ) -> Outputs:
-        """``before_layer``, ``cold``: see StepBatch."""
+        """Send a step's inputs to the device, make its plans, and compute it. ``before_layer``, ``cold``: as
+        in StepBatch."""
         ops, device = self._forward.decoder.ops, self._device.torch_device
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
@@ -183,7 +194,8 @@ class EagerSteps:
         return self._forward.compute(numbers, *plans, self._scored(inputs), head)
 
     def _head_plan(self, inputs: StepInputs, tokens: np.ndarray) -> Any | None:
-        """Of these tokens, ascending; None where no adapter changes the head for them."""
+        """Return the LoRA plan of these tokens, ascending, at the output head. Return None where no adapter
+        changes the head for them."""
         segments = None if inputs.head is None else inputs.head.of_tokens(tokens)
         if segments is None:
             return None
@@ -202,7 +214,8 @@ class EagerSteps:
         return Scored(parts, asked.width)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
-        """None where too few tokens would be spared the last layer's products, or no row draws."""
+        """Return the rows to which the last layer is narrowed. Return None where that saves too few tokens,
+        where no row draws, or where tokens are scored."""
         drawing = len(inputs.sample_index)
         if drawing == 0 or inputs.scored is not None or len(inputs.token_ids) - drawing < NARROWED:
             return None

@@ -1,7 +1,7 @@
-"""Where resident adapters lie, as kernels want to know it (``LoraSegments``).
+"""Keeps the tables by which kernels find resident adapters in the pool (``LoraSegments``).
 
-Owns the cell table on the device, shared by all adapters and steps, and each adapter's records and scales on
-the host. Does not read weights and does not choose pages.
+Owns the cell table on the device, which all adapters and steps share, and each adapter's records and scales
+on the host. Does not read weights and does not choose pages.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _FIRST_ROWS = 16
 
 
 class RangeAllocator:
-    """First fit over ``[0, capacity)``. Freed ranges join their free neighbours."""
+    """A first-fit allocator of ranges in ``[0, capacity)``. Freed ranges join their free neighbours."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []  # (start, end), ascending
 
     def take(self, length: int) -> int | None:
-        """The start of a free range of this length (at least 1); None when there is none."""
+        """Take a range of this length (at least 1) and return its start. Return None where no free range is
+        long enough."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= length:
                 if end - start == length:
@@ -40,7 +41,7 @@ class RangeAllocator:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Take back a range that ``take`` gave."""
+        """Free the range ``[start, start + length)``."""
         end = start + length
         index = bisect.bisect(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:
@@ -51,15 +52,15 @@ class RangeAllocator:
         self._free.insert(index, (start, end))
 
     def grow(self, capacity: int) -> None:
-        """Add ``[self.capacity, capacity)`` to what is free."""
+        """Raise the capacity. The new range ``[self.capacity, capacity)`` is free."""
         old, self.capacity = self.capacity, capacity
         self.give(old, capacity - old)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Held:
-    """An entry: its row, its first cell in the table, and what it was made of (``offsets``: as of
-    ``cell_offsets``)."""
+    """An adapter's entry: its row in records and scales, its first cell in the cell table, and the adapter's
+    layout and ``cell_offsets``."""
 
     row: int
     first: int
@@ -68,11 +69,12 @@ class _Held:
 
 
 class AdapterTables:
-    """Entries of resident adapters. Used by the step loop's thread only; writes are ordered with its steps.
+    """The entries of resident adapters. Used by the step loop's thread only.
 
-    What entries say of cells is on the device after ``send``, which comes before whatever reads ``cells`` there.
-    While an adapter is merged into the base's weights, its own rows alone may run, and need no entry. ``version``
-    changes whenever an entry does: what was built from an older one is to be built again.
+    Writes to the device are ordered with its steps. The cells of new entries reach the device with ``send``,
+    which must be called before a step reads ``cells``. While an adapter is merged into the base's weights
+    (``merged``; BASE: none), only its own rows may run, and they need no entry. ``version`` changes whenever
+    an entry or the merged adapter changes. Results that were computed from an older version are invalid.
     """
 
     def __init__(self, device: Device, geometry: AdapterGeometry) -> None:
@@ -84,7 +86,7 @@ class AdapterTables:
         self._records = np.zeros((0, num_projections, 3), dtype=np.int64)
         self._scales = np.zeros((0, num_projections, geometry.page.layers), dtype=np.float32)
         self.cells = torch.zeros(_FIRST_CELLS, dtype=torch.int64, device=device.torch_device)
-        self._unsent: dict[int, _Held] = {}  # entries whose cells the device has not, by row
+        self._unsent: dict[int, _Held] = {}  # entries whose cells are not on the device, by row
         self.merged: AdapterId = BASE
         self.version = 0
         self._is_fixed = False
@@ -93,14 +95,14 @@ class AdapterTables:
         return adapter in self._held
 
     def put(self, adapter: AdapterId, layout: AdapterLayout, offsets: np.ndarray) -> None:
-        """Add an entry, in place of the adapter's old one. ``offsets``: ``cell_offsets`` of its pages."""
+        """Add an adapter's entry, in place of its old one. ``offsets``: the ``cell_offsets`` of its pages."""
         self.drop(adapter)
         first = self._take_cells(len(offsets)) if len(offsets) else 0
         self._held[adapter] = self._written(_Held(self._take_row(), first, layout, offsets))
 
     def drop(self, adapter: AdapterId) -> None:
-        """Forget an entry (unknown ones are ignored). Its cells are reused by a later ``put``. The merged
-        adapter's goes when it is merged no longer."""
+        """Remove an adapter's entry; unknown adapters are ignored. A later ``put`` may reuse the cells. Where
+        the adapter is merged, record that none is."""
         if adapter == self.merged:
             self.merge(BASE)
         held = self._held.pop(adapter, None)
@@ -108,32 +110,35 @@ class AdapterTables:
             self._leave(held)
 
     def merge(self, adapter: AdapterId) -> None:
-        """This adapter, which is resident, is merged from now on; BASE: none is."""
+        """Record that this resident adapter is merged from now on; BASE: none is."""
         if adapter != self.merged:
             self.merged = adapter
             self.version += 1
 
     def rows(self, adapters: list[AdapterId]) -> np.ndarray:
-        """int64 [S]: the adapters' rows, for ``entries``. Raises KeyError for one that is not resident."""
+        """Return the adapters' rows, int64 [S], for ``entries``. Raises KeyError for an adapter that is not
+        resident."""
         return np.array([self._held[adapter].row for adapter in adapters], dtype=np.int64)
 
     def entries(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Records int64 [S, P, 3], positions in ``cells``, and scales float32 [S, P, L]: copies."""
+        """Return copies of the rows' records, int64 [S, P, 3] with positions in ``cells``, and scales,
+        float32 [S, P, L]."""
         return self._records[rows], self._scales[rows]
 
     def send(self) -> None:
-        """Have ``cells`` hold what the entries say."""
+        """Write the cells of entries that were added or moved to ``cells`` on the device."""
         for row, held in list(self._unsent.items()):
             self._device.send(held.offsets, self.cells[held.first : held.first + len(held.offsets)])
             del self._unsent[row]
 
     def close(self) -> None:
-        """Free the cells, tens of MiB for a large pool. Nothing may be asked of the tables afterwards."""
+        """Free the cell table, tens of MiB for a large pool. The tables must not be used afterwards."""
         self.cells = self.cells.new_zeros(0)
         self._unsent = {}
 
     def reserve(self, num_cells: int) -> None:
-        """Make the cell table at least so long: until more is needed it stays where it is."""
+        """Lengthen the cell table to at least ``num_cells``. It does not move again until more cells are
+        needed."""
         if num_cells > self._ranges.capacity:
             cells = self.cells.new_zeros(num_cells)
             cells[: len(self.cells)].copy_(self.cells)
@@ -141,13 +146,13 @@ class AdapterTables:
             self._ranges.grow(num_cells)
 
     def fix(self, num_cells: int) -> None:
-        """From now on the cell table stays where it is, with room for so many; at least for what all adapters that
-        are resident at a time have. Before the first entry."""
+        """Reserve ``num_cells`` for good: the cell table never moves afterwards. It must have room for the
+        cells of all adapters that are resident at one time. Called before the first entry."""
         self.reserve(num_cells)
         self._is_fixed = True
 
     def _written(self, held: _Held) -> _Held:
-        """An entry, now that it is one."""
+        """Write the entry's records and scales, mark its cells as unsent, and return the entry."""
         if len(held.offsets):
             self._unsent[held.row] = held
         self._records[held.row] = held.layout.records + held.first * held.layout.shifted
@@ -173,8 +178,9 @@ class AdapterTables:
         return first
 
     def _close_up(self, count: int) -> None:
-        """Have all entries lie one after the other, so that what is free is one piece. Raises RuntimeError where
-        that is fewer than so many cells. Steps that were issued before read the table as it was."""
+        """Move all entries to the start of the table, so that the free cells are one range. Raises
+        RuntimeError where that range has fewer than ``count`` cells. Steps that were issued before still read
+        the old table."""
         capacity, end = self._ranges.capacity, 0
         for adapter, held in self._held.items():
             if held.first != end:

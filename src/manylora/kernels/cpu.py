@@ -1,12 +1,12 @@
-"""The operations on a CPU: compiled loops for short work, torch for long work, both over the paged pool.
+"""Implements the operations on a CPU: compiled loops do short work, and torch does long work.
 
-Owns the choice, and how keys, values and adapter rows come out of the pool into dense matrices. Rows of one query
-and segments of few tokens run in loops over the pool (``loops``), in float32 and in bfloat16. Other rows and
-segments, and those of other types, go to torch one by one: their keys and values or their adapter's rows are
-gathered, then attended to or multiplied. It does not know what a page belongs to.
+Owns the choice between the two, and the gathering of keys, values and adapter rows from the pool into dense
+matrices. Rows of one query and segments of few tokens run in loops directly over the pool (``loops``), in
+float32 and bfloat16. Torch computes all other rows and segments, and all other dtypes, one row or segment at
+a time: keys and values or the adapter's rows are gathered first. Does not know to what a page belongs.
 
-Stale bytes: slots past a row's context and the tail of an adapter row's last cell are cut off before any
-arithmetic, so no garbage, NaN or infinity can reach a result.
+Slots past a row's context and the tail of an adapter row's last cell may hold stale bytes. These are cut off
+before any arithmetic, so no garbage, NaN or infinity can reach a result.
 """
 
 from __future__ import annotations
@@ -39,23 +39,29 @@ from manylora.kernels.ops import (
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_CONTEXT = 2**20
-"""Elements of a row's keys up to which a loop on one thread attends to them; more are for torch's threads."""
+"""The most elements of a row's keys for which attention runs in a loop, on one thread. Longer rows use
+torch's threads."""
 
 SHORT_SEGMENT = 2**22
-"""Multiply-adds of a segment's tokens with its adapter in a layer, likewise."""
+"""The most multiply-adds of a segment's tokens with its adapter in one layer for which LoRA runs in a loop.
+Longer segments use torch's threads."""
 
 QUERY_TILE = 128
-"""Queries that attend at a time, so that their mask stays small and they skip the keys that follow them."""
+"""The queries of a prompt for which attention is computed at once. Tiles keep the mask small, and skip the
+keys that follow a tile."""
 
 _IN_LOOPS = (torch.float32, torch.bfloat16)
 
 _MERGED_ELEMENTS = 2**18
-"""Elements of a weight that are merged at a time."""
+"""The elements of a weight that are merged at once, few enough to stay in the processor's cache."""
 
 
 class CpuAttentionPlan:
-    """Rows for the loop: ``tokens``, ``lengths`` and ``page_table`` are their places in the batch, contexts and
-    pages. ``others``: what is left of ``everything``, all rows that have queries."""
+    """A step's rows, divided into short rows of one query for the loop, and others for torch.
+
+    ``tokens``, ``lengths``, ``page_table``: the loop's rows: places in the batch, context lengths, pages.
+    ``everything``: all rows that have queries. ``others``: the rows among them that torch computes.
+    """
 
     def __init__(self, page: PageShape) -> None:
         self._short = SHORT_CONTEXT // (page.kv_heads * page.head_dim)
@@ -72,8 +78,8 @@ class CpuAttentionPlan:
 
 
 class _Items(NamedTuple):
-    """One group's segments for the loops; ``scales[l]`` [N, P] is layer l's, ``size`` the numbers that they
-    shrink to."""
+    """The loops' N segments at one group of P projections. ``records`` [N, P, 3]. ``scales[l]`` [N, P]: the
+    scales of layer l. ``columns`` [P + 1]: the group's offsets. ``size``: how many numbers shrink returns."""
 
     records: np.ndarray
     scales: np.ndarray
@@ -82,8 +88,9 @@ class _Items(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One group of one segment for torch. ``pieces`` int64: the pool's pieces that hold layer 0 of A, R rows of
-    all projections; ``scales`` float32 [L, R]; ``outputs``: columns, rank and pieces of B of each projection."""
+    """One group of one segment, for torch. ``pieces`` int64: the pool's pieces with layer 0 of A, R rows for
+    all projections together. ``scales`` float32 [L, R]. ``outputs``: each projection's columns, rank and
+    pieces of B."""
 
     tokens: slice
     pieces: torch.Tensor
@@ -92,8 +99,11 @@ class _Block(NamedTuple):
 
 
 class CpuLoraPlan:
-    """Segments for the loops: tokens ``[starts, stops)`` and each group's ``items``. ``others``: the segments that
-    are left. A plan may be used as long as the cells that it names hold the same adapters."""
+    """A step's segments, divided into short ones for the loops, and others for torch.
+
+    ``starts``, ``stops``: tokens of the loops' segments; ``items``: these segments at each group. ``others``:
+    the remaining segments. A plan is valid as long as the cells in it hold the same adapters.
+    """
 
     def __init__(self, geometry: AdapterGeometry) -> None:
         self.geometry = geometry
@@ -123,7 +133,7 @@ class CpuLoraPlan:
         self.blocks: dict[str, list[_Block]] = {}
 
     def by_torch(self, group: ProjectionGroup, dtype: torch.dtype) -> list[_Block]:
-        """What no loop takes of the group."""
+        """Return the group's blocks that no loop computes, because of their length or ``dtype``."""
         if group.name not in self.blocks:
             chosen = self.others if dtype in _IN_LOOPS else range(len(self.segments.start))
             blocks = [self._block(group, segment) for segment in chosen]
@@ -150,12 +160,12 @@ class CpuLoraPlan:
 
 
 class CpuOps(Ops):
-    """The operations on the CPU, in float64, float32, bfloat16 and float16."""
+    """The operations of a CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        """Compile the loops, or load what an earlier run compiled."""
+        """Compile the loops, or load them as an earlier run compiled them."""
         _compile_loops()
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -218,7 +228,8 @@ class CpuOps(Ops):
         window: int,
         soft_cap: float,
     ) -> torch.Tensor:
-        """float32 ``[T, heads * D]``, written for the rows of one query alone."""
+        """Compute attention for the plan's rows of one query in the loop. Returns float32 ``[T, heads * D]``,
+        in which the other rows are not written."""
         num_tokens, heads, dim = q.shape
         page_tokens, kv_heads = pool.shape[3:5]
         out = torch.empty(num_tokens, heads * dim)
@@ -391,7 +402,7 @@ def _attend(
     soft_cap: float | None,
     out: torch.Tensor,
 ) -> None:
-    """Attention of one row of a batch, whose last query is the context's last token, into ``out``."""
+    """Compute attention for one row of a batch into ``out``. Its last query is the context's last token."""
     num_queries, heads, dim = q.shape
     page_tokens, kv_heads = pool.shape[3:5]
     pages = torch.from_numpy(page_table[: -(-context // page_tokens)])
@@ -418,7 +429,7 @@ def _attend(
 def _capped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float
 ) -> torch.Tensor:
-    """Attention whose scores are capped, which torch's own cannot do."""
+    """Return attention with capped scores, which torch's own function cannot compute."""
     scores = (_wide(q) @ _wide(k).mT).mul_(scale / cap).tanh_().mul_(cap)
     if mask is not None:
         scores += mask
@@ -426,7 +437,8 @@ def _capped_attention(
 
 
 def _mask(num_queries: int, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """``[Q, S]`` of 0 and -inf: what the last Q positions of S do not see. None: they see all."""
+    """Return a mask ``[Q, S]`` with -inf where one of the last Q of S positions does not see a key, and else
+    0. Return None for one query, whose keys are all visible."""
     if num_queries == 1:
         return None
     mask = torch.full((num_queries, context), -torch.inf, dtype=dtype).triu_(context - num_queries + 1)
@@ -438,8 +450,11 @@ def _mask(num_queries: int, context: int, window: int | None, dtype: torch.dtype
 def _pieces(
     cells: torch.Tensor, first: int, rank: int, elements: int, geometry: AdapterGeometry
 ) -> torch.Tensor:
-    """int64: the pool's pieces, of ``geometry.alignment`` elements, that hold layer 0 of the matrix whose cells
-    begin at entry ``first``. Cells need not be aligned to their own size where a slab is no multiple of it."""
+    """Return the pool's pieces, int64, that hold layer 0 of the matrix whose cells begin at entry ``first``.
+
+    A piece has ``geometry.alignment`` elements. It may be smaller than a cell, because cells are not aligned
+    to their own length where a slab is no multiple of it.
+    """
     piece = geometry.alignment
     begins = cells[first : first + rank * geometry.cells(elements)].div(piece, rounding_mode="floor")
     return (begins[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
@@ -454,7 +469,7 @@ def _matrix(
     elements: int,
     geometry: AdapterGeometry,
 ) -> torch.Tensor:
-    """The layer's matrix ``[rank, elements]`` of these pieces."""
+    """Gather the layer's matrix ``[rank, elements]`` from these pieces."""
     piece = geometry.alignment
     lying = of_adapters(pool, dtype).view(-1, piece)[layer * geometry.slab_elements // piece :]
     return lying.index_select(0, pieces).view(rank, -1)[:, :elements]
@@ -463,7 +478,8 @@ def _matrix(
 def _merge(
     merged: torch.Tensor, pristine: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> None:
-    """Rows of one projection, so many at a time that their sums stay in the processor's cache."""
+    """Merge an adapter into one projection, a few rows at a time, so that their sums stay in the processor's
+    cache."""
     rows = max(1, _MERGED_ELEMENTS // merged.shape[1])
     for part, loaded, b_part in zip(
         torch.split(merged, rows), torch.split(pristine, rows), torch.split(b, rows, 1)
@@ -472,24 +488,24 @@ def _merge(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in the precision in which sums are taken."""
+    """Return the tensor in the precision of sums: float64 as it is, and all others as float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def _numbers(x: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as loops take it: what has 16 bits as int16."""
+    """Return the tensor's memory as loops take it, with elements of 16 bits as int16."""
     array: np.ndarray = (x.view(torch.int16) if x.itemsize == 2 else x).numpy()
     return array
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:
-    """x ``[T, heads, D]``, dense but for its row stride, as one array that begins at its first element."""
+    """Return x ``[T, heads, D]``, dense except for its row stride, as one array from its first element on."""
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] * x.shape[2]
     return _numbers(x.as_strided((size,), (1,)))
 
 
 def _whole_rows(y: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The contiguous tensor of whose columns y is some, and the first of them."""
+    """Return the contiguous tensor that contains y as some of its columns, and the first of these columns."""
     width = y.stride(0)
     if y.is_contiguous() or not len(y):
         return y, 0
@@ -498,8 +514,8 @@ def _whole_rows(y: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _adjacent_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """``[T, heads + kv_heads, D]`` over the memory of q and k, where k directly follows q in each row (views
-    of one fused projection): half the calls. None elsewhere."""
+    """Return a view ``[T, heads + kv_heads, D]`` of q and k together, which halves the calls. Return None
+    where k does not directly follow q in each row, as views of one fused projection do."""
     same_rows = q.stride() == k.stride() and q.stride(1) == q.shape[2] and q.stride(2) == 1
     storage = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     if not (same_rows and storage and k.storage_offset() == q.storage_offset() + q.shape[1] * q.shape[2]):
@@ -508,7 +524,7 @@ def _adjacent_heads(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x ``[T, heads, D]`` turned by cos, sin ``[T, 1, D/2]`` in their precision, in x's dtype."""
+    """Return x ``[T, heads, D]``, rotated by cos and sin ``[T, 1, D/2]`` in their precision, in x's dtype."""
     left, right = x.to(cos.dtype).chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=cos.dtype)
     low, high = out.chunk(2, dim=-1)
@@ -518,7 +534,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _compile_loops() -> None:
-    """Run every loop once on almost nothing, with the types and layouts that serving uses."""
+    """Run every loop once on tiny arrays, with the types and layouts that serving uses."""
     zero, one, wide = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 4), np.float32)
     line = np.zeros(4, np.float32)
     records, scales = np.zeros((1, 1, 3), np.int64), np.zeros((1, 1), np.float32)

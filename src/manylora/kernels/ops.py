@@ -1,8 +1,9 @@
-"""The operations that a decoder needs from a device, and the per-step inputs they share.
+"""Declares the operations that a decoder needs from a device, and the inputs that they share in a step.
 
-One subclass of Ops a device: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Host-side descriptions (numpy)
-are built once a step by the executor; a plan is filled with them, whatever an implementation wants to hold, once
-a step; every layer then reuses the plans.
+Each kind of device has its subclass of Ops: ``cpu`` (compiled loops and torch), ``triton`` (CUDA). Once a
+step, the executor describes the batch in numpy arrays on the host (AttentionRows, LoraSegments). An
+implementation fills its plans from them, in whatever form its kernels read, and all layers of the step use
+these plans.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """``data`` ``[out, in]``; ``version`` counts the rewrites.
+    """A matrix ``data`` ``[out, in]`` of the base model. ``version`` counts its rewrites.
 
-    The memory stays the same for the weight's whole life: captured graphs hold its address, and operations read it
-    anew at every call. An operation that keeps something derived from the numbers keeps the version beside it.
+    The memory stays the same for the weight's whole life: captured graphs hold its address, and operations
+    read it anew at every call. An operation that caches a result derived from the numbers keeps the version
+    beside it.
     """
 
     data: torch.Tensor
     version: int = 0
 
     def plain(self) -> torch.Tensor | None:
-        """The matrix itself, in the dtype of the activations; None where it is held otherwise, and nothing can be
-        merged into it."""
+        """Return the matrix, in the dtype of the activations. Return None where it is stored in another form,
+        into which no adapter can be merged."""
         return self.data
 
     def rewrite(self, data: torch.Tensor) -> None:
-        """Copy these numbers over the weight's, ordered with the device's other work; for the weight's owner.
+        """Overwrite the weight with these numbers, in order with the device's other work. For its owner only.
 
         Raises ValueError where shape or dtype differ from the weight's, which then stays as it is.
         """
@@ -61,8 +63,8 @@ class Weight:
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[torch.Tensor]:
-        """The memory, for its owner to write to; ordered with the device's other work. A new version afterwards,
-        whether or not all went well."""
+        """Lend the memory to its owner for writing, in order with the device's other work. The version rises
+        afterwards, even where the writing has failed."""
         try:
             yield self.data
         finally:
@@ -71,13 +73,13 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRows:
-    """The rows (one per scheduled sequence) of a flat batch of T tokens, in batch order.
+    """The R rows (one for each scheduled sequence) of a flat batch of T tokens, in batch order.
 
     ``query_start`` int32 [R+1]: row i's tokens are ``[query_start[i], query_start[i+1])``.
-    ``kv_len`` int32 [R]: context length at the end of this step, this step's tokens included; the row's
-    first query sits at position ``kv_len - num_queries``.
-    ``page_table`` int32 [R, W]: page ids; entries past ``ceil(kv_len / page_tokens)`` are arbitrary valid
-    ids (0) and must not be read as data.
+    ``kv_len`` int32 [R]: the context length after this step, with this step's tokens. The row's first query
+    is at position ``kv_len - num_queries``.
+    ``page_table`` int32 [R, W]: page ids. Entries past ``ceil(kv_len / page_tokens)`` are arbitrary
+    valid ids, and the pages' contents must not be used.
     """
 
     query_start: np.ndarray
@@ -87,16 +89,21 @@ class AttentionRows:
 
 @dataclasses.dataclass(frozen=True)
 class LoraSegments:
-    """Runs of tokens that share an adapter; tokens in no segment belong to the base model.
+    """The S runs of neighbouring tokens of a batch that share an adapter.
+
+    Tokens in no segment are computed with the weights alone: by the base model, or by the merged adapter.
+    P counts projections in the order of AdapterGeometry.projections, and L counts layers.
 
     ``start``, ``length`` int32 [S]: token ranges of the flat batch, ascending, disjoint.
-    ``records`` int64 [S, P, 3]: per segment and projection (table order of AdapterGeometry.projections):
-    (position of its first A cell in ``cells``, position of its first B cell, rank); rank 0: not adapted.
-    A row j (0 <= j < rank) of A takes ``geometry.cells(in_features)`` consecutive entries of ``cells`` from
-    ``first + j * that``; B likewise with ``out_features`` (B is stored transposed: rank rows of length out).
-    ``scales`` float32 [S, P, L]: lora_alpha / r (or rsLoRA's) per layer; finite.
-    ``cells`` int64 tensor on the device: at how many adapter elements into the pool a cell's *layer 0* begins, a
-    multiple of ``geometry.alignment``; layer l lies ``l * geometry.slab_elements`` further. Shared by all steps.
+    ``records`` int64 [S, P, 3]: where in ``cells`` the adapter's A begins, where its B begins, and its rank;
+    rank 0: not adapted.
+    ``scales`` float32 [S, P, L]: lora_alpha / r, or rsLoRA's lora_alpha / sqrt(r); finite.
+    ``cells`` int64, on the device, shared by all steps: for each cell, at how many adapter elements into the
+    pool it begins in *layer 0*, a multiple of ``geometry.alignment``. In layer l, it begins
+    ``l * geometry.slab_elements`` further on.
+
+    Row j of A takes the ``n = geometry.cells(in_features)`` entries of ``cells`` from where A begins, plus
+    ``j * n``. B is stored transposed, as rows of length ``out_features``, which are placed in the same way.
     """
 
     start: np.ndarray
@@ -106,12 +113,13 @@ class LoraSegments:
     cells: torch.Tensor
 
     def part(self, first: int, end: int) -> LoraSegments:
-        """The same of these projections alone."""
+        """Return the segments with projections ``first`` to ``end - 1`` alone."""
         records, scales = (np.ascontiguousarray(array[:, first:end]) for array in (self.records, self.scales))
         return dataclasses.replace(self, records=records, scales=scales)
 
     def of_tokens(self, tokens: np.ndarray) -> LoraSegments | None:
-        """The segments of these tokens alone, ascending int [M]; None where none of them has an adapter."""
+        """Return the segments of a batch of these tokens alone, ascending int [M]. Return None where no token
+        among them has an adapter."""
         segment = np.searchsorted(self.start, tokens, side="right") - 1
         ends = np.append(self.start + self.length, 0)  # -1: before all segments
         adapted = np.flatnonzero(tokens < ends[segment])
@@ -123,7 +131,7 @@ class LoraSegments:
 
 
 def no_segments(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
-    """Of a batch in which no token has an adapter."""
+    """Return the segments of a batch in which no token has an adapter."""
     projections, layers = len(geometry.projections), geometry.page.layers
     empty = np.zeros(0, dtype=np.int32)
     records = np.zeros((0, projections, 3), dtype=np.int64)
@@ -131,8 +139,8 @@ def no_segments(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
 
 
 class AttentionRoom(NamedTuple):
-    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
-    tokens of a context."""
+    """The largest step that a plan has room for: its tokens, rows, and tokens of a context. With as many rows
+    as tokens, every row has one token."""
 
     num_tokens: int
     num_rows: int
@@ -140,8 +148,9 @@ class AttentionRoom(NamedTuple):
 
 
 class LoraRoom(NamedTuple):
-    """The largest step that a plan is for: tokens, in so many rows (of one token each, if these are as many), and
-    an adapter's rank. ``cells``: LoraSegments', which must stay where it is."""
+    """The largest step that a plan has room for: its tokens, rows, and an adapter's rank. With as many rows
+    as tokens, every row has one token. ``cells``: as in LoraSegments; must not move while the plan is
+    used."""
 
     num_tokens: int
     num_rows: int
@@ -150,32 +159,34 @@ class LoraRoom(NamedTuple):
 
 
 class AttentionPlan(Protocol):
-    """What ``Ops.attention`` reads of a step's rows."""
+    """A step's rows, in the form in which ``Ops.attention`` reads them."""
 
     def fill(self, rows: AttentionRows) -> None:
-        """Point the plan at a step's rows. Does not wait for the device; steps in flight are not disturbed.
+        """Point the plan at a step's rows.
 
-        Tokens past the rows' get zeros. Raises ValueError where the plan has no room for the rows.
+        Does not wait for the device, and does not disturb steps in flight. Attention writes zeros for tokens
+        past the last row. Raises ValueError where the plan has no room for the rows.
         """
 
 
 class LoraPlan(Protocol):
-    """What the LoRA operations read of a step's segments."""
+    """A step's segments, in the form in which the LoRA operations read them."""
 
     def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
-        """Point the plan at the segments of a batch of so many tokens; None: no token has an adapter.
+        """Point the plan at the segments of a batch of ``num_tokens``; None: no token has an adapter.
 
-        Otherwise as ``AttentionPlan.fill``.
+        Does not wait for the device, and does not disturb steps in flight. Raises ValueError where the plan
+        has no room for the segments.
         """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MergePlan:
-    """One pass over the base's weights: which projections' rows are written, and of which adapter.
+    """One pass over the base's weights that merges an adapter: which projections it writes, and the adapter.
 
-    ``wanted`` bool [P]: others keep theirs. ``records`` int64 [P, 3] and ``scales`` float32 [P, L]: a
-    segment's, as in LoraSegments. Rank 0: the rows become the pristine ones,
-    bit for bit. ``cells``: LoraSegments'.
+    ``wanted`` bool [P]: the projections that are written; the others stay as they are.
+    ``records`` int64 [P, 3], ``scales`` float32 [P, L]: the adapter's, as of one segment in LoraSegments.
+    Rank 0: the projection becomes the pristine one, bit for bit. ``cells``: as in LoraSegments.
     """
 
     wanted: np.ndarray
@@ -185,7 +196,8 @@ class MergePlan:
     geometry: AdapterGeometry
 
     def parts(self, group: ProjectionGroup, layer: int) -> list[MergePart]:
-        """The group's projections whose rows are written."""
+        """Return the group's projections that are written, with the adapter's cells and scale in this
+        layer."""
         found = []
         for place, projection in enumerate(group.projections):
             index = self.geometry.projections.index(projection)
@@ -197,8 +209,8 @@ class MergePlan:
 
 
 class MergedLayer(NamedTuple):
-    """A fused linear whose rows are written: ``merged`` from ``pristine``, both ``[sum(out), in]``, contiguous, of
-    the adapter's dtype. They may be the same memory."""
+    """A fused linear into which an adapter is merged. ``merged`` is written from ``pristine``; both are
+    ``[sum(out), in]``, contiguous, of the adapter's dtype, and may be the same memory."""
 
     layer: int
     merged: torch.Tensor
@@ -206,7 +218,8 @@ class MergedLayer(NamedTuple):
 
 
 class MergePart(NamedTuple):
-    """One projection of a MergePlan in one layer; ``place``: in its group."""
+    """One projection of a MergePlan in one layer. ``place``: its index in its group. ``first_a``,
+    ``first_b``: positions in the plan's ``cells``."""
 
     place: int
     projection: Projection
@@ -218,33 +231,37 @@ class MergePart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SampledRows:
-    """The last layer goes on after its attention with the rows of ``sample_index`` alone, ``lora`` their plan:
-    nothing reads what the others would give."""
+    """A mark that the last layer, after its attention, computes the rows of ``sample_index`` alone, because
+    nothing reads the others' results. ``lora``: the LoRA plan of these rows; None: they have no adapter."""
 
     lora: Any | None
 
 
 class ColdProducts(Protocol):
-    """What is computed beside the device, of rows whose adapters are on their way."""
+    """The LoRA products of cold rows, computed beside the device while their adapters are being copied."""
 
     def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
-        """Begin with the rows' products; whether there are any."""
+        """Begin the cold rows' products of the group, from x ``[T, in]``. Return whether there are any."""
 
     def add(self, y: torch.Tensor, group: ProjectionGroup) -> None:
-        """Wait for what was begun last, and add it to y ``[T, sum(out)]`` in place."""
+        """Wait for the products that were begun last, and add them to y ``[T, sum(out)]`` in place."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """All tensors that one forward pass reads, on the device.
+    """The inputs of one forward pass over T tokens: tensors on the device, and the plans of its operations.
 
-    token_ids, positions, slots: int64 [T]; ``slots`` = page * page_tokens + offset, where a token's K and V go.
-    A negative slot (padding of a captured batch, on CUDA only): nothing is stored.
-    sample_index: int64 [M], the tokens whose logits are wanted. Plans are opaque to models.
-    head: the plan of those tokens at the output head; None: no adapter changes it there.
-    before_layer: called with each layer's number before its first operation; None: nothing is to be waited for.
-    cold: where something computes adapters' products beside the device; ``lora`` is the plan of the other rows
-    and ``sampled`` None then.
+    ``token_ids`` int64 [T]. ``positions`` int64 [T]: the tokens' rows in the tables of positions.
+    ``slots`` int64 [T]: where each token's K and V are stored, page * page_tokens + offset. Nothing is stored
+    for a negative slot, which only padding of a captured batch has, on CUDA only.
+    ``sample_index`` int64 [M]: the tokens whose logits are wanted.
+    ``attention``, ``lora``: the plans of the batch's rows and segments, which models only pass on. ``lora``
+    None: no adapter changes the layers.
+    ``head``: the LoRA plan of the tokens of ``sample_index`` at the output head; None: no adapter changes it.
+    ``sampled``: given where the last layer may leave the other tokens out.
+    ``before_layer``: called with each layer's number before its first operation; None: no layer has to wait.
+    ``cold``: given where the products of cold rows are computed beside the device. Then ``lora`` is the plan
+    of the other rows, and ``sampled`` is None.
     """
 
     token_ids: torch.Tensor
@@ -261,7 +278,8 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary:
-    """cos, sin: float32 ``[max_positions, head_dim / 2]``, one pair shared by all layers."""
+    """The tables of a rotary embedding, float32 ``[max_positions, head_dim / 2]``. Layers with the same
+    configuration share them."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -269,7 +287,7 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """RMSNorm of each head of q and of k (Qwen3): weights ``[head_dim]``."""
+    """The RMSNorm of each head of q and of k (Qwen3), with weights ``[head_dim]``."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -277,8 +295,8 @@ class HeadNorm:
 
 
 class Summands(NamedTuple):
-    """A linear's result in two parts, ``[T, out]`` each: the product, and what adapters add to it. None: nothing,
-    or it is in the product already."""
+    """A linear's result as two summands ``[T, out]``: the base's product, and the adapters' update.
+    ``adapted`` None: there is no update, or the product includes it."""
 
     product: torch.Tensor
     adapted: torch.Tensor | None = None
@@ -288,13 +306,13 @@ class Summands(NamedTuple):
         return self.product if self.adapted is None else self.product + self.adapted
 
     def of(self, rows: torch.Tensor) -> Summands:
-        """The summands of these rows, int64 [M]."""
+        """Return the summands of these rows, int64 [M]."""
         return Summands(self.product[rows], None if self.adapted is None else self.adapted[rows])
 
 
 class Shrunk(NamedTuple):
-    """What ``Ops.lora_shrink`` gives: ``values``, contiguous, whose sum over the ranks is the shrunk batch
-    where each rank multiplies a part of the input; ``parts`` say where in it what lies."""
+    """The result of ``Ops.lora_shrink``: contiguous ``values``, and how they are divided into ``parts``,
+    which only ``lora_expand`` reads. Ranks that multiply parts of one input add up their ``values``."""
 
     values: torch.Tensor
     parts: Any
@@ -302,7 +320,7 @@ class Shrunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraSite:
-    """Where adapters act: on the group's projections in this layer."""
+    """A place where adapters act: a group's projections in one layer."""
 
     group: ProjectionGroup
     layer: int
@@ -310,40 +328,40 @@ class LoraSite:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedLinear(LoraSite):
-    """A fused linear, weight ``[sum(out), in]``, that adapters may be on."""
+    """A fused linear, weight ``[sum(out), in]`` and bias ``[sum(out)]``, that adapters may change."""
 
     weight: Weight
     bias: torch.Tensor | None
 
 
 class LoraStep(NamedTuple):
-    """What LoRA reads in a step: the pool with the adapters' pages, and whose tokens have which. Plan None: no
-    token has an adapter."""
+    """The inputs of LoRA in a step: the pool with the adapters' pages, and the plan that assigns adapters to
+    tokens. ``plan`` None: no token has an adapter."""
 
     pool: torch.Tensor
     plan: Any | None
 
 
 def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The pool's memory as elements of the adapters' dtype; a view."""
+    """Return a view of the pool as elements of the adapters' ``dtype``."""
     return pool if pool.dtype == dtype else pool.view(dtype)
 
 
 class Side(Protocol):
-    """Where something may run beside what a device is told next."""
+    """A second stream of a device's work, which may run beside the main stream."""
 
     def fork(self) -> None:
-        """What is issued in ``use`` from now on waits for all that was issued before, and for nothing later."""
+        """Make later work in ``use`` wait for all work issued so far, and for no work issued afterwards."""
 
     def use(self) -> contextlib.AbstractContextManager[object]:
-        """What is issued meanwhile may run beside all that is issued between ``fork`` and ``join``."""
+        """Return a context. Work issued in it may run beside the main stream's work up to ``join``."""
 
     def join(self) -> None:
-        """What is issued from now on waits for all that was issued in ``use``."""
+        """Make later work of the main stream wait for all work issued in ``use``."""
 
 
 class InLine:
-    """``Side`` where there is none: everything runs in the order in which it is issued."""
+    """A ``Side`` without a second stream: all work runs in the order in which it is issued."""
 
     def fork(self) -> None:
         return
@@ -361,25 +379,30 @@ IN_LINE = InLine()
 # ---------------------------------------------------------------- the table of copies in groups of layers
 
 BRING_PROGRAMS = 16
-"""More move no more over PCIe (docs/decisions.md), and take more of the device from its steps."""
+"""Programs of the kernel that copies pages. More programs copy no faster over PCIe (docs/decisions.md), and
+take more of the device from its steps."""
 
 MOST_WORDS = 1024
-"""Of a table: head, groups, pages."""
+"""The most int64 numbers in a table. A power of two, because each program loads the whole table at once."""
 
 HEAD, PER_GROUP = 4, 2
+"""The int64 numbers in the head of a table, and those for each group."""
 
 
 def table_words(num_groups: int, num_pages: int) -> int:
-    """int64 numbers of a table."""
+    """Return how many int64 numbers a table has."""
     return HEAD + PER_GROUP * num_groups + 2 * num_pages
 
 
 def bring_table(
     number: int, groups: Sequence[tuple[int, int]], targets: Sequence[int], sources: Sequence[int]
 ) -> list[int]:
-    """int64 [``table_words``]: its length, pages, groups, the number to write; for each group where it begins
-    within a page, and its length there; for each page where it begins in the target, and for each where in the
-    source."""
+    """Return the table of a copy, for ``Ops.bring_groups``: ``table_words`` numbers of int64.
+
+    First come the table's length, the numbers of pages and of groups, and the ``number`` to write. Then, for
+    each group: where it begins within a page, and its length there. Then where each page begins in the
+    target, and where each begins in the source. Places and lengths count int64 elements.
+    """
     head = (table_words(len(groups), len(targets)), len(targets), len(groups), number)
     return [*head, *itertools.chain.from_iterable(groups), *targets, *sources]
 
@@ -388,30 +411,32 @@ def bring_table(
 
 
 class Ops(abc.ABC):
-    """Device operations. ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``.
+    """The operations of a device.
 
-    Its dtype is that of keys and values. Adapters in its pages have the dtype of x. What a device does no
-    better than by other operations is composed of these here.
+    ``pool`` is always ``[num_pages, layers, 2, page_tokens, kv_heads, head_dim]``, of the dtype of keys and
+    values. Adapters in its pages have the dtype of x. This class composes some operations from others; a
+    subclass overrides these where its device can do better.
     """
 
     name: str
 
     captures = False
-    """Whether launches with plans that have a room depend on that room alone, so that a graph may hold them."""
+    """Whether launches depend on the room of their plan alone, if it has one, so that a graph may hold
+    them."""
 
     waits = False
-    """Whether kernels wait on the device: ``pass_gate``, ``await_words``."""
+    """Whether the device has kernels that wait: ``pass_gate``, ``await_words``."""
 
     brings = False
-    """Whether a kernel copies pages in groups of layers: ``bring_groups``."""
+    """Whether the device has a kernel that copies pages in groups of layers: ``bring_groups``."""
 
     def close(self) -> None:
-        """End what goes on beside the steps. Idempotent; with no step in flight."""
+        """End the work that runs beside the steps. May be called again; no step may be in flight."""
         return
 
     @abc.abstractmethod
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
+        """Return x ``[T, in]`` times weight ``[out, in]`` transposed, plus bias ``[out]``, rounded once."""
 
     # ---- attention -------------------------------------------------------------------------------------
 
@@ -419,10 +444,11 @@ class Ops(abc.ABC):
     def attention_plan(
         self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
     ) -> AttentionPlan:
-        """A plan to be filled for each step, of all layers. ``room``: as it is captured; None: for any step."""
+        """Return a plan for all layers, to be filled for each step. ``room``: the largest step, given where a
+        graph captures launches with the plan; None: the plan takes a step of any size."""
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
-        """A plan of this step alone."""
+        """Return a new plan, filled with this step's rows."""
         plan = self.attention_plan(page, device)
         plan.fill(rows)
         return plan
@@ -444,9 +470,10 @@ class Ops(abc.ABC):
         window: int | None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q ``[T, heads, head_dim]`` over the rows' pages (this step's K, V are already
-        written); ``window``: a query at position p sees positions > p - window. ``soft_cap`` (above 0): a score s
-        becomes soft_cap * tanh(s / soft_cap). Returns [T, heads*head_dim]."""
+        """Return the causal attention ``[T, heads * head_dim]`` of q ``[T, heads, head_dim]`` over the rows'
+        pages, where this step's K and V are stored already. ``window``: a query at position p sees positions
+        above p - window; None: no such limit. ``soft_cap`` (above 0): a score s becomes
+        soft_cap * tanh(s / soft_cap)."""
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
@@ -454,12 +481,12 @@ class Ops(abc.ABC):
     def lora_plan(
         self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
     ) -> LoraPlan:
-        """A plan to be filled, as ``attention_plan``."""
+        """Return a plan for all layers, to be filled for each step. ``room``: as in ``attention_plan``."""
 
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device
     ) -> Any | None:
-        """A plan of these segments alone; None where there are none."""
+        """Return a new plan, filled with these segments, or None where there are no segments."""
         if len(segments.start) == 0:
             return None
         plan = self.lora_plan(geometry, device)
@@ -468,26 +495,28 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
-        """The first half of ``lora``: x A of every projection of the group, as ``lora_expand`` of the same
-        plan takes it. Between the two, ranks whose inputs are parts of one add up ``values``."""
+        """Compute the first half of ``lora``: x A of every projection of the group, for ``lora_expand`` with
+        the same plan. Between the two halves, ranks that have parts of one input add up ``values``."""
 
     @abc.abstractmethod
     def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
-        """The second half, in place: y[t, columns of p] += (x[t] A_p) B_p, scaled. y may be some of the
-        columns of a contiguous tensor."""
+        """Compute the second half of ``lora``, and add it to y in place. The scale is applied in either half.
+        y may be some of the columns of a contiguous tensor."""
 
     def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
-        """In place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of the site, with
-        t's adapter. x ``[T, in]``, y ``[T, sum(out)]``, both contiguous in the last dimension."""
+        """Add LoRA to y in place: y[t, columns of p] += scale_p * (x[t] A_p) B_p for every projection p of
+        the site, with the adapter of token t. x ``[T, in]`` and y ``[T, sum(out)]`` are contiguous in the
+        last dimension."""
         self.lora_expand(y, self.lora_shrink(x, site, step), site, step)
 
     def lora_side(self, plan: Any) -> Side:
-        """Where the base's product may run, beside ``lora_shrink`` of this plan and what ranks do with it."""
+        """Return the side on which the base's product may run, beside ``lora_shrink`` with this plan and the
+        ranks' exchange of its result."""
         return IN_LINE
 
     def lora_summands(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> Summands:
-        """``linear`` of a group's projections side by side, and ``lora`` in it or beside it, whatever is fastest;
-        ``[T, sum(out)]``."""
+        """Compute ``linear`` of a group's projections side by side, ``[T, sum(out)]``, with ``lora`` added to
+        it or as a second summand, whichever is faster on the device."""
         y = self.linear(x, linear.weight, linear.bias)
         if step.plan is not None:
             self.lora(y, x, linear, step)
@@ -496,22 +525,24 @@ class Ops(abc.ABC):
     def lora_gated(
         self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep, activation: Activation = "silu"
     ) -> torch.Tensor:
-        """``gate_mul`` of ``lora_summands``, whose group is gate and up; ``[T, I]``."""
+        """Compute ``gate_mul`` of ``lora_summands``, where the group is gate and up. Returns ``[T, I]``."""
         return self.gate_mul(self.lora_summands(x, linear, step).whole, activation)
 
     @abc.abstractmethod
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
     ) -> None:
-        """In place, in every layer: the rows of ``merged`` of each projection p of the group that the plan wants
-        become ``pristine + scale_p * B_p^T A_p``, summed in float32 and rounded once. Waits for nothing."""
+        """Merge the plan's adapter in place, in every layer. For each projection p of the group that the plan
+        wants, the rows of ``merged`` become ``pristine + scale_p * B_p^T A_p``, summed in float32 and rounded
+        once. Does not wait for the device."""
 
     # ---- small operations ------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, variance in float32, as transformers' LlamaRMSNorm: rounded before the
-        weight is applied. A float32 weight of 16-bit x is applied before: Gemma's."""
+        """Apply RMSNorm over the last dimension, with the variance in float32. The result is rounded before
+        it is multiplied by the weight, as in transformers' LlamaRMSNorm. Where x has 16 bits and the weight
+        is float32 (Gemma), it is multiplied first and rounded afterwards."""
 
     @abc.abstractmethod
     def add_rms_norm(
@@ -522,12 +553,12 @@ class Ops(abc.ABC):
         eps: float,
         adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); may reuse its arguments' memory. ``adapted``: of the summands
-        ``[T, hidden]`` that x is the product of."""
+        """Return (rms_norm(x + residual), x + residual). May reuse its arguments' memory. ``adapted``
+        ``[T, hidden]``: the adapters' update of the product x (see Summands), which is added too."""
 
     @abc.abstractmethod
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        """activation(gate) * up for ``[T, 2 * I]`` with gate first; returns ``[T, I]``."""
+        """Return activation(gate) * up ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``, whose first half is gate."""
 
     def rotate_and_store(
         self,
@@ -542,10 +573,13 @@ class Ops(abc.ABC):
         norm: HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``rms_norm`` of the heads of q ``[T, heads, D]`` and k ``[T, kv_heads, D]`` where ``norm`` is given, a
-        rotation by ``rotary`` at ``positions`` (two halves, not interleaved), and ``write_kv``, in this order and
-        each rounded. Returns the turned q; may work in place on q and k. ``adapted``: of the summands
-        ``[T, (heads + 2 kv_heads) * D]`` that q, k and v side by side are the product of."""
+        """Rotate q and k, store k and v in the pool, and return the rotated q. May work in place on q and k.
+
+        Takes q ``[T, heads, D]``, k and v ``[T, kv_heads, D]``. Applies, in this order and rounding each
+        time: ``rms_norm`` of the heads of q and k where ``norm`` is given; the rotation by ``rotary`` at
+        ``positions`` (two halves, not interleaved); ``write_kv``. ``adapted`` ``[T, (heads + 2 kv_heads) *
+        D]``: the adapters' update of q, k and v side by side (see Summands), which is added first.
+        """
         if adapted is not None:
             heads = adapted.view(len(q), -1, q.shape[-1])
             of_q, of_k, of_v = heads.split_with_sizes([q.shape[1], k.shape[1], v.shape[1]], dim=1)
@@ -559,7 +593,8 @@ class Ops(abc.ABC):
     def _rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotation of ``rotate_and_store`` where that is composed; may work in place."""
+        """Return q and k rotated, for the ``rotate_and_store`` of this class; subclasses that override it do
+        not need it. May work in place."""
         raise NotImplementedError
 
     # ---- what not every device has ---------------------------------------------------------------------
@@ -567,17 +602,24 @@ class Ops(abc.ABC):
     def pass_gate(
         self, landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
-        """What is issued after it begins once ``landed`` [1] is at least ``wanted[1]``, or the step's gates were
-        shut for ``wanted[0]`` nanoseconds. ``told`` [2]: for how many they were, and 1 where that was too long;
-        the first gate begins it anew. All int64."""
+        """Make later work wait until the number in ``landed`` [1] is at least ``wanted[1]``.
+
+        The wait ends early once all gates of the step have waited ``wanted[0]`` nanoseconds together.
+        ``told`` [2] receives the nanoseconds that they have waited, and 1 where a gate timed out. The first
+        gate of a step (``is_first``) resets it. All tensors are int64.
+        """
         raise NotImplementedError
 
     def await_words(
         self, words: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool
     ) -> None:
-        """What is issued after it begins once each of ``words[:, 0]``, which others write, is at least
-        ``wanted[1:]``, or the step's waits have lasted ``wanted[0]`` nanoseconds. ``told`` [2]: how long they
-        have, and 1 where that was too long; the first wait begins it anew. All int64; words in pinned memory."""
+        """Make later work wait until each of ``words[:, 0]``, which others write, is at least its number in
+        ``wanted[1:]``.
+
+        The wait ends early once all such waits of the step have lasted ``wanted[0]`` nanoseconds together.
+        ``told`` [2] receives the nanoseconds that they have lasted, and 1 where a wait timed out. The first
+        wait of a step (``is_first``) resets it. All tensors are int64; ``words`` is in pinned memory.
+        """
         raise NotImplementedError
 
     def bring_groups(
@@ -589,10 +631,11 @@ class Ops(abc.ABC):
         words: torch.Tensor,
         done: torch.Tensor,
     ) -> None:
-        """Copy pages of ``source``, pinned, to ``target``, both int64 and flat.
+        """Copy pages of ``source``, which is pinned, to ``target``, one group of layers after the other.
 
-        ``table``, pinned too: see ``bring_table``. ``words`` int64 [G], of any stride: a group's is written once
-        it and all before it have landed. ``scratch`` int64 [BRING_PROGRAMS, MOST_WORDS]; ``done`` int32 [G],
-        zeros.
+        Both are int64 and flat. ``table``, also pinned: from ``bring_table``. ``words`` int64 [G], of any
+        stride: a group's word receives the table's number once this group and all groups before it have
+        landed.
+        ``scratch`` int64 [BRING_PROGRAMS, MOST_WORDS]; ``done`` int32 [G], zeros before and after.
         """
         raise NotImplementedError

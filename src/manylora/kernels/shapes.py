@@ -1,9 +1,9 @@
-"""The shapes that kernels, models, adapters and the pool agree on. No tensors here.
+"""Describes the shapes that kernels, models, adapters and the pool agree on.
 
-Owns: what one page is, which projections a decoder layer has, how they group, the cell (the unit in which
-adapter rows are laid into pages), and the one rule by which N ranks cut a length. A rank (of an engine; an
-adapter's rank is another thing) is one of N equal processes, each with a part of every matrix. Does not know which
-adapter lies where.
+Owns the shape of a page, projections and their groups, the cell (the unit in which adapter rows are laid into
+pages), and the one rule by which N ranks cut a length. A rank of an engine is one of N equal processes, each
+with a part of every matrix; an adapter's rank is another thing. Holds no tensors, and does not know which
+adapter is in which pages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 MOST_RANKS = 16
-"""More processes of one host exchange more than they compute."""
+"""The most ranks of an engine. More processes on one host spend more time on exchanges than on computing."""
 
 CELL_ALIGNMENT_BYTES = 16
+"""Bytes of the smallest cell. Larger cells are multiples of it."""
 LARGEST_CELL_ELEMENTS = 1024
+"""Adapter elements of the largest cell."""
 SLACK_TARGET = 0.02
+"""The share of unused bytes under which a larger cell is preferred to a smaller one."""
 
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
-"""Of an MLP."""
+"""The activation function of an MLP."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,7 @@ class PageShape:
 
     @property
     def slab_elements(self) -> int:
-        """Elements that one layer owns of a page."""
+        """Elements of one layer's share of a page."""
         return 2 * self.page_tokens * self.kv_heads * self.head_dim
 
     @property
@@ -55,7 +58,8 @@ class PageShape:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """One linear layer: ``module`` is its path inside a decoder layer ("self_attn.q_proj")."""
+    """One linear that adapters can change. ``module``: its path inside a decoder layer ("self_attn.q_proj"),
+    or inside the model if the model has it once ("lm_head")."""
 
     module: str
     in_features: int
@@ -64,9 +68,10 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class ProjectionGroup:
-    """Projections that read the same input and whose outputs lie side by side: one shrink, one expand.
+    """Projections of the same input, with their outputs side by side: one shrink and one expand for them all.
 
-    A fused linear gives ``[tokens, sum(out_features)]``; projection i owns columns from ``offsets[i]``.
+    Their fused linear returns ``[tokens, sum(out_features)]``. Projection i has the columns from
+    ``offsets[i]`` to ``offsets[i + 1]``.
     """
 
     name: str
@@ -86,8 +91,8 @@ class ProjectionGroup:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterCut:
-    """What one of N ranks has of an adapter's projection, which in its file is ``whole``: columns of A, rows
-    of B."""
+    """One rank's part of an adapter's projection: columns of A and rows of B. ``whole``: the projection as in
+    the adapter's file."""
 
     whole: Projection
     a_columns: range
@@ -95,14 +100,15 @@ class AdapterCut:
 
 
 class RankPlace(NamedTuple):
-    """Which of how many ranks."""
+    """The place of a rank among ``num_ranks`` ranks."""
 
     rank: int = 0
     num_ranks: int = 1
 
     def cut(self, length: int, unit: int = 1) -> range:
-        """This rank's part of ``length`` elements: whole units, the first ranks having one more where they do not
-        come out even. Units are halved until every rank has one."""
+        """Return this rank's part of ``length`` elements, in whole units. Where the units cannot be shared
+        out equally, the first ranks have one more. Where there are fewer units than ranks, the unit is halved
+        until every rank has one."""
         while unit > 1 and length < unit * self.num_ranks:
             unit //= 2
         units = -(-length // unit)
@@ -112,7 +118,8 @@ class RankPlace(NamedTuple):
         return range(min(begin * unit, length), min(end * unit, length))
 
     def heads(self, heads: int) -> range:
-        """This rank's part of ``heads``; of fewer heads than ranks the one that it shares with its neighbours."""
+        """Return this rank's part of ``heads``. Where there are fewer heads than ranks, return the one head
+        that this rank shares with its neighbours."""
         if heads >= self.num_ranks:
             return self.cut(heads)
         first = self.rank * heads // self.num_ranks
@@ -120,8 +127,8 @@ class RankPlace(NamedTuple):
 
 
 def possible_counts(heads: int, kv_heads: int, most: int) -> list[int]:
-    """The numbers of ranks, up to ``most``, among which the heads can be shared out: equal parts of the query
-    heads, and equal parts of the KV heads or equal numbers of ranks to each."""
+    """Return the numbers of ranks, up to ``most``, that can share the heads. All ranks must have equally many
+    query heads. They must also have equally many KV heads, or each KV head must be on equally many ranks."""
     return [
         count
         for count in range(1, most + 1)
@@ -130,29 +137,33 @@ def possible_counts(heads: int, kv_heads: int, most: int) -> list[int]:
 
 
 def distinct_groups(layers: Iterable[Iterable[ProjectionGroup]]) -> tuple[ProjectionGroup, ...]:
-    """The groups of all layers, each once, in the order in which they first come."""
+    """Return the groups of all layers, each once, in the order in which they first appear."""
     return tuple(dict.fromkeys(group for layer in layers for group in layer))
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterGeometry:
-    """How adapters of one model are laid into its pages (docs/architecture.md, "Memory").
+    """The rules by which the adapters of one model are laid into its pages (docs/architecture.md, "Memory").
 
-    A page's slab of one layer is cut into ``cells_per_page`` cells of ``cell_elements``; a row of length h
-    takes ``ceil(h / cell_elements)`` whole cells, so none straddles a page and all layers share one table.
-    Cell n of an adapter lies in its page ``n // cells_per_page`` at cell ``n % cells_per_page``. An adapter's
-    element has ``itemsize`` bytes, which may differ from the page's; where cells lie is told in adapter elements.
-    ``layers``: the groups that each layer has. The layers' common table has a place for every projection of any,
-    and behind these one for every projection of ``model``: the groups that the model has once. Rows of theirs lie
-    across the layers: entry k of their part of an adapter's table is a cell in slab ``k % layers``, the
-    adapter's cell ``k // layers`` behind those of the layers' rows. ``fixed_by``: where ``model`` is empty, the
-    option beside which no adapter changes what the model has once.
-    ``widest``: of N ranks, each with its part of a page and of an adapter, the one with the longest rows,
-    which says how many pages an adapter takes on all of them; None: this one. ``cuts``: what this rank has of
-    each projection, in table order; empty: all.
+    A slab (one layer's share of a page) is cut into ``cells_per_page`` cells of ``cell_elements``. A rank row
+    of length h takes ``ceil(h / cell_elements)`` whole cells. So no cell straddles a page, and one cell table
+    serves all layers: in every layer, cell n of an adapter is cell ``n % cells_per_page`` of its page
+    ``n // cells_per_page``. An adapter's element has ``itemsize`` bytes, which may differ from the page's.
+    Places of cells count adapter elements.
 
-    Raises ValueError where the slabs of a page's layers do not begin at whole elements, where ``layers`` are not
-    the page's, and where two groups share a name or a projection.
+    ``layers``: the groups of each layer. ``model``: the groups that the model has only once (the output
+    head). Tables have one place for every projection that some layer has, and then one for every projection
+    of ``model``. The rows of ``model`` follow the layers' rows, and are spread over the slabs of all layers:
+    if the layers' rows take n cells, cell k of the model's rows is cell ``n + k // L`` in the slab of layer
+    ``k % L``, of L layers.
+    ``fixed_by``: the option that excludes adapters on the output head, so that ``model`` is empty; or "".
+
+    ``widest``: the geometry of the rank with the longest rows, which determines how many pages an adapter
+    takes on every rank; None: this one. ``cuts``: this rank's part of each projection, in table order; empty:
+    all of it.
+
+    Raises ValueError where the slabs of a page do not begin at whole adapter elements, where the number of
+    ``layers`` is not the page's, or where two groups share a name or a projection.
     """
 
     page: PageShape
@@ -180,18 +191,18 @@ class AdapterGeometry:
 
     @property
     def slab_elements(self) -> int:
-        """Adapter elements that one layer's share of a page has room for."""
+        """Adapter elements for which one layer's share of a page has room."""
         return self.page.slab_bytes // self.itemsize
 
     @property
     def page_elements(self) -> int:
-        """Adapter elements that a page has room for."""
+        """Adapter elements for which a page has room."""
         return self.page.page_bytes // self.itemsize
 
     @property
     def alignment(self) -> int:
-        """Every cell of every layer begins at a multiple of so many adapter elements in the pool: a power of two
-        where a cell has one."""
+        """A number of adapter elements: in the pool, every cell of every layer begins at one of its
+        multiples. A power of two where ``cell_elements`` is a power of two."""
         return math.gcd(self.slab_elements, self.cell_elements)
 
     @property
@@ -205,44 +216,44 @@ class AdapterGeometry:
 
     @cached_property
     def projections(self) -> tuple[Projection, ...]:
-        """The projections that some layer has, and then the model's, in table order."""
+        """The projections in table order: the layers', each once, and then the model's."""
         groups = (*self.groups, *self.model)
         return tuple(projection for group in groups for projection in group.projections)
 
     @cached_property
     def num_of_layers(self) -> int:
-        """How many of the projections are the layers'."""
+        """The number of the layers' projections, which come first in ``projections``."""
         return sum(len(group.projections) for group in self.groups)
 
     @cached_property
     def of_layers(self) -> AdapterGeometry:
-        """The geometry of the layers' part of adapters' tables."""
+        """The geometry of the layers' projections alone."""
         return dataclasses.replace(self, model=()) if self.model else self
 
     @cached_property
     def of_model(self) -> AdapterGeometry:
-        """The geometry of the model's part of adapters' tables, which kernels take for layer 0's."""
+        """The geometry of the model's projections alone, which kernels treat as those of layer 0."""
         return dataclasses.replace(self, layers=(self.model,) * self.page.layers, model=())
 
     @cached_property
     def wholes(self) -> tuple[Projection, ...]:
-        """The projections as adapters' files have them, in table order."""
+        """The projections as in adapters' files, not cut among ranks, in table order."""
         return tuple(cut.whole for cut in self.cuts) or self.projections
 
     def cut(self, index: int) -> AdapterCut:
-        """What this geometry has of the projection at this place of the table."""
+        """Return this rank's part of the projection at ``index`` in table order."""
         if self.cuts:
             return self.cuts[index]
         whole = self.projections[index]
         return AdapterCut(whole, range(whole.in_features), range(whole.out_features))
 
     def cells(self, elements: int) -> int:
-        """Whole cells that a row of this length takes."""
+        """Return how many whole cells a row of this length takes."""
         return -(-elements // self.cell_elements)
 
     @property
     def slack(self) -> float:
-        """Share of the cells' bytes that hold nothing, for an adapter on every projection of the layers."""
+        """The share of bytes in slabs that hold nothing, for an adapter on every projection of the layers."""
         return _slack(self.slab_elements, self.projections[: self.num_of_layers], self.cell_elements)
 
 
@@ -253,12 +264,13 @@ def adapter_geometry(
     model: tuple[ProjectionGroup, ...] = (),
     fixed_by: str = "",
 ) -> AdapterGeometry:
-    """The largest power-of-two cell whose slack stays under SLACK_TARGET, else the one with least slack.
+    """Choose the cell's length, and return the geometry with it.
 
-    Large cells mean few pointers for the kernels to load; every supported shape stays under 5 % slack.
-    The layers' rows alone choose it. ``layers``: the groups of each of the page's layers; ``model``,
-    ``fixed_by``: see AdapterGeometry. ``itemsize``: bytes of an adapter's element; None: as the page's. Raises
-    ValueError where a page's share of a layer has no room for a cell.
+    The cell is the largest power of two whose slack stays under SLACK_TARGET, or else the one with the least
+    slack. Large cells mean few pointers for the kernels to load; every supported shape stays under 5 % slack.
+    Only the layers' rows count for the choice. ``layers``: the groups of each of the page's layers.
+    ``model``, ``fixed_by``: as in AdapterGeometry. ``itemsize``: bytes of an adapter's element; None: as the
+    page's. Raises ValueError where a page's share of a layer has no room for a cell.
     """
     itemsize = page.itemsize if itemsize is None else itemsize
     slab = page.slab_bytes // itemsize

@@ -1,7 +1,7 @@
-"""A whole decoder, and how one is put together from a config and a supply of weights.
+"""Runs a whole decoder, and composes it from a config and a source of weights.
 
-Owns the order of the parts. Does not know where weights come from (``weights``) nor what pages, adapters and
-requests are: all of that is in the batch and the pool that ``forward`` is handed.
+Owns the order of the parts. Does not know where weights come from (``weights``), or what pages, adapters and
+requests are: the caller of ``forward`` passes all of these in the batch and the pool.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ from manylora.models.weights import Part, Weights
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """A base model ready to run.
+    """The implementation of ``Model``: an embedding, decoder layers and an output head, run in this order.
 
-    ``layer_prefix``: what comes before the layer's number in a module path ("model.layers."), which is how
-    adapter files name their targets.
+    Positions must be below the ``max_positions`` for which the decoder was built.
     """
 
     config: ModelConfig
@@ -67,44 +66,34 @@ class Decoder:
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
-        """The layers' linears that adapters may be on, layer by layer."""
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
     def rehearsal(self) -> Decoder:
-        """Some of its layers, between which kernels see every difference that there is: first ones, one whose
-        number is a multiple of 16, the last, and one with each window."""
+        """Return a decoder with some of the layers, which together compile every variant of the kernels: the
+        first three, layer 16 (kernels may differ for multiples of 16), the last, and one with each window."""
         windows = {spec.attention.window: number for number, spec in enumerate(self.config.layers)}
         last = len(self.layers) - 1
         chosen = sorted({number for number in (0, 1, 2, 16, last) if number <= last} | set(windows.values()))
         return dataclasses.replace(self, layers=tuple(self.layers[number] for number in chosen))
 
     def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """One page of this model's KV; ``itemsize`` is the pool dtype's, in bytes."""
+        """Return the shape of one page of this model's KV. ``itemsize``: bytes of an element of the pool."""
         return self.config.page_shape(page_tokens, itemsize)
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``; otherwise as ``body``."""
         x, residual = self.body(batch, pool)
-        # Gathered before the final norm and the head: prompts' other tokens need no logits.
+        # Rows are gathered before the final norm and the head, since prompts' other tokens need no logits.
         rows = None if batch.sampled is not None else batch.sample_index
         return self.logits(x, residual, rows, LoraStep(pool, batch.head))
 
     def logits(
         self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
     ) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of these rows, int64 [M], of what ``body`` gave; None: of all.
-        ``lora``: of these rows at the head."""
         if rows is not None:
             x, residual = x.of(rows), None if residual is None else residual[rows]
         return self.head(x, residual, self.ops, lora)
 
     def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
-        """What the layers give (see ``Layer``) of the batch's tokens; with ``batch.sampled``, of those at
-        ``batch.sample_index`` alone.
-
-        Writes the batch's keys and values into ``pool``; changes nothing else. Positions must lie below the
-        ``max_positions`` that the model was loaded for. Meant to run under ``torch.inference_mode``.
-        """
         step = Step(self.ops, batch, pool)
         x = Summands(self.embedding(batch))
         residual: torch.Tensor | None = None
@@ -120,7 +109,7 @@ class Decoder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankedModel:
-    """What one of N ranks builds: its share, and how it exchanges with the others."""
+    """One rank's share of a model, and its connection to the other ranks."""
 
     share: ModelShare
     peers: Peers
@@ -134,10 +123,10 @@ def build_decoder(
     max_positions: int,
     ranked: RankedModel | None = None,
 ) -> Decoder:
-    """Compose the decoder, taking every tensor from ``weights`` once, in the order of the layers.
+    """Compose the decoder. Take every tensor from ``weights`` once, in the order of the layers.
 
-    ``config``: the whole model's. ``max_positions``: how long a context may get; it sizes the position tables.
-    ``ranked``: build that rank's part of it.
+    ``config``: the whole model's. ``max_positions``: the longest context, which sizes the rotary tables.
+    ``ranked``: given where only one rank's part of the model is built.
     """
     names = config.names
     ropes = {
@@ -174,7 +163,7 @@ def _embedding(config: ModelConfig, weights: Weights, ranked: RankedModel | None
         rows = config.max_position_embeddings + config.position_offset
         table = weights.take(Part(f"{names.body}{names.positions}.weight", (rows, hidden)))
         positions = table[config.position_offset :]
-    # Rounded to the weights' dtype, as transformers does.
+    # transformers rounds the scale to the weights' dtype, too.
     scale = float(torch.tensor(config.embedding_scale, dtype=tokens.data.dtype))
     if ranked is not None:
         return RankedEmbedding(tokens, project, positions, scale, ranked.share.vocab, ranked.peers)
@@ -212,7 +201,7 @@ def _layer(
         rope=None if rope is None else ropes[rope],
         head_dim=config.head_dim,
         scale=config.attention_scale,
-        # A window as long as the longest context hides nothing: spare the kernels the test.
+        # A window as long as the longest context hides nothing, so the kernels need not test it.
         window=None if window is None or window >= max_positions else window,
         soft_cap=config.score_cap,
     )
@@ -246,7 +235,7 @@ def _linear(
     )
     weight = _matrix(weights, *matrices)
     bias = None
-    # What the ranks add up has its bias once.
+    # The ranks add up the results of a row linear, so only the first rank adds the bias.
     if spec.has_bias and (columns is None or ranked is None or ranked.share.place.rank == 0):
         bias = weights.take(*(Part(f"{prefix}{p.module}.bias", (p.out_features,), r) for p, r in projections))
     if ranked is None or share is None:

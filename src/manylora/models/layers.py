@@ -1,12 +1,13 @@
-"""The parts that decoders are composed of: linears with LoRA, norms, attention, MLPs, and two layer orders.
+"""Implements the parts of decoders: linears with LoRA, norms, attention, MLPs, and two kinds of layers.
 
 Each part holds its tensors and runs on a flat batch ``[T, features]`` of many sequences' tokens, without
-padding. Nothing here knows families, checkpoints or scheduling; LoRA and attention are the ops' work.
+padding. The parts call the ops for LoRA and attention. They know no model families, checkpoints or
+scheduling.
 
-The parts named Ranked hold one rank's share and exchange with the other ranks (S-LoRA §6): once after each row
-linear and once after the embedding. If adapters are sharded, they also exchange once for each group of projections
-between shrink and expand, whatever the number of adapters. The adapters' results of a row linear are added before
-the sum that the base needs anyway.
+The parts named Ranked hold one rank's share and exchange with the other ranks (S-LoRA §6): once after each
+row linear and once after the embedding. If adapters are sharded, they also exchange once for each group of
+projections between shrink and expand, whatever the number of adapters. A row linear adds its adapters'
+results before the sum over the ranks, which the base needs anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from manylora.models.share import LinearShare
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """What every part reads of one forward pass. Valid for that pass only."""
+    """The inputs of all parts in one forward pass. Valid for that pass only."""
 
     ops: Ops
     batch: StepBatch
@@ -48,7 +49,7 @@ class Step:
         return LoraStep(self.pool, self.batch.lora)
 
     def of_sampled(self) -> Step:
-        """The step for parts that run on the rows of ``batch.sample_index`` alone."""
+        """Return the step for parts that run on the rows of ``batch.sample_index`` alone."""
         sampled = self.batch.sampled
         return Step(
             self.ops,
@@ -58,10 +59,10 @@ class Step:
 
 
 class LoraLinear(AdaptedLinear):
-    """A fused linear, weight ``[sum(out), in]``, and each token's own adapter on top."""
+    """A fused linear, weight ``[sum(out), in]``, that adds each token's own adapter to its product."""
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        """x ``[T, in]`` to ``[T, sum(out)]``, both summands contiguous."""
+        """Map x ``[T, in]`` to summands ``[T, sum(out)]``, both contiguous."""
         cold = step.batch.cold
         has_posted = cold is not None and cold.post(x, self.group)
         y = step.ops.lora_summands(x, self, step.lora)
@@ -70,28 +71,30 @@ class LoraLinear(AdaptedLinear):
         return y
 
     def gated(self, x: torch.Tensor, step: Step, activation: Activation) -> torch.Tensor:
-        """The gated product of gate and up side by side: activation(gate) * up, ``[T, I]``."""
+        """Return activation(gate) * up, ``[T, I]``, of a linear whose result is gate and up side by side."""
         if step.batch.cold is not None:
             return step.ops.gate_mul(self(x, step).whole, activation)
         return step.ops.lora_gated(x, self, step.lora, activation)
 
 
 def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
-    """The value that runs through the layers."""
+    """Return the value that runs through the layers: x + residual, or x where residual is None."""
     return x.whole if residual is None else x.whole + residual
 
 
 class Norm(Protocol):
-    """A norm fused with the sums before it."""
+    """A norm, fused with the residual sum before it."""
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); may reuse the memory of both arguments."""
+        """Return (norm(x + residual), x + residual). May reuse the memory of both arguments."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RmsNorm:
+    """An RMSNorm, which the ops compute."""
+
     weight: torch.Tensor
     eps: float
 
@@ -106,7 +109,7 @@ class RmsNorm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """A layer norm, without weight and bias where the model has none."""
+    """A layer norm. ``weight`` and ``bias`` are None where the model has none."""
 
     size: int
     weight: torch.Tensor | None
@@ -122,9 +125,9 @@ class LayerNorm:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Attention:
-    """q, k, v in one product; k and v into the pool; attention over the rows' pages; the output product.
+    """The attention of a layer, with the linears before it (``qkv``, one product) and after it (``out``).
 
-    ``head_norm`` only where there is ``rope``.
+    ``head_norm`` requires ``rope``. ``rope`` None: q and k are not rotated.
     """
 
     qkv: LoraLinear
@@ -141,9 +144,10 @@ class Attention:
         return self.qkv, self.out
 
     def mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """The heads' results side by side, ``[T, heads * head_dim]``, before ``out``."""
+        """Store k and v in the pool, and attend over the rows' pages. Return the heads' results side by side,
+        ``[T, heads * head_dim]``, to which ``out`` has not been applied."""
         sizes = [p.out_features for p in self.qkv.group.projections]
-        # Views of one [T, q + k + v] tensor: the rows of q, k and v are strided, not copied.
+        # q, k and v are views of one [T, q + k + v] tensor, so their rows are strided and need no copy.
         qkv = self.qkv(x, step)
         product = qkv.whole if self.rope is None else qkv.product
         parts = product.split_with_sizes(sizes, dim=-1)
@@ -170,7 +174,7 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x))."""
+    """An MLP that computes down(activation(gate(x)) * up(x))."""
 
     gate_up: LoraLinear
     down: LoraLinear
@@ -186,7 +190,7 @@ class GatedMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlainMlp:
-    """second(activation(first(x)))."""
+    """An MLP that computes second(activation(first(x)))."""
 
     first: LoraLinear
     second: LoraLinear
@@ -205,22 +209,23 @@ class Layer(Protocol):
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
-        """Those that adapters may be on."""
+        """The layer's linears that adapters may change."""
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
     ) -> tuple[Summands, torch.Tensor | None]:
-        """The next (x, residual), each ``[T, hidden]``; may reuse the arguments' memory.
+        """Return the next (x, residual), each ``[T, hidden]``. May reuse the arguments' memory.
 
-        ``rows``: ``batch.sample_index`` where only those ``[M, hidden]`` are wanted (``batch.sampled``).
+        ``rows``: ``batch.sample_index`` where only these rows ``[M, hidden]`` are wanted (``batch.sampled``).
         """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreNormLayer:
-    """Norms before attention and MLP; each residual sum is fused into the norm that follows it.
+    """A layer with norms before attention and MLP. Each residual sum is fused into the norm that follows it.
 
-    ``attention_after``, ``mlp_after``: norms of what attention and MLP add, where there are such (Gemma).
+    ``attention_after``, ``mlp_after``: norms of the results of attention and MLP, before these are added to
+    the stream; given where the model has them (Gemma).
     """
 
     attention_norm: Norm
@@ -252,7 +257,8 @@ def _normal(norm: Norm | None, x: Summands, ops: Ops) -> Summands:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PostNormLayer:
-    """Norms after each residual sum (opt-350m), so the stream is the norm's output and needs no residual."""
+    """A layer with a norm after each residual sum (opt-350m). The stream is the norm's output, so there is no
+    residual to pass on."""
 
     attention: Attention
     attention_norm: Norm
@@ -277,14 +283,15 @@ class PostNormLayer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Embedding:
-    """tokens ``[vocab, embedding]``; ``project`` ``[hidden, embedding]`` and learned ``positions``
-    ``[max_positions, hidden]`` (row p is position p) where the model has them."""
+    """The embedding of tokens: ``tokens`` ``[vocab, embedding]``. Some models also have ``project``
+    ``[hidden, embedding]``, and learned ``positions`` ``[max_positions, hidden]``, whose row p is for
+    position p."""
 
     tokens: Weight
     project: Weight | None
     positions: torch.Tensor | None
     scale: float
-    """1: there is none."""
+    """The factor of the tokens' rows; 1: none."""
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
         x = self.looked_up(batch)
@@ -297,14 +304,15 @@ class Embedding:
         return x
 
     def looked_up(self, batch: StepBatch) -> torch.Tensor:
-        """The rows of the batch's tokens, ``[T, embedding]``."""
+        """Return the rows of the batch's tokens, ``[T, embedding]``."""
         return functional.embedding(batch.token_ids, self.tokens.data)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Head:
-    """Maps the stream to logits; ``project`` ``[embedding, hidden]``, ``linear`` ``[vocab, embedding]``, which
-    adapters may be on; ``soft_cap`` of the logits."""
+    """The output head, which maps the stream to logits. ``project`` ``[embedding, hidden]``. ``linear``
+    ``[vocab, embedding]``: adapters may change it.
+    ``soft_cap``: a logit l becomes soft_cap * tanh(l / soft_cap); None: no cap."""
 
     norm: Norm | None
     project: Weight | None
@@ -312,7 +320,8 @@ class Head:
     soft_cap: float | None
 
     def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops, lora: LoraStep) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of rows ``[M, hidden]``; ``lora``: of these rows."""
+        """Return float32 logits ``[M, vocab]`` of rows ``[M, hidden]``. ``lora``: these rows' LoRA at the
+        head."""
         if self.norm is not None:
             last, _ = self.norm(x, residual, ops)
         else:
@@ -327,14 +336,15 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankedLinear(LoraLinear):
-    """A rank's share of a fused linear: ``weight`` ``[sum(own out), own in]``."""
+    """One rank's share of a fused linear, with ``weight`` ``[sum(own out), own in]``."""
 
     share: LinearShare
     is_sharded: bool
     peers: Peers
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        """As LoraLinear. Of a row linear the whole sum, on every rank, in one."""
+        """Map x as LoraLinear does. A row linear returns the ranks' sum on every rank, in ``product``
+        alone."""
         if self.share.kind == "column" and not self.is_sharded:
             return step.ops.lora_summands(x, self, step.lora)
         y = self._adapted(x, step)
@@ -349,20 +359,22 @@ class RankedLinear(LoraLinear):
 
     @functools.cached_property
     def _site(self) -> LoraSite:
-        """With the adapters' widths, which are the linear's own unless they are sharded."""
+        """The place of the adapters, with their widths on this rank. Only sharded adapters have other widths
+        than the linear."""
         return LoraSite(self.share.adapted, self.layer)
 
     def _adapted(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         ops, plan, share = step.ops, step.batch.lora, self.share
         if plan is None or not self.is_sharded:
             return ops.lora_summands(x, self, step.lora).whole
-        # The product is what runs beside: exchanges keep to one stream, in the one order of all ranks.
+        # The product, not the exchange, runs on the side: all ranks must issue exchanges on one stream, in
+        # one order.
         side = ops.lora_side(plan)
         side.fork()
         shrunk = ops.lora_shrink(_columns(x, share.read), self._site, step.lora)
         with side.use():
             y = ops.linear(x, self.weight, self.bias)
-        # None where no adapter of the batch is on these projections, which all ranks see alike.
+        # Where no adapter of the batch changes these projections, all ranks alike have no values.
         if shrunk.values.numel():
             self.peers.add_up(shrunk.values, "lora")
         side.join()
@@ -372,7 +384,7 @@ class RankedLinear(LoraLinear):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankedEmbedding(Embedding):
-    """``tokens``: those of the ids ``vocab``."""
+    """One rank's share of an embedding: ``tokens`` has the rows of the ids ``vocab``."""
 
     vocab: range
     peers: Peers
@@ -382,7 +394,7 @@ class RankedEmbedding(Embedding):
         is_other = (ids < 0) | (ids >= len(self.vocab))
         x = functional.embedding(ids.masked_fill(is_other, 0), self.tokens.data)
         x = x.masked_fill_(is_other[:, None], 0.0)
-        self.peers.add_up(x, "base")  # exact: all but one are 0
+        self.peers.add_up(x, "base")  # exact, since all summands but one are 0
         return x
 
 

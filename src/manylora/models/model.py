@@ -1,4 +1,4 @@
-"""What those that run a model ask of it, whatever it is made of."""
+"""Declares the base model as the executor uses it, whatever the model is made of."""
 
 from __future__ import annotations
 
@@ -12,39 +12,45 @@ from manylora.models.spec import ModelConfig
 
 
 class Model(Protocol):
-    """A base model ready to run on one device; ``decoder.Decoder`` is the one that there is.
+    """A base model ready to run on one device. ``decoder.Decoder`` is the only implementation.
 
-    Everything runs on a flat batch of many sequences' tokens, and under ``torch.inference_mode``.
+    A batch is flat: the tokens of many sequences, without padding. All calls run under
+    ``torch.inference_mode``.
     """
 
     @property
     def config(self) -> ModelConfig:
-        """The whole model's, also of one rank's share."""
+        """The configuration of the whole model, even where this is one rank's share of it."""
 
     @property
     def ops(self) -> Ops:
-        """The operations, which whoever holds the model closes."""
+        """The device's operations. The model's owner closes them."""
 
     @property
     def layer_prefix(self) -> str:
-        """What comes before a layer's number in a module's path: adapters' files name their targets by it."""
+        """The start of a module's path, up to the layer's number ("model.layers."). Adapters' files name
+        their targets with it."""
 
     @property
     def linears(self) -> Sequence[AdaptedLinear]:
-        """The layers' linears that adapters may be on, and may be merged into, layer by layer."""
+        """The layers' linears, layer by layer. Adapters may change them, and one may be merged into them."""
 
     def rehearsal(self) -> Model:
-        """A smaller model by which the same kernels are compiled."""
+        """Return a smaller model, with which the same kernels are compiled as with this one."""
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``; otherwise as ``body``."""
+        """Run ``body``, and return float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``. A
+        rank returns the columns of its own part of the vocabulary."""
 
     def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
-        """What the layers give of the batch's tokens, for ``logits``; with ``batch.sampled``, of those at
-        ``batch.sample_index`` alone. Writes the batch's keys and values into ``pool``."""
+        """Run the layers, and return the last one's result (x, residual) for ``logits``.
+
+        It has a row for each of the batch's tokens, or, with ``batch.sampled``, for each token at
+        ``batch.sample_index``. Writes the batch's keys and values into ``pool``, and changes nothing else.
+        """
 
     def logits(
         self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
     ) -> torch.Tensor:
-        """float32 logits ``[M, vocab]`` of these rows, int64 [M], of what ``body`` gave; None: of all. ``lora``:
-        of these rows at the head."""
+        """Return float32 logits ``[M, vocab]`` of ``rows``, int64 [M], of the result of ``body``; None: of
+        all rows. ``lora``: these rows' LoRA at the output head."""

@@ -72,7 +72,7 @@ class ModelShare:
     """Whether adapters are sharded; otherwise they are replicated."""
     unit: int = 1
     head_fixed_by: str = ""
-    """The option beside which no adapter changes the output head; empty: there is none."""
+    """The option that excludes adapters on the output head; empty: no option does."""
 
     @cached_property
     def heads(self) -> range:
