@@ -154,7 +154,7 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "fits": True,
         "base_model": spec.base_model,
         "modules": list(spec.modules),
-        "layers": sum(map(any, zip(*spec.ranks[: geometry.num_of_layers]))),
+        "layers": sum(map(any, zip(*spec.ranks[: geometry.num_layer_projections]))),
         "of_layers": geometry.page.layers,
         "ranks": ranks,
         "scaling": "lora_alpha / sqrt(r)" if spec.use_rslora else "lora_alpha / r",

@@ -81,7 +81,7 @@ def plain_pages(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype) -
         for layer, rank in enumerate(ranks):
             if not rank:
                 continue
-            place = layer if index < shape.num_of_layers else None
+            place = layer if index < shape.num_layer_projections else None
             a = tensors[spec.tensor_name(place, cut.whole, "A")][:, cut.a_columns]
             b = tensors[spec.tensor_name(place, cut.whole, "B")][cut.b_rows].T
             for first, matrix in ((first_a, a), (first_b, b)):

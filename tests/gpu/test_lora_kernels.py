@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraSite, LoraStep, Weight
+from manylora.kernels.ops import AdaptedLinear, LoraLimits, LoraSite, LoraStep, Weight
 from manylora.kernels.triton.lora import LoraKernels
 from manylora.kernels.triton.lora_plan import DEFAULT, Beside, LoraConfig, TritonLoraPlan
 from manylora.kernels.triton.operations import TritonOps
@@ -34,7 +34,7 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
     inputs = inputs_of(case, subject, tokens)
     kernels = LoraKernels(dataclasses.replace(DEFAULT, pdl=pdl), 132)
     plain = LoraKernels(DEFAULT, 132)
-    room = LoraRoom(tokens, tokens, 64, case.segments.cells)
+    room = LoraLimits(tokens, tokens, 64, case.segments.cells)
     plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, room)
     widths = [group.offsets[-1] for group in case.geometry.groups]
     outputs = [torch.zeros(tokens, n, dtype=dtype, device=subject.device) for n in widths]
@@ -122,7 +122,7 @@ def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     for pdl in (False, True):
         table = () if beside is None else ((tokens, beside),)
         layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
-        room = LoraRoom(tokens, tokens, 64, case.segments.cells)
+        room = LoraLimits(tokens, tokens, 64, case.segments.cells)
         fixed = layer.made.lora_plan(case.geometry, subject.device, room)
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AttentionRoom, AttentionRows, Weight
+from manylora.kernels.ops import AttentionLimits, AttentionRows, Weight
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
@@ -98,7 +98,7 @@ def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int) -> N
         table[row, :count] = np.arange(taken, taken + count)
         taken += count
     rows = AttentionRows(np.arange(len(contexts) + 1, dtype=np.int32), contexts, table)
-    fixed = ops.attention_plan(page, pool.device, AttentionRoom(8, 8, 4096))
+    fixed = ops.attention_plan(page, pool.device, AttentionLimits(8, 8, 4096))
     q = normal(8, heads, dim)
     fixed.fill(rows)
     expected = ops.attention(q, pool, 1, fixed, dim**-0.5, None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import AttentionRoom, AttentionRows
+from manylora.kernels.ops import AttentionLimits, AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_plan import TritonAttentionPlan
 from manylora.kernels.triton.decode_table import DecodeTable
@@ -59,7 +59,7 @@ def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: in
     for seed, contexts in enumerate(([7, 64], [1, 300, 65, 128, 500], [250], [600, 3, 3, 3, 3])):
         case = decoding(subject, seed, contexts, window)
         if fixed is None:
-            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(5, 5, 600))
+            fixed = ops.attention_plan(case.page, subject.device, AttentionLimits(5, 5, 600))
         fixed.fill(case.rows)
         subject.poison()
         q = padded(case.q, 5)
@@ -80,7 +80,7 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
             seed, device=subject.device, dtype=subject.dtype, lengths=lengths, page_tokens=16
         )
         if fixed is None:
-            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(32, 3, 200))
+            fixed = ops.attention_plan(case.page, subject.device, AttentionLimits(32, 3, 200))
         fixed.fill(case.rows)
         subject.poison()
         out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed, case.scale, None)
@@ -108,7 +108,7 @@ def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, windo
             dim=16,
         )
         if fixed is None:
-            fixed = ops.attention_plan(case.page, subject.device, AttentionRoom(12, 3, 1000))
+            fixed = ops.attention_plan(case.page, subject.device, AttentionLimits(12, 3, 1000))
         fixed.fill(case.rows)
         subject.poison()
         q = padded(case.q, 12)
@@ -129,7 +129,7 @@ def test_a_captured_step_holds_as_many_prompts_as_tokens_allow() -> None:
         rows = AttentionRows(starts, contexts, np.zeros((len(lengths), 70), np.int32))
         for group in (1, 4):
             fixed = TritonAttentionPlan(
-                page, CPU, 528, DecodeTable(group=group), room=AttentionRoom(256, 128, 1100)
+                page, CPU, 528, DecodeTable(group=group), room=AttentionLimits(256, 128, 1100)
             )
             fixed.fill(rows)
             tokens = fixed.records[:, 2][fixed.records[:, 4] == 0]
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused(contexts: list[int]) -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = decoding(subject, 0, contexts)
-    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionRoom(2, 2, 64))
+    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionLimits(2, 2, 64))
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -153,7 +153,7 @@ def test_prompts_do_not_fit_a_decoding_plan() -> None:
     subject = TRITON[0].values[0]
     assert isinstance(subject, Subject)
     case = attention_case(0, device=subject.device, dtype=subject.dtype, lengths=[(2, 2)])
-    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionRoom(2, 2, 64))
+    fixed = ops_of(subject).attention_plan(case.page, subject.device, AttentionLimits(2, 2, 64))
     with pytest.raises(ValueError, match="larger than what was captured"):
         fixed.fill(case.rows)
 
@@ -164,7 +164,7 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
     subject = Subject("gpu", torch.bfloat16)
     ops, module = ops_of(subject), torch.get_device_module("cuda")
     first = decoding(subject, 0, [40, 3])
-    fixed = ops.attention_plan(first.page, subject.device, AttentionRoom(6, 6, 700))
+    fixed = ops.attention_plan(first.page, subject.device, AttentionLimits(6, 6, 700))
     shape = (64, *first.pool.shape[1:])
     pool = torch.zeros(shape, dtype=subject.dtype, device=subject.device)
     q = torch.zeros((6, *first.q.shape[1:]), dtype=subject.dtype, device=subject.device)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import LoraRoom, LoraSegments, LoraSite, LoraStep
+from manylora.kernels.ops import LoraLimits, LoraSegments, LoraSite, LoraStep
 from manylora.kernels.shapes import AdapterGeometry, PageShape, adapter_geometry
 from tests.kernels.cases import LoraCase, llama_groups, lora_case, lora_truth
 from tests.kernels.implementations import SLOW, SUBJECTS, Subject
@@ -131,7 +131,7 @@ def check_one_launch(subject: Subject, sizes: LoraTileConfig) -> None:
     eager.fill(case.segments, case.num_tokens)
     assert [part.config.item_tokens for part in eager.parts] == [sizes.item_tokens]
     check(kernels, eager, case, subject, case.num_tokens, ("down",))
-    fixed = TritonLoraPlan(config, case.geometry, subject.device, LoraRoom(64, 6, 40, case.segments.cells))
+    fixed = TritonLoraPlan(config, case.geometry, subject.device, LoraLimits(64, 6, 40, case.segments.cells))
     # That tables may be filled again and again is tested below, too.
     for chosen in ([0, 1, 2, 3, 4],) if subject.small else ([1, 2], [0, 1, 2, 3, 4], [], [4]):
         part = part_of(case, chosen)
@@ -146,7 +146,7 @@ def test_tables_are_filled_again(subject: Subject) -> None:
         pytest.skip(SLOW)
     case = case_of(subject, [(0, 1), (1, 2), (0, 1), (1, 3)], [3, 20])
     kernels = LoraKernels(dataclasses.replace(SMALL, long_run=100), 2)
-    room = LoraRoom(12, 12, 32, case.segments.cells)
+    room = LoraLimits(12, 12, 32, case.segments.cells)
     plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, room)
     for chosen in ([1], [0, 1, 2, 3], [3], []):
         part = part_of(case, chosen)
@@ -157,7 +157,7 @@ def test_tables_are_filled_again(subject: Subject) -> None:
 def test_tables_that_are_too_small_are_refused() -> None:
     subject = Subject("interpreted", torch.float32)
     case = case_of(subject, [(0, 1), (0, 1), (0, 1)], [20])
-    plan = TritonLoraPlan(SMALL, case.geometry, subject.device, LoraRoom(2, 2, 32, case.segments.cells))
+    plan = TritonLoraPlan(SMALL, case.geometry, subject.device, LoraLimits(2, 2, 32, case.segments.cells))
     with pytest.raises(ValueError, match="exceed"):
         plan.fill(case.segments, 3)
 

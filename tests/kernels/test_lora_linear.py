@@ -14,7 +14,7 @@ import torch
 from manylora_lab.bench import rounding
 
 from manylora.devices.staging import upload_buffers
-from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands, Weight
+from manylora.kernels.ops import AdaptedLinear, LoraLimits, LoraStep, Ops, Summands, Weight
 from tests.kernels.cases import LoraCase, adapted_truth
 from tests.kernels.implementations import SUBJECTS, Subject
 from tests.kernels.test_lora_kernels import case_of, part_of
@@ -126,7 +126,7 @@ def test_fixed_plan_serves_every_batch(subject: Subject, order: str, rows: int |
     if subject.small and (subject.dtype != torch.float32 or (rows is not None and order != "plain")):
         pytest.skip("the interpreter is slow")
     ops, case = subject.ops(), case_of(subject, MIXED, [3, 20])
-    room = LoraRoom(24, rows or 24, 32, case.segments.cells)
+    room = LoraLimits(24, rows or 24, 32, case.segments.cells)
     fixed = ops.lora_plan(case.geometry, subject.device, room)
     fill_stages(subject.device)
     for chosen in ([1], [0, 1, 2, 3, 4], []):

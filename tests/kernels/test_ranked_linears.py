@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manylora.devices.peers import Peers, Purpose
-from manylora.kernels.ops import LoraRoom, Shrunk, Summands, Weight
+from manylora.kernels.ops import LoraLimits, Shrunk, Summands, Weight
 from manylora.kernels.shapes import ProjectionGroup
 from manylora.models.layers import RankedLinear, Step
 from manylora.models.share import LinearShare
@@ -128,7 +128,7 @@ def made(
 def fixed(ops: NotedOps, case: LoraCase) -> Any:
     """A captured step's plan of the case."""
     cells = case.segments.cells
-    plan = ops.lora_plan(case.geometry, cells.device, LoraRoom(TOKENS, 8, 32, cells))
+    plan = ops.lora_plan(case.geometry, cells.device, LoraLimits(TOKENS, 8, 32, cells))
     plan.fill(case.segments, case.num_tokens)
     return plan
 

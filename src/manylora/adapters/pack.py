@@ -146,7 +146,7 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
             first_b = end + rank * geometry.cells(projection.in_features)
             records[index] = end, first_b, rank
             end = first_b + rank * geometry.cells(projection.out_features)
-        if index < geometry.num_of_layers:
+        if index < geometry.num_layer_projections:
             num_cells = end
     num_across = end - num_cells
     num_pages = -(-(num_cells - (-num_across // geometry.page.layers)) // geometry.cells_per_page)
@@ -165,7 +165,7 @@ def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
     """Lay out an adapter of this rank and of scale 0 on all projections of the layers, which changes
     nothing."""
     scales = np.zeros((len(geometry.projections), geometry.page.layers), np.float32)
-    ranks = [rank if index < geometry.num_of_layers else 0 for index in range(len(scales))]
+    ranks = [rank if index < geometry.num_layer_projections else 0 for index in range(len(scales))]
     return layout_for(ranks, scales, geometry)
 
 
@@ -296,7 +296,9 @@ def _named(
     for index, (projection, ranks) in enumerate(zip(geometry.wholes, spec.ranks, strict=True)):
         for layer, rank in enumerate(ranks):
             for side in sides if rank else ():
-                name = spec.tensor_name(layer if index < geometry.num_of_layers else None, projection, side)
+                name = spec.tensor_name(
+                    layer if index < geometry.num_layer_projections else None, projection, side
+                )
                 stored = header.get(name)
                 shape = (rank, projection.in_features) if side == "A" else (projection.out_features, rank)
                 if stored is None or stored.shape != shape:
@@ -419,7 +421,7 @@ class _Loader:
     ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
         """Yield each A and B of the layers that has blocks in these images: its projection, its side, its
         bytes in a layer, and the blocks."""
-        for index in range(self._geometry.num_of_layers):
+        for index in range(self._geometry.num_layer_projections):
             for side, first, rank, length in self._matrices(index):
                 if blocks := self._blocks(images, first_page, first, rank, length):
                     yield index, side, rank * length * self._dtype.itemsize, blocks
@@ -545,7 +547,7 @@ class _Loader:
         begins[first_page : first_page + len(images)] = addresses
         cells, size = itemsize * _table(self._layout, geometry, begins), geometry.cell_elements
         jobs: list[Callable[[_Scratch], None]] = []
-        for index in range(geometry.num_of_layers, len(geometry.projections)):
+        for index in range(geometry.num_layer_projections, len(geometry.projections)):
             for side, first, rank, length in self._matrices(index):
                 per_row = geometry.cells(length)
                 step = max(1, job_bytes // max(1, rank * size * itemsize))

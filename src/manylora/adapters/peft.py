@@ -222,7 +222,7 @@ def _places(
     for layer, groups in enumerate(geometry.layers):
         for projection in (projection for group in groups for projection in group.projections):
             yield f"{layer_prefix}.{layer}.{projection.module}", (layer, indices[projection], projection)
-    for projection in geometry.projections[geometry.num_of_layers :]:
+    for projection in geometry.projections[geometry.num_layer_projections :]:
         yield projection.module, (0, indices[projection], projection)
 
 
@@ -278,7 +278,7 @@ def _refuse_unknown_modules(
         return
     pattern = re.compile(re.escape(layer_prefix) + r"\.(\d{1,9})\.(.+)")
     everywhere = [projection.module for projection in geometry.projections]
-    supported, once = everywhere[: geometry.num_of_layers], everywhere[geometry.num_of_layers :]
+    supported, once = everywhere[: geometry.num_layer_projections], everywhere[geometry.num_layer_projections :]
 
     def order(module: str) -> tuple[int, int, str]:
         match = pattern.fullmatch(module)

@@ -336,7 +336,7 @@ class InputBuilder:
         self._sequences = sequences
         self._tables = tables
         self._page_tokens = geometry.page.page_tokens
-        self._num_of_layers = geometry.num_of_layers
+        self._num_layer_projections = geometry.num_layer_projections
         self._lora_key: tuple[int, bytes, bytes, bytes] | None = None
         self._lora: LoraSegments | None = None
         self._head: LoraSegments | None = None
@@ -458,8 +458,8 @@ class InputBuilder:
         if key != self._lora_key:
             records, scales = self._tables.entries(rows)
             whole = LoraSegments(start.astype(np.int32), length, records, scales, self._tables.cells)
-            self._lora, self._head = whole.part(0, self._num_of_layers), None
-            if records[:, self._num_of_layers :, 2].any():
-                self._head = whole.part(self._num_of_layers, records.shape[1])
+            self._lora, self._head = whole.part(0, self._num_layer_projections), None
+            if records[:, self._num_layer_projections :, 2].any():
+                self._head = whole.part(self._num_layer_projections, records.shape[1])
             self._lora_key = key
         return self._lora, tuple(names)

@@ -36,11 +36,11 @@ from manylora.executor.forward import Forward, Numbers, Outputs
 from manylora.executor.sampling import Best
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import (
+    AttentionLimits,
     AttentionPlan,
-    AttentionRoom,
     AttentionRows,
+    LoraLimits,
     LoraPlan,
-    LoraRoom,
     LoraSegments,
     Ops,
 )
@@ -442,13 +442,13 @@ class StepGraphs:
         tokens, rows = bucket.num_tokens, bucket.num_rows
         attention = self._attention.get((tokens, rows))
         if attention is None:
-            attention_room = AttentionRoom(tokens, rows, self._limits.max_model_len)
+            attention_room = AttentionLimits(tokens, rows, self._limits.max_model_len)
             attention = ops.attention_plan(geometry.page, device, attention_room)
             self._attention[tokens, rows] = attention
         cells = self._tables.cells
         lora = None
         if bucket.max_rank:
-            lora = ops.lora_plan(geometry, device, LoraRoom(tokens, rows, bucket.max_rank, cells))
+            lora = ops.lora_plan(geometry, device, LoraLimits(tokens, rows, bucket.max_rank, cells))
         numbers, wanted = self._numbers(bucket)
         gates = self._gates_of(bucket)
         before_layer = None if gates is None else gates.before_layer(wanted)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from manylora.kernels import loops
 from manylora.kernels.ops import (
     ACTIVATIONS,
-    AttentionRoom,
+    AttentionLimits,
     AttentionRows,
-    LoraRoom,
+    LoraLimits,
     LoraSegments,
     LoraSite,
     LoraStep,
@@ -174,7 +174,7 @@ class CpuOps(Ops):
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
     ) -> CpuAttentionPlan:
         return CpuAttentionPlan(page)
 
@@ -258,7 +258,7 @@ class CpuOps(Ops):
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
     ) -> CpuLoraPlan:
         return CpuLoraPlan(geometry)
 

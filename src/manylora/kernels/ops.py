@@ -138,7 +138,7 @@ def no_segments(geometry: AdapterGeometry, cells: torch.Tensor) -> LoraSegments:
     return LoraSegments(empty, empty, records, np.zeros((0, projections, layers), dtype=np.float32), cells)
 
 
-class AttentionRoom(NamedTuple):
+class AttentionLimits(NamedTuple):
     """The largest step that a plan has room for: its tokens, rows, and tokens of a context. With as many rows
     as tokens, every row has one token."""
 
@@ -147,7 +147,7 @@ class AttentionRoom(NamedTuple):
     max_context: int
 
 
-class LoraRoom(NamedTuple):
+class LoraLimits(NamedTuple):
     """The largest step that a plan has room for: its tokens, rows, and an adapter's rank. With as many rows
     as tokens, every row has one token. ``cells``: as in LoraSegments; must not move while the plan is
     used."""
@@ -347,7 +347,7 @@ def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pool if pool.dtype == dtype else pool.view(dtype)
 
 
-class Side(Protocol):
+class SideStream(Protocol):
     """A second stream of a device's work, which may run beside the main stream."""
 
     def fork(self) -> None:
@@ -361,7 +361,7 @@ class Side(Protocol):
 
 
 class InLine:
-    """A ``Side`` without a second stream: all work runs in the order in which it is issued."""
+    """A ``SideStream`` without a second stream: all work runs in the order in which it is issued."""
 
     def fork(self) -> None:
         return
@@ -442,7 +442,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
     ) -> AttentionPlan:
         """Return a plan for all layers, to be filled for each step. ``room``: the largest step, given where a
         graph captures launches with the plan; None: the plan takes a step of any size."""
@@ -479,7 +479,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
     ) -> LoraPlan:
         """Return a plan for all layers, to be filled for each step. ``room``: as in ``attention_plan``."""
 
@@ -509,7 +509,7 @@ class Ops(abc.ABC):
         last dimension."""
         self.lora_expand(y, self.lora_shrink(x, site, step), site, step)
 
-    def lora_side(self, plan: Any) -> Side:
+    def lora_side(self, plan: Any) -> SideStream:
         """Return the side on which the base's product may run, beside ``lora_shrink`` with this plan and the
         ranks' exchange of its result."""
         return IN_LINE

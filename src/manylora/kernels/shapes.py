@@ -221,7 +221,7 @@ class AdapterGeometry:
         return tuple(projection for group in groups for projection in group.projections)
 
     @cached_property
-    def num_of_layers(self) -> int:
+    def num_layer_projections(self) -> int:
         """The number of the layers' projections, which come first in ``projections``."""
         return sum(len(group.projections) for group in self.groups)
 
@@ -254,7 +254,7 @@ class AdapterGeometry:
     @property
     def slack(self) -> float:
         """The share of bytes in slabs that hold nothing, for an adapter on every projection of the layers."""
-        return _slack(self.slab_elements, self.projections[: self.num_of_layers], self.cell_elements)
+        return _slack(self.slab_elements, self.projections[: self.num_layer_projections], self.cell_elements)
 
 
 def adapter_geometry(

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from manylora.kernels.ops import (
     ACTIVATIONS,
-    AttentionRoom,
+    AttentionLimits,
     AttentionRows,
-    LoraRoom,
+    LoraLimits,
     LoraSegments,
     LoraSite,
     LoraStep,
@@ -88,12 +88,12 @@ class ReferenceOps(Ops):
         return functional.linear(wide(x), wide(weight.data), None if bias is None else wide(bias)).to(x.dtype)
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
     ) -> ReferenceAttentionPlan:
         return ReferenceAttentionPlan()
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
     ) -> ReferenceLoraPlan:
         return ReferenceLoraPlan(geometry)
 

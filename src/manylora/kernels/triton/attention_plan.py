@@ -19,7 +19,7 @@ import torch
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.flashinfer_attention import PlannedPrompts, PreparedPrompts, PromptAttention
 from manylora.kernels.loops import loop
-from manylora.kernels.ops import AttentionRoom, AttentionRows
+from manylora.kernels.ops import AttentionLimits, AttentionRows
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
@@ -67,7 +67,7 @@ class TritonAttentionPlan:
         programs: int,
         decoding: DecodeTable,
         prompts: PreparedPrompts | PromptAttention | None = None,
-        room: AttentionRoom | None = None,
+        room: AttentionLimits | None = None,
     ) -> None:
         """Reserve memory for the largest step of ``room``. ``prompts`` is used only without a room."""
         self._page = page
@@ -104,7 +104,7 @@ class TritonAttentionPlan:
         if self._prompts is not None:
             self.prompts = self._prompts.plan(rows, self._page)
 
-    def _reserve(self, room: AttentionRoom) -> None:
+    def _reserve(self, room: AttentionLimits) -> None:
         num_tokens, num_rows, max_context = room
         is_decoding = num_tokens == num_rows
         self.config = self._decoding.choice(num_rows)
@@ -127,7 +127,7 @@ class TritonAttentionPlan:
         self.places = 2 * (more + more_tiles * min(num_tokens, self.tile))
         self.counters = more + more_tiles
 
-    def _refill(self, rows: AttentionRows, room: AttentionRoom) -> None:
+    def _refill(self, rows: AttentionRows, room: AttentionLimits) -> None:
         found = _counted(rows, self._page, self.tile, self._wanted)
         self._check(rows, found, room)
         size = len(self.records) * RECORD
@@ -137,7 +137,7 @@ class TritonAttentionPlan:
         write_rest(records[found.records :], rows.query_start[-1], room.num_tokens, self.tile)
         stage.send(self._memory[: len(stage.numbers)])
 
-    def _check(self, rows: AttentionRows, found: Pieces, room: AttentionRoom) -> None:
+    def _check(self, rows: AttentionRows, found: Pieces, room: AttentionLimits) -> None:
         """Raise ValueError where the step exceeds the room, before anything is written."""
         padding = -(-(room.num_tokens - int(rows.query_start[-1])) // self.tile)
         fits = (
@@ -341,7 +341,7 @@ class PagedAttention:
         if isinstance(self._prompts, PreparedPrompts):
             self._prompts.close()
 
-    def plan(self, page: PageShape, device: torch.device, room: AttentionRoom | None) -> TritonAttentionPlan:
+    def plan(self, page: PageShape, device: torch.device, room: AttentionLimits | None) -> TritonAttentionPlan:
         return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, room)
 
     def __call__(

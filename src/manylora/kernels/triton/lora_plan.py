@@ -40,7 +40,7 @@ import torch
 
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.loops import loop
-from manylora.kernels.ops import LoraRoom, LoraSegments, no_segments
+from manylora.kernels.ops import LoraLimits, LoraSegments, no_segments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
 
 WORDS = 16
@@ -410,7 +410,7 @@ class TritonLoraPlan:
         config: LoraConfig,
         geometry: AdapterGeometry,
         device: torch.device,
-        room: LoraRoom | None = None,
+        room: LoraLimits | None = None,
     ) -> None:
         self.geometry = geometry
         self.num_layers = geometry.page.layers
@@ -462,7 +462,7 @@ class TritonLoraPlan:
         self.cells, self.parts = segments.cells, tuple(parts)
         self.covered = num_tokens if self.is_first else 0
 
-    def _reserve(self, room: LoraRoom) -> None:
+    def _reserve(self, room: LoraLimits) -> None:
         """Allocate the tables for the largest step of ``room``, and choose the sizes.
 
         A room with fewer rows than tokens is for steps with prompts.

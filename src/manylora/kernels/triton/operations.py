@@ -15,9 +15,9 @@ from manylora.kernels.flashinfer_attention import PreparedPrompts, PromptAttenti
 from manylora.kernels.ops import (
     IN_LINE,
     AdaptedLinear,
-    AttentionRoom,
+    AttentionLimits,
     HeadNorm,
-    LoraRoom,
+    LoraLimits,
     LoraSite,
     LoraStep,
     MergedLayer,
@@ -25,7 +25,7 @@ from manylora.kernels.ops import (
     Ops,
     Rotary,
     Shrunk,
-    Side,
+    SideStream,
     Summands,
     Weight,
 )
@@ -78,9 +78,9 @@ class TritonOps(Ops):
         self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
-        self._before: Side = IN_LINE
-        self._behind: Side = IN_LINE
-        """Side streams: the first has high priority, the second the normal priority of the main stream."""
+        self._before: SideStream = IN_LINE
+        self._behind: SideStream = IN_LINE
+        """SideStream streams: the first has high priority, the second the normal priority of the main stream."""
 
     def close(self) -> None:
         """End the compilation that runs beside the steps. May be called again; no step may be in flight."""
@@ -92,7 +92,7 @@ class TritonOps(Ops):
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionRoom | None = None
+        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
     ) -> TritonAttentionPlan:
         return self._attention.plan(page, device, room)
 
@@ -141,11 +141,11 @@ class TritonOps(Ops):
         return self._lora
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraRoom | None = None
+        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
     ) -> TritonLoraPlan:
         return TritonLoraPlan(self._kernels(device).config, geometry, device, room)
 
-    def lora_side(self, plan: TritonLoraPlan) -> Side:
+    def lora_side(self, plan: TritonLoraPlan) -> SideStream:
         """Return a side stream of normal priority for the product, because ranks wait for the shrink."""
         return IN_LINE if plan.beside is None else self._behind
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import AttentionRoom, Ops, Rotary, Weight
+from manylora.kernels.ops import AttentionLimits, Ops, Rotary, Weight
 from manylora.kernels.shapes import PageShape
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import PAGE_TOKENS, pages_of, random_pool
@@ -150,7 +150,7 @@ class AttentionProblem:
     def fixed(self, ops: Ops, num_rows: int, max_context: int) -> Any:
         """The plan that a captured step for so many rows has, where the operations know such."""
         rig = self._rig
-        plan = ops.attention_plan(rig.page, rig.device, AttentionRoom(self.tokens, num_rows, max_context))
+        plan = ops.attention_plan(rig.page, rig.device, AttentionLimits(self.tokens, num_rows, max_context))
         plan.fill(self.rows)
         return plan
 

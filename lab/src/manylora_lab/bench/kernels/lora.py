@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import AdaptedLinear, LoraRoom, LoraStep, Ops, Summands
+from manylora.kernels.ops import AdaptedLinear, LoraLimits, LoraStep, Ops, Summands
 from manylora.kernels.shapes import ProjectionGroup
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import exact_lora, segments_for
@@ -110,7 +110,7 @@ class LoraProblem:
         """The plan that captured steps have, where the operations know such. ``num_rows``: as many as the tokens
         where each has one."""
         rig, tokens, cells = self._layer.rig, self._layer.tokens, self._segments.cells
-        plan = ops.lora_plan(rig.geometry, rig.device, LoraRoom(tokens, num_rows, max_rank, cells))
+        plan = ops.lora_plan(rig.geometry, rig.device, LoraLimits(tokens, num_rows, max_rank, cells))
         plan.fill(self._segments, tokens)
         return plan
 
