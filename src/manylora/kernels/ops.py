@@ -347,7 +347,7 @@ def of_adapters(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pool if pool.dtype == dtype else pool.view(dtype)
 
 
-class SideStream(Protocol):
+class Side(Protocol):
     """A second stream of a device's work, which may run beside the main stream."""
 
     def fork(self) -> None:
@@ -361,7 +361,7 @@ class SideStream(Protocol):
 
 
 class InLine:
-    """A ``SideStream`` without a second stream: all work runs in the order in which it is issued."""
+    """A ``Side`` without a second stream: all work runs in the order in which it is issued."""
 
     def fork(self) -> None:
         return
@@ -509,7 +509,7 @@ class Ops(abc.ABC):
         last dimension."""
         self.lora_expand(y, self.lora_shrink(x, site, step), site, step)
 
-    def lora_side(self, plan: Any) -> SideStream:
+    def lora_side(self, plan: Any) -> Side:
         """Return the side on which the base's product may run, beside ``lora_shrink`` with this plan and the
         ranks' exchange of its result."""
         return IN_LINE

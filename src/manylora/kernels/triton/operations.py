@@ -25,7 +25,7 @@ from manylora.kernels.ops import (
     Ops,
     Rotary,
     Shrunk,
-    SideStream,
+    Side,
     Summands,
     Weight,
 )
@@ -78,9 +78,9 @@ class TritonOps(Ops):
         self._attention = PagedAttention(programs, decoding, prompts)
         self._products = products or Products({}, 1)
         self._lora = lora
-        self._before: SideStream = IN_LINE
-        self._behind: SideStream = IN_LINE
-        """SideStream streams: the first has high priority, the second the normal priority of the main stream."""
+        self._before: Side = IN_LINE
+        self._behind: Side = IN_LINE
+        """Side streams: the first has high priority, the second the normal priority of the main stream."""
 
     def close(self) -> None:
         """End the compilation that runs beside the steps. May be called again; no step may be in flight."""
@@ -145,7 +145,7 @@ class TritonOps(Ops):
     ) -> TritonLoraPlan:
         return TritonLoraPlan(self._kernels(device).config, geometry, device, room)
 
-    def lora_side(self, plan: TritonLoraPlan) -> SideStream:
+    def lora_side(self, plan: TritonLoraPlan) -> Side:
         """Return a side stream of normal priority for the product, because ranks wait for the shrink."""
         return IN_LINE if plan.beside is None else self._behind
 
