@@ -35,6 +35,8 @@ settles."""
 SETTLED_S = 30.0
 """A replica that has run for this many seconds is started again at once when it ends."""
 STOP_S = 2.0
+KILLED_S = 1.0
+"""How long the end of a killed process is waited for, where the system is slow to end it."""
 
 
 class ProcessPlace:
@@ -213,7 +215,14 @@ class ReplicaPlace:
         try:
             await asyncio.wait_for(asyncio.shield(process.wait()), STOP_S)
         except TimeoutError:
-            process.kill()
+            await end_now(process)
+
+
+async def end_now(process: Started) -> None:
+    """Kill a process and wait for its end. asyncio warns of a process that ends after the loop."""
+    process.kill()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), KILLED_S)
 
 
 def _why(code: int) -> str:

@@ -26,7 +26,7 @@ from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left,
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
 from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
-from manylora.cluster.slots import ProcessPlace, ReplicaPlace
+from manylora.cluster.slots import ProcessPlace, ReplicaPlace, end_now
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings, HttpSettings
@@ -282,7 +282,7 @@ class _Supervisor:
                 if isinstance(answer, Failed):
                     self._fail(answer)
                 code = await self._router.ended()
-                if not self._is_stopping:
+                if not self._is_stopping and not self._failed.done():
                     log.error("the router has ended with %d: another takes its place", code)
             await self._router.pause()
 
@@ -341,7 +341,7 @@ class _Supervisor:
                 else:
                     self._fail(answer or Failed("a front end ended while it was starting"))
                 code = await place.ended()
-                if not self._is_stopping:
+                if not self._is_stopping and not self._failed.done():
                     log.error("front end %d has ended with %d: another takes its place", number, code)
             self._send_table()
             await place.pause()
@@ -372,15 +372,13 @@ class _Supervisor:
             if waits:
                 await asyncio.wait(waits, timeout=self._launch.http.drain_timeout + LAST_S - 1.0)
             hurrying.cancel()
-        for each in frontends:
-            each.kill()
-        await asyncio.gather(*(slot.end() for slot in self._slots.values()))
+        await asyncio.gather(*map(end_now, frontends), *(slot.end() for slot in self._slots.values()))
         if (router := self._router.process) is not None:
             router.stop()
             try:
                 await asyncio.wait_for(router.wait(), 1.0)
             except TimeoutError:
-                router.kill()
+                await end_now(router)
 
     async def _hurry(self, frontends: list[Started]) -> None:
         await self._hurried.wait()
