@@ -34,8 +34,8 @@ def test_replay_follows_the_tables(dtype: torch.dtype, pdl: bool) -> None:
     inputs = inputs_of(case, subject, tokens)
     kernels = LoraKernels(dataclasses.replace(DEFAULT, pdl=pdl), 132)
     plain = LoraKernels(DEFAULT, 132)
-    room = LoraLimits(tokens, tokens, 64, case.segments.cells)
-    plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, room)
+    limits = LoraLimits(tokens, tokens, 64, case.segments.cells)
+    plan = TritonLoraPlan(kernels.config, case.geometry, subject.device, limits)
     widths = [group.offsets[-1] for group in case.geometry.groups]
     outputs = [torch.zeros(tokens, n, dtype=dtype, device=subject.device) for n in widths]
 
@@ -122,8 +122,8 @@ def test_captured_linears(dtype: torch.dtype, beside: Beside | None) -> None:
     for pdl in (False, True):
         table = () if beside is None else ((tokens, beside),)
         layer = linears(dataclasses.replace(DEFAULT, pdl=pdl, beside=table), case, tokens, dtype)
-        room = LoraLimits(tokens, tokens, 64, case.segments.cells)
-        fixed = layer.made.lora_plan(case.geometry, subject.device, room)
+        limits = LoraLimits(tokens, tokens, 64, case.segments.cells)
+        fixed = layer.made.lora_plan(case.geometry, subject.device, limits)
         fixed.fill(part_of(case, [1]).segments, tokens)
         layer.step(fixed)
         graph = torch.cuda.CUDAGraph()

@@ -129,7 +129,7 @@ def test_a_captured_step_holds_as_many_prompts_as_tokens_allow() -> None:
         rows = AttentionRows(starts, contexts, np.zeros((len(lengths), 70), np.int32))
         for group in (1, 4):
             fixed = TritonAttentionPlan(
-                page, CPU, 528, DecodeTable(group=group), room=AttentionLimits(256, 128, 1100)
+                page, CPU, 528, DecodeTable(group=group), limits=AttentionLimits(256, 128, 1100)
             )
             fixed.fill(rows)
             tokens = fixed.records[:, 2][fixed.records[:, 4] == 0]

@@ -174,7 +174,7 @@ class CpuOps(Ops):
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
     ) -> CpuAttentionPlan:
         return CpuAttentionPlan(page)
 
@@ -258,7 +258,7 @@ class CpuOps(Ops):
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
     ) -> CpuLoraPlan:
         return CpuLoraPlan(geometry)
 

@@ -421,7 +421,7 @@ class Ops(abc.ABC):
     name: str
 
     captures = False
-    """Whether launches depend on the room of their plan alone, if it has one, so that a graph may hold
+    """Whether launches depend on the limits of their plan alone, if it has any, so that a graph may hold
     them."""
 
     waits = False
@@ -442,9 +442,9 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
     ) -> AttentionPlan:
-        """Return a plan for all layers, to be filled for each step. ``room``: the largest step, given where a
+        """Return a plan for all layers, to be filled for each step. ``limits``: the largest step, given where a
         graph captures launches with the plan; None: the plan takes a step of any size."""
 
     def plan_attention(self, rows: AttentionRows, page: PageShape, device: torch.device) -> Any:
@@ -479,9 +479,9 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
     ) -> LoraPlan:
-        """Return a plan for all layers, to be filled for each step. ``room``: as in ``attention_plan``."""
+        """Return a plan for all layers, to be filled for each step. ``limits``: as in ``attention_plan``."""
 
     def plan_lora(
         self, segments: LoraSegments, geometry: AdapterGeometry, device: torch.device

@@ -88,12 +88,12 @@ class ReferenceOps(Ops):
         return functional.linear(wide(x), wide(weight.data), None if bias is None else wide(bias)).to(x.dtype)
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
     ) -> ReferenceAttentionPlan:
         return ReferenceAttentionPlan()
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
     ) -> ReferenceLoraPlan:
         return ReferenceLoraPlan(geometry)
 

@@ -47,7 +47,7 @@ class TritonAttentionPlan:
     results take; 0 where no context is cut. ``prompts``: FlashInfer's plan, which serves the rows with
     several queries in layers that it can serve; None where our kernel serves all.
 
-    With a ``room``, memory and launch sizes never change. Without one, each ``fill`` allocates new memory.
+    With ``limits``, memory and launch sizes never change. Without any, each ``fill`` allocates new memory.
     """
 
     page_table: torch.Tensor
@@ -67,26 +67,26 @@ class TritonAttentionPlan:
         programs: int,
         decoding: DecodeTable,
         prompts: PreparedPrompts | PromptAttention | None = None,
-        room: AttentionLimits | None = None,
+        limits: AttentionLimits | None = None,
     ) -> None:
-        """Reserve memory for the largest step of ``room``. ``prompts`` is used only without a room."""
+        """Reserve memory for the largest step of ``limits``. ``prompts`` is used only without limits."""
         self._page = page
         self._device = device
         self._programs = programs
         self._decoding = decoding
         self._prompts = prompts
-        self._room = room
+        self._limits = limits
         self.prompts = None
-        if room is not None:
-            self._reserve(room)
+        if limits is not None:
+            self._reserve(limits)
             self.fill(AttentionRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros((0, 1), np.int32)))
 
     def fill(self, rows: AttentionRows) -> None:
         """Implement ``AttentionPlan.fill``. The copy is ordered after earlier work on the stream."""
-        if self._room is None:
+        if self._limits is None:
             self._make(rows)
         else:
-            self._refill(rows, self._room)
+            self._refill(rows, self._limits)
 
     def _make(self, rows: AttentionRows) -> None:
         length = np.diff(rows.query_start)
@@ -104,8 +104,8 @@ class TritonAttentionPlan:
         if self._prompts is not None:
             self.prompts = self._prompts.plan(rows, self._page)
 
-    def _reserve(self, room: AttentionLimits) -> None:
-        num_tokens, num_rows, max_context = room
+    def _reserve(self, limits: AttentionLimits) -> None:
+        num_tokens, num_rows, max_context = limits
         is_decoding = num_tokens == num_rows
         self.config = self._decoding.choice(num_rows)
         self._wanted = wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
@@ -127,24 +127,24 @@ class TritonAttentionPlan:
         self.places = 2 * (more + more_tiles * min(num_tokens, self.tile))
         self.counters = more + more_tiles
 
-    def _refill(self, rows: AttentionRows, room: AttentionLimits) -> None:
+    def _refill(self, rows: AttentionRows, limits: AttentionLimits) -> None:
         found = _counted(rows, self._page, self.tile, self._wanted)
-        self._check(rows, found, room)
+        self._check(rows, found, limits)
         size = len(self.records) * RECORD
         stage = upload_buffers(self._memory.device).stage(size + found.pages)
         records, pages = stage.numbers[:size].reshape(-1, RECORD), stage.numbers[size:]
         _write(rows, self._page, self.tile, found, records[: found.records], pages)
-        write_rest(records[found.records :], rows.query_start[-1], room.num_tokens, self.tile)
+        write_rest(records[found.records :], rows.query_start[-1], limits.num_tokens, self.tile)
         stage.send(self._memory[: len(stage.numbers)])
 
-    def _check(self, rows: AttentionRows, found: Pieces, room: AttentionLimits) -> None:
-        """Raise ValueError where the step exceeds the room, before anything is written."""
-        padding = -(-(room.num_tokens - int(rows.query_start[-1])) // self.tile)
+    def _check(self, rows: AttentionRows, found: Pieces, limits: AttentionLimits) -> None:
+        """Raise ValueError where the step exceeds the limits, before anything is written."""
+        padding = -(-(limits.num_tokens - int(rows.query_start[-1])) // self.tile)
         fits = (
-            len(rows.kv_len) <= room.num_rows
+            len(rows.kv_len) <= limits.num_rows
             and found.records + padding <= len(self.records)
-            and rows.query_start[-1] <= room.num_tokens
-            and found.longest <= room.max_context
+            and rows.query_start[-1] <= limits.num_tokens
+            and found.longest <= limits.max_context
             and (self.tile > 1 or found.single == len(rows.kv_len))
         )
         if not fits:
@@ -341,8 +341,8 @@ class PagedAttention:
         if isinstance(self._prompts, PreparedPrompts):
             self._prompts.close()
 
-    def plan(self, page: PageShape, device: torch.device, room: AttentionLimits | None) -> TritonAttentionPlan:
-        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, room)
+    def plan(self, page: PageShape, device: torch.device, limits: AttentionLimits | None) -> TritonAttentionPlan:
+        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, limits)
 
     def __call__(
         self,

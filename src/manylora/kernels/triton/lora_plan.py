@@ -400,7 +400,7 @@ class TritonLoraPlan:
     ``beside``: the settings of LoRA beside the product; None: both run on one stream. ``is_first``: expand
     writes the result and the product adds to it. ``pdl``: whether kernels use dependent launch.
 
-    With a ``room``, memory and launch sizes never change. Without one, each ``fill`` allocates new memory.
+    With ``limits``, memory and launch sizes never change. Without any, each ``fill`` allocates new memory.
     """
 
     cells: torch.Tensor
@@ -410,7 +410,7 @@ class TritonLoraPlan:
         config: LoraConfig,
         geometry: AdapterGeometry,
         device: torch.device,
-        room: LoraLimits | None = None,
+        limits: LoraLimits | None = None,
     ) -> None:
         self.geometry = geometry
         self.num_layers = geometry.page.layers
@@ -422,10 +422,10 @@ class TritonLoraPlan:
         self.pdl = config.pdl
         self._config = config
         self._device = device
-        self._is_fixed = room is not None
+        self._is_fixed = limits is not None
         self._filled: tuple[LoraSegments | None, int] | None = None
-        if room is not None:
-            self._reserve(room)
+        if limits is not None:
+            self._reserve(limits)
 
     def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
         """Implement ``LoraPlan.fill``. All ``num_tokens`` tokens get tiles where expand writes the result."""
@@ -462,12 +462,12 @@ class TritonLoraPlan:
         self.cells, self.parts = segments.cells, tuple(parts)
         self.covered = num_tokens if self.is_first else 0
 
-    def _reserve(self, room: LoraLimits) -> None:
-        """Allocate the tables for the largest step of ``room``, and choose the sizes.
+    def _reserve(self, limits: LoraLimits) -> None:
+        """Allocate the tables for the largest step of ``limits``, and choose the sizes.
 
-        A room with fewer rows than tokens is for steps with prompts.
+        Limits of fewer rows than tokens are for steps with prompts.
         """
-        config, tokens, has_long = self._config, room.num_tokens, room.num_rows < room.num_tokens
+        config, tokens, has_long = self._config, limits.num_tokens, limits.num_rows < limits.num_tokens
         sizes = config.short
         if has_long:
             sizes = config.of_mixed(tokens) or (config.mixed[-1][1] if config.mixed else sizes)
@@ -475,9 +475,9 @@ class TritonLoraPlan:
         self.beside = None if self.is_first else config.of_beside(tokens)
         sizes = self._for_dtype(sizes if self.beside is None else self.beside.sizes)
         largest = largest_sizes(
-            self.geometry, tokens, room.num_rows, room.max_rank, sizes.item_tokens, sizes.tile_tokens
+            self.geometry, tokens, limits.num_rows, limits.max_rank, sizes.item_tokens, sizes.tile_tokens
         )
-        self.cells = room.cells
+        self.cells = limits.cells
         self.parts = (TilePlan(WorkBuffer(self.geometry, largest, self._device), sizes),)
         self.covered = tokens
         self.pdl = config.pdl and (self.beside is None or self.beside.pdl)

@@ -92,9 +92,9 @@ class TritonOps(Ops):
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, room: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
     ) -> TritonAttentionPlan:
-        return self._attention.plan(page, device, room)
+        return self._attention.plan(page, device, limits)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -141,9 +141,9 @@ class TritonOps(Ops):
         return self._lora
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, room: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
     ) -> TritonLoraPlan:
-        return TritonLoraPlan(self._kernels(device).config, geometry, device, room)
+        return TritonLoraPlan(self._kernels(device).config, geometry, device, limits)
 
     def lora_side(self, plan: TritonLoraPlan) -> Side:
         """Return a side stream of normal priority for the product, because ranks wait for the shrink."""
