@@ -164,12 +164,14 @@ def test_the_copies(tmp_path: Path) -> None:
 def test_a_turn_of_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200_pairs, "STEPS", 12)
     monkeypatch.setattr(h200_pairs, "REPEATS", 1)
-    found = h200_pairs.turn(tmp_path, 5.0, is_toy=True)
-    assert set(found) == {"steps", "first", "chat"}
-    assert set(found["first"]) == set(FIRST_RUNS)
-    assert found["chat"]["ttft mean"] > 0
-    turns = [{"tree": tree, "found": found} for tree in ("before", "this")]
-    assert {ratio for part in h200_pairs.ratios(turns).values() for ratio in part.values()} == {1.0}
+    turn = h200_pairs.Turn(["steps", "first", "offline", "chat", "large"], tmp_path, 5.0, is_toy=True)
+    turn.run()
+    assert set(turn.found) == {"steps", "first", "offline", "chat", "large", "switch"}
+    assert {"rank 4 host", "rank 4 warm"} <= set(turn.found["first"])
+    assert turn.found["chat"]["10/s ttft mean"] > 0
+    turns = [{"tree": tree, "found": turn.found} for tree in ("before", "this")]
+    rows = [row for part in h200_pairs.ratios(turns).values() for row in part.values()]
+    assert {(row["ratio"], row["noise"]) for row in rows} == {(1.0, 1.0)}
 
 
 def test_ranks_are_the_traces_own() -> None:

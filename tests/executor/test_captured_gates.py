@@ -19,7 +19,7 @@ import torch
 from manylora.devices.device import CopyLane
 from manylora.executor import graphs
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import Ops
+from manylora.kernels.ops import MOST_WORDS, Ops
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.operations import TritonOps
 from manylora.memory import bringing
@@ -202,12 +202,12 @@ def test_keys_are_written_layer_by_layer(
 
 def test_copies_by_a_kernel(cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the step loop's thread, to the same bytes, words and tokens; an answer as for others; the second one is
-    the lane's, since it is too large."""
+    the lane's, since its table would be too long."""
     ops = cold.worker._forward.decoder.ops  # type: ignore[union-attr]
     assert isinstance(ops, BringingOps)
     assert ops.num_brought == 1, "compiled before the first copy"
     for turn in range(3):
-        monkeypatch.setattr(bringing, "MOST_BYTES", 0 if turn == 1 else 2**30)
+        monkeypatch.setattr(bringing, "MOST_WORDS", 0 if turn == 1 else MOST_WORDS)
         command = bring(cold, 2, 8)
         cold.open(turn, [turn, *PROMPT], adapter=2)
         assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()

@@ -30,7 +30,7 @@ class Hand:
     """Holds copies of a lane until it is told to let them land; fails them where it is ``broken``."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bringing, "MOST_BYTES", 0)  # which cannot be held
+        monkeypatch.setattr(bringing.Bringer, "can_bring", lambda self, pairs: False)  # which cannot be held
         copier = rig.worker._copier
         self.allowed = threading.Semaphore(0)
         self.is_broken = False

@@ -18,10 +18,6 @@ from manylora.memory.gates import CopyGate, LandedWords
 from manylora.memory.pool import Arena, HostPool
 from manylora.types import PageId
 
-MOST_BYTES = 384 * 2**20
-"""The largest copy by the kernel. A larger copy takes longer than its step, and a copy engine moves a few
-percent more per second."""
-
 _WORD = 8
 
 _TABLES = 4
@@ -77,7 +73,6 @@ class Bringer:
         many."""
         return (
             table_words(len(self.words.groups), len(pairs)) <= MOST_WORDS
-            and len(pairs) * self._host.shape.page_bytes <= MOST_BYTES
             and max(pairs, default=(0, 0))[0] < self._host.pages_pinned
         )
 
