@@ -153,11 +153,7 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
     if geometry.widest is not None:
         num_pages = layout_for(ranks, scales, geometry.widest).num_pages
     return AdapterLayout(
-        num_cells=num_cells,
-        num_pages=num_pages,
-        records=records,
-        scales=scales,
-        num_across=num_across,
+        num_cells=num_cells, num_pages=num_pages, records=records, scales=scales, num_across=num_across
     )
 
 

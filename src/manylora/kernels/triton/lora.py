@@ -33,11 +33,7 @@ from manylora.kernels.triton.lora_plan import (
     TritonLoraPlan,
     stored_config,
 )
-from manylora.kernels.triton.lora_rows import (
-    expand_kernel,
-    gated_sum_kernel,
-    shrink_kernel,
-)
+from manylora.kernels.triton.lora_rows import expand_kernel, gated_sum_kernel, shrink_kernel
 from manylora.kernels.triton.small import gate_mul_kernel
 
 INTERPRETED_MULTIPROCESSORS = 4
@@ -84,12 +80,7 @@ class LoraKernels:
         return [self._shrink(x, step.pool, site, plan, part) for part in plan.parts]
 
     def expand(
-        self,
-        y: torch.Tensor,
-        partial: list[torch.Tensor],
-        site: LoraSite,
-        step: LoraStep,
-        add: bool = True,
+        self, y: torch.Tensor, partial: list[torch.Tensor], site: LoraSite, step: LoraStep, add: bool = True
     ) -> None:
         """Add scale * v B to y ``[T, sum(out)]`` in place, where ``partial`` is what ``shrink`` returned.
 

@@ -301,12 +301,7 @@ def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
 
 
 def largest_sizes(
-    geometry: AdapterGeometry,
-    tokens: int,
-    segments: int,
-    rank: int,
-    tile_tokens: int,
-    entry_tokens: int,
+    geometry: AdapterGeometry, tokens: int, segments: int, rank: int, tile_tokens: int, entry_tokens: int
 ) -> TableSizes:
     """Return sizes that fit every batch of at most this many tokens, segments and rank.
 

@@ -30,21 +30,11 @@ from manylora.kernels.ops import (
     Weight,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attention_plan import (
-    PagedAttention,
-    TritonAttentionPlan,
-    flat_heads,
-)
+from manylora.kernels.triton.attention_plan import PagedAttention, TritonAttentionPlan, flat_heads
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
 from manylora.kernels.triton.launch import ceil_div, power_of_two, report_compilation
-from manylora.kernels.triton.lora import (
-    LoraKernels,
-    SideStream,
-    gate_mul,
-    lora_kernels_on,
-    planned,
-)
+from manylora.kernels.triton.lora import LoraKernels, SideStream, gate_mul, lora_kernels_on, planned
 from manylora.kernels.triton.lora_plan import TritonLoraPlan
 from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.products import Products

@@ -129,16 +129,7 @@ def linear_kernel(
 
 @triton.jit
 def _store(
-    total,
-    bias,
-    out,
-    m,
-    n,
-    n_ok,
-    num_tokens,
-    out_features,
-    BIASED: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
+    total, bias, out, m, n, n_ok, num_tokens, out_features, BIASED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr
 ):
     if WEIGHTS_FIRST:
         total = tl.trans(total)
