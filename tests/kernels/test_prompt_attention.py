@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttention, serving_prompts
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRows, Scores
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_plan import TritonAttentionPlan
@@ -193,10 +193,10 @@ def test_prompts_between_decoding_rows(stand_in: PromptAttention, lengths: list[
     scale = 64**-0.5
     planned = stand_in.plan(case.rows, case.page)
     assert planned is not None
-    assert planned.serves(case.q, scale, None)
-    assert not planned.serves(case.q, scale, 100)
-    assert not planned.serves(case.q, 2 * scale, None)
-    assert not planned.serves(case.q.float(), scale, None)
+    assert planned.serves(case.q, Scores(scale))
+    assert not planned.serves(case.q, Scores(scale, 100))
+    assert not planned.serves(case.q, Scores(2 * scale))
+    assert not planned.serves(case.q.float(), Scores(scale))
     out = torch.full((len(case.q), 256), float("nan"), dtype=torch.float16)
     planned.run(case.q, case.pool, case.layer, out)
     truth = attention_truth(dataclasses.replace(case, scale=scale))
@@ -219,9 +219,9 @@ def test_a_scale_and_a_cap_of_the_model_are_its_own(stand_in: PromptAttention) -
     )
     assert plain is not None
     assert planned is not None
-    assert not plain.serves(case.q, 64**-0.5, None, 1.5)
-    assert not planned.serves(case.q, 0.3, None)
-    assert planned.serves(case.q, 0.3, None, 1.5)
+    assert not plain.serves(case.q, Scores(64**-0.5, soft_cap=1.5))
+    assert not planned.serves(case.q, Scores(0.3))
+    assert planned.serves(case.q, Scores(0.3, soft_cap=1.5))
     out = torch.empty(130, 256, dtype=torch.float16)
     planned.run(case.q, case.pool, case.layer, out)
     assert attention_truth(case).excess(out) <= 1

@@ -30,6 +30,7 @@ from manylora.kernels.ops import (
     MergedLayer,
     MergePlan,
     Ops,
+    Scores,
     Shrunk,
     Summands,
     Weight,
@@ -196,63 +197,16 @@ class CpuOps(Ops):
         )
 
     def attention(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: CpuAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scores: Scores
     ) -> torch.Tensor:
         if q.dtype in _IN_LOOPS and len(plan.tokens):
-            limits = window or 0, soft_cap or 0.0
-            out = self._attend_singles(q.float(), pool, layer, plan, scale, *limits).to(q.dtype)
-            others = plan.others
+            out, others = _attend_singles(q.float(), pool, layer, plan, scores).to(q.dtype), plan.others
         else:
             out, others = q.new_empty(len(q), q.shape[1] * q.shape[2]), plan.everything
         for row in others:
             tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
             context = int(plan.rows.kv_len[row])
-            pages = plan.rows.page_table[row]
-            _attend(q[tokens], pool, layer, pages, context, scale, window, soft_cap, out[tokens])
-        return out
-
-    def _attend_singles(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: CpuAttentionPlan,
-        scale: float,
-        window: int,
-        soft_cap: float,
-    ) -> torch.Tensor:
-        """Compute attention for the plan's rows of one query in the loop. Returns float32 ``[T, heads * D]``,
-        in which the other rows are not written."""
-        num_tokens, heads, dim = q.shape
-        page_tokens, kv_heads = pool.shape[3:5]
-        out = torch.empty(num_tokens, heads * dim)
-        longest = int(plan.lengths.max())
-        loops.attend(
-            _flat(q),
-            q.stride(0),
-            heads,
-            dim,
-            out.numpy(),
-            _numbers(pool.view(-1)),
-            2 * layer * page_tokens * kv_heads * dim,
-            pool.stride(0),
-            page_tokens,
-            kv_heads,
-            plan.tokens,
-            plan.lengths,
-            plan.page_table,
-            window,
-            scale,
-            soft_cap,
-            np.empty((heads // kv_heads, longest), np.float32),
-        )
+            _attend(q[tokens], pool, layer, plan.rows.page_table[row], context, scores, out[tokens])
         return out
 
     # ---- LoRA ------------------------------------------------------------------------------------------
@@ -391,18 +345,34 @@ class CpuOps(Ops):
         return out
 
 
+def _attend_singles(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scores: Scores
+) -> torch.Tensor:
+    """Compute attention for the plan's rows of one query in the loop. Returns float32 ``[T, heads * D]``, in
+    which the other rows are not written."""
+    num_tokens, heads, dim = q.shape
+    page_tokens, kv_heads = pool.shape[3:5]
+    out = torch.empty(num_tokens, heads * dim)
+    loops.attend(
+        _flat(q), q.stride(0), heads, dim, out.numpy(), _numbers(pool.view(-1)),
+        2 * layer * page_tokens * kv_heads * dim, pool.stride(0), page_tokens, kv_heads,
+        plan.tokens, plan.lengths, plan.page_table, scores.window or 0, scores.scale, scores.soft_cap or 0.0,
+        np.empty((heads // kv_heads, int(plan.lengths.max())), np.float32),
+    )  # fmt: skip
+    return out
+
+
 def _attend(
     q: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
     page_table: np.ndarray,
     context: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    scores: Scores,
     out: torch.Tensor,
 ) -> None:
     """Compute attention for one row of a batch into ``out``. Its last query is the context's last token."""
+    scale, window, soft_cap = scores
     num_queries, heads, dim = q.shape
     page_tokens, kv_heads = pool.shape[3:5]
     pages = torch.from_numpy(page_table[: -(-context // page_tokens)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRows, Scores
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.launch import upload
 from manylora.types import first_line
@@ -56,9 +57,11 @@ class AttentionShape:
     own_scale: float | None = None
     soft_cap: float | None = None
 
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
+    @functools.cached_property
+    def scores(self) -> Scores:
+        """The scores of a layer without a window."""
+        scale = float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
+        return Scores(scale, None, self.soft_cap)
 
 
 def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> PreparedPrompts | None:
@@ -155,17 +158,13 @@ class PlannedPrompts:
     first: int
     last: int
 
-    def serves(
-        self, q: torch.Tensor, scale: float, window: int | None, soft_cap: float | None = None
-    ) -> bool:
-        """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these settings."""
+    def serves(self, q: torch.Tensor, scores: Scores) -> bool:
+        """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these scores."""
         shape = self.shape
         return (
-            window is None
-            and q.dtype == shape.dtype
+            q.dtype == shape.dtype
             and q.shape[1:] == (shape.heads, shape.head_dim)
-            and scale == shape.scale
-            and soft_cap == shape.soft_cap
+            and scores == shape.scores
         )
 
     def run(self, q: torch.Tensor, pool: torch.Tensor, layer: int, out: torch.Tensor) -> None:
@@ -235,7 +234,7 @@ class PromptAttention:
             shape.head_dim,
             page_tokens,
             causal=True,
-            sm_scale=shape.scale,
+            sm_scale=shape.scores.scale,
             logits_soft_cap=shape.soft_cap,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,

@@ -19,6 +19,7 @@ from manylora.kernels.ops import (
     LoraStep,
     Ops,
     Rotary,
+    Scores,
     StepBatch,
     Summands,
     Weight,
@@ -193,17 +194,16 @@ def _layer(
             _norm_weight(config, weights, f"{prefix}{names.key_norm}", config.head_dim),
             config.norm_eps,
         )
-    window, rope = spec.attention.window, spec.attention.rope or config.rope
+    rope, window = spec.attention.rope or config.rope, spec.attention.window
+    if window is not None and window >= max_positions:
+        window = None  # it hides nothing, so the kernels need not test it
     attention = Attention(
         qkv=qkv,
         out=linear(spec.attention.out),
         head_norm=head_norm,
         rope=None if rope is None else ropes[rope],
         head_dim=config.head_dim,
-        scale=config.attention_scale,
-        # A window as long as the longest context hides nothing, so the kernels need not test it.
-        window=None if window is None or window >= max_positions else window,
-        soft_cap=config.score_cap,
+        scores=Scores(config.attention_scale, window, config.score_cap),
     )
     first, second = linear(spec.mlp.first), linear(spec.mlp.second)
     mlp: GatedMlp | PlainMlp = GatedMlp(first, second, spec.mlp.activation)

@@ -28,6 +28,7 @@ from manylora.kernels.ops import (
     LoraStep,
     Ops,
     Rotary,
+    Scores,
     StepBatch,
     Summands,
     Weight,
@@ -135,9 +136,7 @@ class Attention:
     head_norm: HeadNorm | None
     rope: Rotary | None
     head_dim: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    scores: Scores
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
@@ -168,8 +167,7 @@ class Attention:
                 self.head_norm,
                 qkv.adapted,
             )
-        limits = self.window, self.soft_cap
-        return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, *limits)
+        return step.ops.attention(q, step.pool, layer, batch.attention, self.scores)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,16 +24,17 @@ from manylora.kernels.ops import (
     MergePlan,
     Ops,
     Rotary,
+    Scores,
     Shrunk,
     Side,
     Summands,
     Weight,
 )
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attention_plan import PagedAttention, TritonAttentionPlan, flat_heads
+from manylora.kernels.triton.attention_plan import TritonAttentionPlan, flat_heads
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.launch import ceil_div, power_of_two, report_compilation
+from manylora.kernels.triton.launch import LaunchCounters, ceil_div, power_of_two, report_compilation
 from manylora.kernels.triton.lora import LoraKernels, SideStream, gate_mul, lora_kernels_on, planned
 from manylora.kernels.triton.lora_plan import TritonLoraPlan
 from manylora.kernels.triton.merging import merge_linears
@@ -65,7 +66,10 @@ class TritonOps(Ops):
         ``lora``: by default, the LoRA kernels with the sizes stored for the device.
         """
         report_compilation()
-        self._attention = PagedAttention(programs, decoding, prompts)
+        self._programs = programs
+        self._decoding = decoding or DecodeTable()
+        self._prompts = prompts
+        self._counters = LaunchCounters()
         self._products = products or Products({}, 1)
         self._lora = lora
         self._before: Side = IN_LINE
@@ -74,7 +78,8 @@ class TritonOps(Ops):
 
     def close(self) -> None:
         """End the compilation that runs beside the steps. May be called again; no step may be in flight."""
-        self._attention.close()
+        if isinstance(self._prompts, PreparedPrompts):
+            self._prompts.close()
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
@@ -84,7 +89,7 @@ class TritonOps(Ops):
     def attention_plan(
         self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
     ) -> TritonAttentionPlan:
-        return self._attention.plan(page, device, limits)
+        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, limits)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -109,16 +114,9 @@ class TritonOps(Ops):
         )
 
     def attention(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: TritonAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: TritonAttentionPlan, scores: Scores
     ) -> torch.Tensor:
-        return self._attention(q, pool, layer, plan, scale, window, soft_cap)
+        return plan.run(q, pool, layer, scores, self._counters)
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
