@@ -191,10 +191,7 @@ class TritonOps(Ops):
     def lora_gated(
         self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep, activation: Activation = "silu"
     ) -> torch.Tensor:
-        y, adapted = self.lora_summands(x, linear, step)
-        if adapted is None:
-            return gate_mul(y, activation)
-        return LoraKernels.gated_sum(y, adapted, activation)
+        return gate_mul(*self.lora_summands(x, linear, step), activation)
 
     def merge_linears(
         self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
@@ -305,4 +302,4 @@ class TritonOps(Ops):
         return q
 
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        return gate_mul(gate_up, activation)
+        return gate_mul(gate_up, None, activation)
