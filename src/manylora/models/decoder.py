@@ -13,7 +13,6 @@ import torch
 
 from manylora.devices.peers import Peers
 from manylora.kernels.ops import (
-    ACTIVATIONS,
     AdaptedLinear,
     HeadNorm,
     LoraStep,
@@ -24,17 +23,15 @@ from manylora.kernels.ops import (
     Summands,
     Weight,
 )
-from manylora.kernels.shapes import PageShape
 from manylora.models.layers import (
     Attention,
     Embedding,
-    GatedMlp,
     Head,
     Layer,
     LayerNorm,
     LoraLinear,
+    Mlp,
     Norm,
-    PlainMlp,
     PostNormLayer,
     PreNormLayer,
     RankedEmbedding,
@@ -76,10 +73,6 @@ class Decoder:
         last = len(self.layers) - 1
         chosen = sorted({number for number in (0, 1, 2, 16, last) if number <= last} | set(windows.values()))
         return dataclasses.replace(self, layers=tuple(self.layers[number] for number in chosen))
-
-    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """Return the shape of one page of this model's KV. ``itemsize``: bytes of an element of the pool."""
-        return self.config.page_shape(page_tokens, itemsize)
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
         x, residual = self.body(batch, pool)
@@ -206,20 +199,16 @@ def _layer(
         scores=Scores(config.attention_scale, window, config.score_cap),
     )
     first, second = linear(spec.mlp.first), linear(spec.mlp.second)
-    mlp: GatedMlp | PlainMlp = GatedMlp(first, second, spec.mlp.activation)
-    if not spec.mlp.is_gated:
-        mlp = PlainMlp(first, second, ACTIVATIONS[spec.mlp.activation])
+    mlp = Mlp(first, second, spec.mlp.activation, spec.mlp.is_gated)
 
     def norm(name: str) -> Norm:
         return _norm(config, weights, f"{prefix}{name}")
 
-    attention_norm, mlp_norm = norm(names.attention_norm), norm(names.mlp_norm)
+    parts = attention, norm(names.attention_norm), mlp, norm(names.mlp_norm)
     if not config.norm_before:
-        return PostNormLayer(attention, attention_norm, mlp, mlp_norm)
-    attention_after, mlp_after = (
-        None if name is None else norm(name) for name in (names.attention_after, names.mlp_after)
-    )
-    return PreNormLayer(attention_norm, attention, mlp_norm, mlp, attention_after, mlp_after)
+        return PostNormLayer(*parts)
+    after = [None if name is None else norm(name) for name in (names.attention_after, names.mlp_after)]
+    return PreNormLayer(*parts, *after)
 
 
 def _linear(

@@ -12,9 +12,9 @@ results before the sum over the ranks, which the base needs anyway.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from manylora.devices.peers import Peers
 from manylora.kernels.ops import (
+    ACTIVATIONS,
     AdaptedLinear,
     HeadNorm,
     LoraSite,
@@ -52,11 +53,8 @@ class Step:
     def of_sampled(self) -> Step:
         """Return the step for parts that run on the rows of ``batch.sample_index`` alone."""
         sampled = self.batch.sampled
-        return Step(
-            self.ops,
-            dataclasses.replace(self.batch, lora=None if sampled is None else sampled.lora),
-            self.pool,
-        )
+        batch = dataclasses.replace(self.batch, lora=None if sampled is None else sampled.lora)
+        return Step(self.ops, batch, self.pool)
 
 
 class LoraLinear(AdaptedLinear):
@@ -138,10 +136,6 @@ class Attention:
     head_dim: int
     scores: Scores
 
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.qkv, self.out
-
     def mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Store k and v in the pool, and attend over the rows' pages. Return the heads' results side by side,
         ``[T, heads * head_dim]``, to which ``out`` has not been applied."""
@@ -155,60 +149,44 @@ class Attention:
         if self.rope is None:
             step.ops.write_kv(step.pool, layer, k, v, batch.slots)
         else:
+            places = batch.positions, batch.slots
             q = step.ops.rotate_and_store(
-                q,
-                k,
-                v,
-                step.pool,
-                layer,
-                self.rope,
-                batch.positions,
-                batch.slots,
-                self.head_norm,
-                qkv.adapted,
+                q, k, v, step.pool, layer, self.rope, *places, self.head_norm, qkv.adapted
             )
         return step.ops.attention(q, step.pool, layer, batch.attention, self.scores)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GatedMlp:
-    """An MLP that computes down(activation(gate(x)) * up(x))."""
-
-    gate_up: LoraLinear
-    down: LoraLinear
-    activation: Activation
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.gate_up, self.down
-
-    def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        return self.down(self.gate_up.gated(x, step, self.activation), step)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlainMlp:
-    """An MLP that computes second(activation(first(x)))."""
+class Mlp:
+    """An MLP that computes second(activation(first(x))). Where it ``is_gated``, ``first`` returns gate and up
+    side by side, and the MLP computes second(activation(gate) * up)."""
 
     first: LoraLinear
     second: LoraLinear
-    activation: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.first, self.second
+    activation: Activation
+    is_gated: bool
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        return self.second(self.activation(self.first(x, step).whole), step)
+        if self.is_gated:
+            return self.second(self.first.gated(x, step, self.activation), step)
+        return self.second(ACTIVATIONS[self.activation](self.first(x, step).whole), step)
 
 
-class Layer(Protocol):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer(abc.ABC):
     """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
+
+    attention: Attention
+    attention_norm: Norm
+    mlp: Mlp
+    mlp_norm: Norm
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
-        """The layer's linears that adapters may change."""
+        """The layer's linears that adapters may change, in order of use."""
+        return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
 
+    @abc.abstractmethod
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
     ) -> tuple[Summands, torch.Tensor | None]:
@@ -219,23 +197,15 @@ class Layer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PreNormLayer:
+class PreNormLayer(Layer):
     """A layer with norms before attention and MLP. Each residual sum is fused into the norm that follows it.
 
     ``attention_after``, ``mlp_after``: norms of the results of attention and MLP, before these are added to
     the stream; given where the model has them (Gemma).
     """
 
-    attention_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    mlp: GatedMlp | PlainMlp
     attention_after: Norm | None = None
     mlp_after: Norm | None = None
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.attention.linears + self.mlp.linears
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
@@ -253,19 +223,9 @@ def _normal(norm: Norm | None, x: Summands, ops: Ops) -> Summands:
     return x if norm is None else Summands(norm(x, None, ops)[0])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PostNormLayer:
+class PostNormLayer(Layer):
     """A layer with a norm after each residual sum (opt-350m). The stream is the norm's output, so there is no
     residual to pass on."""
-
-    attention: Attention
-    attention_norm: Norm
-    mlp: GatedMlp | PlainMlp
-    mlp_norm: Norm
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.attention.linears + self.mlp.linears
 
     def __call__(
         self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None

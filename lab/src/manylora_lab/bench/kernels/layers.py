@@ -60,7 +60,7 @@ class LayerRig:
         self.ops = ops_for(self.device)
         longest = max(case.context for case in cases)
         self.decoder = self._decoder(dataclasses.replace(shape, layers=num_layers), longest)
-        self.page: PageShape = self.decoder.page_shape(PAGE_TOKENS, self.dtype.itemsize)
+        self.page: PageShape = self.decoder.config.page_shape(PAGE_TOKENS, self.dtype.itemsize)
         self.geometry = adapter_geometry(self.page, self.decoder.config.layer_groups)
         cells = max(cells_for(self.geometry, [rank] * len(case.counts)) for case in cases)
         # The first pages are the adapters'; no KV is written there.
