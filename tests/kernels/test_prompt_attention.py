@@ -25,12 +25,18 @@ from tests.kernels.cases import attention_case, attention_truth
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(32, 8, 128, torch.bfloat16)
+ROWS = AttentionRows(
+    np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
+)
 
 
 def reason(caplog: pytest.LogCaptureFixture, shape: AttentionShape) -> str:
     """Of FlashInfer not serving, the one line that says so."""
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        assert serving_prompts(shape, CPU, wait_s=60.0) is None
+        coming = serving_prompts(shape, CPU)
+        if coming is not None:
+            coming.thread.join(60.0)
+            assert coming.plan(ROWS, PageShape(1, 16, shape.kv_heads, shape.head_dim, 2)) is None
     lines = [record.getMessage() for record in caplog.records if "our kernel" in record.getMessage()]
     assert len(lines) == 1
     assert "\n" not in lines[0]
@@ -72,20 +78,17 @@ def test_our_kernel_serves_until_it_is_ready(
     stand_in: PromptAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
-    rows = AttentionRows(
-        np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
-    )
     page = PageShape(1, 16, stand_in._shape.kv_heads, stand_in._shape.head_dim, 4)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     monkeypatch.setattr(PromptAttention, "try_out", lambda _: may_end.wait(30))
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+        coming = serving_prompts(stand_in._shape, CPU)
         assert coming is not None
-        assert coming.plan(rows, page) is None
+        assert coming.plan(ROWS, page) is None
         may_end.set()
-        coming.wait()
-    assert coming.plan(rows, page) is not None
+        coming.thread.join()
+    assert coming.plan(ROWS, page) is not None
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert "FlashInfer (fa3, ready in" in lines[0]
@@ -110,12 +113,13 @@ def test_a_compiler_ends_with_the_engine(
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     monkeypatch.setattr(PromptAttention, "try_out", build)
-    coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+    coming = serving_prompts(stand_in._shape, CPU)
     assert coming is not None
     assert begun.wait(30)
     coming.close()
-    coming.wait(30)
-    assert coming.has_failed
+    coming.thread.join(30)
+    assert not coming.thread.is_alive()
+    assert coming.plan(ROWS, PageShape(1, 16, 2, 64, 2)) is None
     assert not caplog.records, "nobody asked for it any more"
     coming.close()
 

@@ -37,8 +37,9 @@ from manylora.text.tokenizer import TokenizerError
 
 Side = Literal["A", "B"]
 
-_PEFT_PREFIX = "base_model.model."
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
+_KEY = re.compile(
+    r"(?P<prefix>base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?P<infix>\.default)?\.weight"
+)
 
 _HEAD = "lm_head"
 _HEAD_LORA = "lm_head.lora_"
@@ -134,16 +135,6 @@ class TextCheck:
             return self._texts.read(folder).warnings
         except TokenizerError as error:
             raise AdapterError(str(error)) from error
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Key:
-    """A LoRA tensor's name in parts: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
-
-    prefix: str
-    module: str
-    side: Side
-    infix: str
 
 
 def inspect_adapter(
@@ -246,9 +237,11 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
     for name in tensors:
         if name.endswith(IGNORED_TENSORS):
             continue
-        key = _parse_key(name)
-        forms.add((key.prefix, key.infix))
-        modules.setdefault(key.module, {})[key.side] = name
+        key = _KEY.fullmatch(name)
+        if key is None:
+            raise AdapterError(f"tensor {shown(name)} is not supported: not a LoRA weight")
+        forms.add((key["prefix"] or "", key["infix"] or ""))
+        modules.setdefault(key["module"], {})["A" if key["side"] == "A" else "B"] = name
     if not modules:
         raise AdapterError("the adapter holds no LoRA tensors")
     if len(forms) > 1:
@@ -258,16 +251,6 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
             there, missing = ("A", "B") if "A" in sides else ("B", "A")
             raise AdapterError(f"{shown(module)} has lora_{there} but no lora_{missing}")
     return modules, *forms.pop()
-
-
-def _parse_key(name: str) -> _Key:
-    match = _KEY.fullmatch(name)
-    if match is None:
-        raise AdapterError(f"tensor {shown(name)} is not supported: not a LoRA weight")
-    module = match["module"]
-    prefix = _PEFT_PREFIX if module.startswith(_PEFT_PREFIX) else ""
-    side: Side = "A" if match["side"] == "A" else "B"
-    return _Key(prefix, module.removeprefix(_PEFT_PREFIX), side, match["adapter"] or "")
 
 
 def _refuse_unknown_modules(

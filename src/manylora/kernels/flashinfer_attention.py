@@ -64,46 +64,39 @@ class AttentionShape:
         return Scores(scale, None, self.soft_cap)
 
 
-def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> PreparedPrompts | None:
+def serving_prompts(shape: AttentionShape, device: torch.device) -> PreparedPrompts | None:
     """Return FlashInfer for prompts of this shape; None where our kernel serves them permanently.
 
     One line of the log says which, perhaps later. Compiling and trying out FlashInfer takes seconds with a
-    warm cache, less than a start, and otherwise a minute or more; our kernel serves until then. ``wait_s``:
-    the most seconds to wait for it here.
+    warm cache, less than a start, and otherwise a minute or more; our kernel serves until then.
     """
     why_not = _why_not(shape)
     if why_not is not None:
         _log.info("attention of prompts: our kernel, for %s", why_not)
         return None
-    prepared = PreparedPrompts(shape, device)
-    prepared.wait(wait_s)
-    return None if prepared.has_failed else prepared
+    return PreparedPrompts(shape, device)
 
 
 class PreparedPrompts:
     """FlashInfer as a thread makes it ready. Until then there are no plans, and our kernel serves."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.has_failed = self._is_closed = False
+        self._is_closed = False
         self._prompts: PromptAttention | None = None
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._prepare, args=(shape, device), name="manylora-flashinfer", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
         """Return the plan for the step's rows of several queries; None where our kernel must serve them."""
         prompts = self._prompts
         return None if prompts is None else prompts.plan(rows, page)
 
-    def wait(self, wait_s: float | None = None) -> None:
-        """Wait at most ``wait_s`` seconds, or without limit, until FlashInfer is ready or has failed."""
-        self._thread.join(wait_s)
-
     def close(self) -> None:
         """End FlashInfer's compiler if it is still running: it would outlive this process."""
         self._is_closed = True
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             for child in _children():
                 with contextlib.suppress(OSError):
                     if Path(f"/proc/{child}/comm").read_text().strip() == "ninja":
@@ -115,10 +108,8 @@ class PreparedPrompts:
             prompts = PromptAttention(shape, device, backend)
             prompts.try_out()
         except Exception as error:  # from FlashInfer, the compiler or a broken installation
-            self.has_failed = True
-            if self._is_closed:
-                return
-            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", first_line(error))
+            if not self._is_closed:
+                _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", first_line(error))
             return
         self._prompts = prompts
         _log.info(
@@ -162,9 +153,7 @@ class PlannedPrompts:
         """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these scores."""
         shape = self.shape
         return (
-            q.dtype == shape.dtype
-            and q.shape[1:] == (shape.heads, shape.head_dim)
-            and scores == shape.scores
+            q.dtype == shape.dtype and q.shape[1:] == (shape.heads, shape.head_dim) and scores == shape.scores
         )
 
     def run(self, q: torch.Tensor, pool: torch.Tensor, layer: int, out: torch.Tensor) -> None:

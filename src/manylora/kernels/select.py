@@ -24,11 +24,8 @@ def compiling_ahead(
         return
     from manylora.kernels.triton.ahead import CompileAhead
 
-    ahead = CompileAhead()
-    try:
+    with contextlib.closing(CompileAhead()) as ahead:
         yield ahead.rehearse
-    finally:
-        ahead.close()
 
 
 def ops_for(device: torch.device, *, attention: AttentionShape | None = None) -> Ops:

@@ -34,7 +34,6 @@ class TritonOps(ops.Ops):
 
     def __init__(
         self,
-        programs: int = BUSY_PROGRAMS,
         products: Products | None = None,
         decoding: DecodeTable | None = None,
         prompts: PreparedPrompts | PromptAttention | None = None,
@@ -47,7 +46,6 @@ class TritonOps(ops.Ops):
         ``lora``: by default, the LoRA kernels with the sizes stored for the device.
         """
         report_compilation()
-        self._programs = programs
         self._decoding = decoding or DecodeTable()
         self._prompts = prompts
         self._counters = LaunchCounters()
@@ -70,7 +68,7 @@ class TritonOps(ops.Ops):
     def attention_plan(
         self, page: PageShape, device: torch.device, limits: ops.AttentionLimits | None = None
     ) -> TritonAttentionPlan:
-        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, limits)
+        return TritonAttentionPlan(page, device, BUSY_PROGRAMS, self._decoding, self._prompts, limits)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
