@@ -73,13 +73,13 @@ def test_adapted_layers_act_as_merged_weights(config: ModelConfig) -> None:
     decoder, merged = (
         build_decoder(config, DummyWeights(CPU, torch.float32), ops, CPU, MAX_POSITIONS) for _ in range(2)
     )
-    ops.layer_prefix = decoder.layer_prefix
+    ops.layer_prefix = decoder.config.names.layer_prefix
     generator = torch.Generator().manual_seed(1)
     for linear in linears(merged):
         for i, p in enumerate(linear.group.projections):
             a = torch.randn(p.in_features, RANK, generator=generator) * 0.1
             b = torch.randn(RANK, p.out_features, generator=generator) * 0.1
-            ops.matrices[f"{decoder.layer_prefix}{linear.layer}.{p.module}"] = a, b
+            ops.matrices[f"{decoder.config.names.layer_prefix}{linear.layer}.{p.module}"] = a, b
             whole = linear.weight.data.clone()
             whole[linear.group.offsets[i] : linear.group.offsets[i + 1]] += (a @ b).T
             linear.weight.rewrite(whole)

@@ -38,6 +38,7 @@ from manylora.models.layers import (
     RankedLinear,
     RmsNorm,
     Step,
+    Stream,
 )
 from manylora.models.rope import rope_tables
 from manylora.models.share import ModelShare
@@ -59,10 +60,6 @@ class Decoder:
     head: Head
 
     @property
-    def layer_prefix(self) -> str:
-        return self.config.names.layer_prefix
-
-    @property
     def linears(self) -> tuple[LoraLinear, ...]:
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
@@ -75,30 +72,25 @@ class Decoder:
         return dataclasses.replace(self, layers=tuple(self.layers[number] for number in chosen))
 
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        x, residual = self.body(batch, pool)
+        last = self.body(batch, pool)
         # Rows are gathered before the final norm and the head, since prompts' other tokens need no logits.
         rows = None if batch.sampled is not None else batch.sample_index
-        return self.logits(x, residual, rows, LoraStep(pool, batch.head))
+        return self.logits(last, rows, LoraStep(pool, batch.head))
 
-    def logits(
-        self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
-    ) -> torch.Tensor:
-        if rows is not None:
-            x, residual = x.of(rows), None if residual is None else residual[rows]
-        return self.head(x, residual, self.ops, lora)
+    def logits(self, last: Stream, rows: torch.Tensor | None, lora: LoraStep) -> torch.Tensor:
+        return self.head(last if rows is None else last.of(rows), self.ops, lora)
 
-    def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
+    def body(self, batch: StepBatch, pool: torch.Tensor) -> Stream:
         step = Step(self.ops, batch, pool)
-        x = Summands(self.embedding(batch))
-        residual: torch.Tensor | None = None
+        stream = Stream(Summands(self.embedding(batch)))
         before_layer = batch.before_layer
         for number, layer in enumerate(self.layers[:-1]):
             if before_layer is not None:
                 before_layer(number)
-            x, residual = layer(x, residual, step)
+            stream = layer(stream, step)
         if before_layer is not None:
             before_layer(len(self.layers) - 1)
-        return self.layers[-1](x, residual, step, None if batch.sampled is None else batch.sample_index)
+        return self.layers[-1](stream, step, None if batch.sampled is None else batch.sample_index)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

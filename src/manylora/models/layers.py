@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -76,18 +76,26 @@ class LoraLinear(AdaptedLinear):
         return step.ops.lora_gated(x, self, step.lora, activation)
 
 
-def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the value that runs through the layers: x + residual, or x where residual is None."""
-    return x.whole if residual is None else x.whole + residual
+class Stream(NamedTuple):
+    """The value ``[T, hidden]`` that runs through the layers: x + residual, or x where residual is None."""
+
+    x: Summands
+    residual: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.x.whole if self.residual is None else self.x.whole + self.residual
+
+    def of(self, rows: torch.Tensor) -> Stream:
+        """Return the stream of these rows, int64 [M]."""
+        return Stream(self.x.of(rows), None if self.residual is None else self.residual[rows])
 
 
 class Norm(Protocol):
     """A norm, fused with the residual sum before it."""
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(x + residual), x + residual). May reuse the memory of both arguments."""
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm(x + residual), x + residual). May reuse the memory of both."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,9 +105,8 @@ class RmsNorm:
     weight: torch.Tensor
     eps: float
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = stream
         if residual is None:
             whole = x.whole
             return ops.rms_norm(whole, self.weight, self.eps), whole
@@ -115,10 +122,8 @@ class LayerNorm:
     bias: torch.Tensor | None
     eps: float
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = stream(x, residual)
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        total = stream.whole
         return functional.layer_norm(total, (self.size,), self.weight, self.bias, self.eps), total
 
 
@@ -174,7 +179,7 @@ class Mlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layer(abc.ABC):
-    """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
+    """One decoder layer."""
 
     attention: Attention
     attention_norm: Norm
@@ -187,10 +192,8 @@ class Layer(abc.ABC):
         return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
 
     @abc.abstractmethod
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        """Return the next (x, residual), each ``[T, hidden]``. May reuse the arguments' memory.
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        """Return the next stream. May reuse the memory of this one.
 
         ``rows``: ``batch.sample_index`` where only these rows ``[M, hidden]`` are wanted (``batch.sampled``).
         """
@@ -207,36 +210,32 @@ class PreNormLayer(Layer):
     attention_after: Norm | None = None
     mlp_after: Norm | None = None
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        normal, residual = self.attention_norm(x, residual, step.ops)
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        normal, residual = self.attention_norm(stream, step.ops)
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
             mixed, residual, step = mixed[rows], residual[rows], step.of_sampled()
         more = _normal(self.attention_after, self.attention.out(mixed, step), step.ops)
-        normal, residual = self.mlp_norm(more, residual, step.ops)
-        return _normal(self.mlp_after, self.mlp(normal, step), step.ops), residual
+        normal, residual = self.mlp_norm(Stream(more, residual), step.ops)
+        return Stream(_normal(self.mlp_after, self.mlp(normal, step), step.ops), residual)
 
 
 def _normal(norm: Norm | None, x: Summands, ops: Ops) -> Summands:
-    return x if norm is None else Summands(norm(x, None, ops)[0])
+    return x if norm is None else Summands(norm(Stream(x), ops)[0])
 
 
 class PostNormLayer(Layer):
     """A layer with a norm after each residual sum (opt-350m). The stream is the norm's output, so there is no
     residual to pass on."""
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        normal = x.whole
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        normal = stream.whole
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
             mixed, normal, step = mixed[rows], normal[rows], step.of_sampled()
-        normal, _ = self.attention_norm(self.attention.out(mixed, step), normal, step.ops)
-        normal, _ = self.mlp_norm(self.mlp(normal, step), normal, step.ops)
-        return Summands(normal), None
+        normal, _ = self.attention_norm(Stream(self.attention.out(mixed, step), normal), step.ops)
+        normal, _ = self.mlp_norm(Stream(self.mlp(normal, step), normal), step.ops)
+        return Stream(Summands(normal))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,13 +276,10 @@ class Head:
     linear: AdaptedLinear
     soft_cap: float | None
 
-    def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops, lora: LoraStep) -> torch.Tensor:
+    def __call__(self, stream: Stream, ops: Ops, lora: LoraStep) -> torch.Tensor:
         """Return float32 logits ``[M, vocab]`` of rows ``[M, hidden]``. ``lora``: these rows' LoRA at the
         head."""
-        if self.norm is not None:
-            last, _ = self.norm(x, residual, ops)
-        else:
-            last = stream(x, residual)
+        last = stream.whole if self.norm is None else self.norm(stream, ops)[0]
         if self.project is not None:
             last = functional.linear(last, self.project.data)
         logits = ops.lora_summands(last, self.linear, lora).whole.float()

@@ -102,13 +102,9 @@ class ModelShare:
             intermediate_size=len(self.place.cut(self.whole.intermediate_size, self.unit)),
         )
 
-    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """Return the shape of this rank's part of a page. ``itemsize``: bytes of an element of the pool."""
-        return self.config.page_shape(page_tokens, itemsize)
-
     def whole_page(self, page_tokens: int, itemsize: int) -> PageShape:
         """Return the shape of a page of all ranks together. A KV head counts once per rank that holds it."""
-        mine = self.page_shape(page_tokens, itemsize)
+        mine = self.config.page_shape(page_tokens, itemsize)
         return dataclasses.replace(mine, kv_heads=mine.kv_heads * self.place.num_ranks)
 
     def whole_geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
@@ -133,7 +129,7 @@ class ModelShare:
         if self.place.num_ranks == 1:
             return self.whole_geometry(page_tokens, itemsize)
         widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
-        page = widest.page_shape(page_tokens, itemsize)
+        page = widest.config.page_shape(page_tokens, itemsize)
         wide = adapter_geometry(page, widest.adapted_layers, itemsize)
         if self.place.rank == 0:
             return dataclasses.replace(wide, cuts=self.cuts)

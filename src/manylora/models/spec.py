@@ -79,6 +79,8 @@ class TensorNames:
 
     @property
     def layer_prefix(self) -> str:
+        """The start of a module's path, up to the layer's number ("model.layers."). Adapters' files name
+        their targets with it."""
         return f"{self.body}layers."
 
 
