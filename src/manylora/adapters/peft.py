@@ -28,7 +28,7 @@ from manylora.adapters.files import (
     sampled_digest,
     stamp_of,
 )
-from manylora.adapters.loraconfig import Module, read_config
+from manylora.adapters.loraconfig import read_config
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import StoredTensor, shown
@@ -176,7 +176,12 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
     checked = {name: _checked_rank(name, modules[name], known[name][2], tensors) for name in adapted}
     for module, stated in zip(adapted, settings.modules(adapted)):
         (layer, index, _), rank = known[module], checked[module]
-        _check_settings(stated, module, rank)
+        # Otherwise PEFT would compute something different.
+        if not stated.is_target:
+            fault = f"which its {CONFIG_NAME} does not target"
+            raise AdapterError(f"the adapter has tensors for {module}, {fault}")
+        if stated.rank != rank:
+            raise AdapterError(f"{module} has rank {rank} by its tensors, {stated.rank} by {CONFIG_NAME}")
         ranks[index][layer] = rank
         scales[index][layer] = settings.scale(stated.alpha, rank)
     return AdapterSpec(
@@ -317,15 +322,6 @@ def _checked_rank(
     if rank != rank_b:
         raise AdapterError(f"{module}: lora_A has rank {rank}, lora_B has rank {rank_b}")
     return rank
-
-
-def _check_settings(stated: Module, name: str, rank: int) -> None:
-    """Check that the configuration targets this module at this rank. Otherwise PEFT would compute something
-    different. Raises AdapterError."""
-    if not stated.is_target:
-        raise AdapterError(f"the adapter has tensors for {name}, which its {CONFIG_NAME} does not target")
-    if stated.rank != rank:
-        raise AdapterError(f"{name} has rank {rank} by its tensors, {stated.rank} by {CONFIG_NAME}")
 
 
 def _shared_rows(rows: Any) -> tuple[tuple[Any, ...], ...]:
