@@ -97,7 +97,7 @@ def read_header(path: Path, of: Literal["adapter", "model"]) -> dict[str, Stored
             raise TensorFileError(f"{name} is truncated or not a safetensors file: {fault}")
         if header_bytes > MOST_HEADER_BYTES[of]:
             raise TensorFileError(f"{name}: a header of {header_bytes} bytes is more than any {of} needs")
-        return _checked(_parsed(raw, end, size_bytes, name), end, size_bytes, name)
+        return _parsed(raw, end, size_bytes, name)
     except TensorFileError as error:
         if foreign := _foreign_format(start):
             fault = "not safetensors: pickle files are refused, convert to safetensors"
@@ -115,6 +115,10 @@ def _foreign_format(start: bytes) -> str | None:
 
 
 def _parsed(raw: bytes, begin: int, size_bytes: int, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors if they fill the file from ``begin`` to its end without gaps, as the format demands.
+
+    Raises TensorFileError otherwise.
+    """
     try:
         # Not msgspec, which rejects a lone surrogate in a name: the error must name the entry.
         entries = json.loads(raw.decode())
@@ -133,17 +137,7 @@ def _parsed(raw: bytes, begin: int, size_bytes: int, name: str) -> dict[str, Sto
         if first > end or end - first != size or max(shape, default=0) > size_bytes:
             raise TensorFileError(f"{name}: the header's entry for {shown(key)} is corrupt")
         found[key] = StoredTensor(dtype, shape, begin + first, end - first)
-    return found
-
-
-def _checked(
-    tensors: dict[str, StoredTensor], begin: int, size_bytes: int, name: str
-) -> dict[str, StoredTensor]:
-    """Return the tensors if they fill the file from ``begin`` to its end without gaps, as the format demands.
-
-    Raises TensorFileError otherwise.
-    """
-    for tensor in sorted(tensors.values(), key=lambda each: (each.begin, each.size_bytes)):
+    for tensor in sorted(found.values(), key=lambda each: (each.begin, each.size_bytes)):
         if tensor.begin != begin:
             raise TensorFileError(f"{name}: the header is corrupt (tensors overlap or leave a gap)")
         begin += tensor.size_bytes
@@ -151,7 +145,7 @@ def _checked(
         raise TensorFileError(f"{name} is truncated: {size_bytes} bytes of {begin}")
     if begin < size_bytes:
         raise TensorFileError(f"{name} is corrupt: {size_bytes - begin} bytes past its last tensor")
-    return tensors
+    return found
 
 
 def fill(file: int, target: memoryview, begin: int) -> bool:

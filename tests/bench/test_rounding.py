@@ -92,7 +92,7 @@ def attention(dtype: torch.dtype, queries: int) -> Made:
     lengths = [(queries, 40 + 30 * i) for i in range(TOKENS // queries)]
     case = attention_case(3, device=CPU, dtype=dtype, dim=64, lengths=lengths)
     plan = OPS.plan_attention(case.rows, case.page, CPU)
-    out = OPS.attention(case.q, case.pool, case.layer, plan, case.scale, None)
+    out = OPS.attention(case.q, case.pool, case.layer, plan, case.scores)
     return Made(out, attention_truth(case))
 
 

@@ -51,7 +51,7 @@ def case_of(
 
 def run(ops: TritonOps, case: AttentionCase, window: int | None = None) -> torch.Tensor:
     plan = ops.plan_attention(case.rows, case.page, case.q.device)
-    return ops.attention(case.q, case.pool, case.layer, plan, case.scale, window)
+    return ops.attention(case.q, case.pool, case.layer, plan, case.scores)
 
 
 MIXED = [(1, 40), (300, 300), (1, 900), (1, 3), (257, 1000), (5, 700), (1, 64), (128, 128), (1, 1)]

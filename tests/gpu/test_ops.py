@@ -7,7 +7,7 @@ import pytest
 import torch
 from manylora_lab.bench import rounding
 
-from manylora.kernels.ops import AttentionLimits, AttentionRows, Weight
+from manylora.kernels.ops import AttentionLimits, AttentionRows, Scores, Weight
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.operations import TritonOps
 from manylora.kernels.triton.products import LinearConfig, Products
@@ -101,12 +101,12 @@ def test_decoding_attention_in_a_graph(heads: int, kv_heads: int, dim: int) -> N
     fixed = ops.attention_plan(page, pool.device, AttentionLimits(8, 8, 4096))
     q = normal(8, heads, dim)
     fixed.fill(rows)
-    expected = ops.attention(q, pool, 1, fixed, dim**-0.5, None)
-    truth = rounding.attention(q[: len(contexts)], pool, 1, rows, page, dim**-0.5, None).rounded(q.dtype)
+    expected = ops.attention(q, pool, 1, fixed, Scores(dim**-0.5))
+    truth = rounding.attention(q[: len(contexts)], pool, 1, rows, page, Scores(dim**-0.5)).rounded(q.dtype)
     assert truth.excess(expected[: len(contexts)]) <= 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.attention(q, pool, 1, fixed, dim**-0.5, None)
+        out = ops.attention(q, pool, 1, fixed, Scores(dim**-0.5))
     for _ in range(REPLAYS):
         out.fill_(float("nan"))
         fixed.fill(rows)

@@ -10,7 +10,7 @@ import torch
 from manylora_lab.bench import rounding
 from manylora_lab.bench.rounding import Bounded
 
-from manylora.kernels.ops import AttentionRows, LoraSegments
+from manylora.kernels.ops import AttentionRows, LoraSegments, Scores
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup
 
 
@@ -26,6 +26,10 @@ class AttentionCase:
     scale: float
     window: int | None
     soft_cap: float | None = None
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.window, self.soft_cap)
 
 
 @dataclasses.dataclass
@@ -189,7 +193,7 @@ def error(out: torch.Tensor, truth: torch.Tensor) -> float:
 def attention_truth(case: AttentionCase) -> Bounded:
     """``[T, heads * D]`` as stored."""
     return rounding.attention(
-        case.q, case.pool, case.layer, case.rows, case.page, case.scale, case.window, case.soft_cap
+        case.q, case.pool, case.layer, case.rows, case.page, case.scores
     ).rounded(case.q.dtype)
 
 

@@ -23,7 +23,7 @@ def check(subject: Subject, case: AttentionCase) -> None:
     subject.poison()
     # Plans and scratch are used again by the next layer; the same input must give the same bits.
     first, out = (
-        ops.attention(case.q.clone(), case.pool, case.layer, plan, case.scale, case.window, case.soft_cap)
+        ops.attention(case.q.clone(), case.pool, case.layer, plan, case.scores)
         for _ in range(2)
     )
     assert torch.equal(first, out)

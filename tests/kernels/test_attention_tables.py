@@ -16,7 +16,6 @@ from manylora.kernels.triton.attention_plan import (
     Pieces,
     count_pieces,
     write_pieces,
-    write_rest,
 )
 
 Step = list[tuple[int, int]]
@@ -38,7 +37,7 @@ def made(
     found = count_pieces(starts, contexts, page_tokens, tile, *most)
     records = np.empty((found.records, RECORD), dtype=np.int32)
     table = np.empty(found.pages, dtype=np.int32)
-    write_pieces(starts, contexts, pages, page_tokens, tile, found, records, table)
+    write_pieces(starts, contexts, pages, page_tokens, tile, found, int(starts[-1]), records, table)
     return found, records.tolist(), table.tolist(), pages
 
 
@@ -102,7 +101,11 @@ def test_tokens_of_no_row_have_tiles_without_context(begin: int, more: int, tile
     """And what no token needs is nothing."""
     count = -(-more // tile)
     records = np.full((count + room, RECORD), 77, dtype=np.int32)
-    write_rest(records, begin, begin + more, tile)
+    starts, nothing = np.array([begin], np.int32), np.zeros(0, np.int32)
+    found = count_pieces(starts, nothing, 16, tile, 1, 1)
+    assert found.records == 0
+    pages = np.zeros((0, 1), np.int32)
+    write_pieces(starts, nothing, pages, 16, tile, found, begin + more, records, nothing)
     tokens: list[int] = []
     for first_page, first, queries, before, number, pieces, shared, counter in records[:count].tolist():
         assert (first_page, number, shared, counter) == (0, 0, 0, 0)

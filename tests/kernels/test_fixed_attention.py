@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.kernels.ops import AttentionLimits, AttentionRows
+from manylora.kernels.ops import AttentionLimits, AttentionRows, Scores
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_plan import TritonAttentionPlan
 from manylora.kernels.triton.decode_table import DecodeTable
@@ -64,7 +64,7 @@ def test_one_plan_serves_any_rows_within_its_bucket(subject: Subject, window: in
         subject.poison()
         q = padded(case.q, 5)
         out, again = (
-            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scale, window) for _ in range(2)
+            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scores) for _ in range(2)
         )
         assert torch.equal(out, again)
         check(case, out)
@@ -83,7 +83,7 @@ def test_one_plan_serves_prompts_beside_decoding_rows(subject: Subject) -> None:
             fixed = ops.attention_plan(case.page, subject.device, AttentionLimits(32, 3, 200))
         fixed.fill(case.rows)
         subject.poison()
-        out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed, case.scale, None)
+        out = ops.attention(padded(case.q, 32), case.pool, case.layer, fixed, case.scores)
         check(case, out)
         assert not out[len(case.q) :].any()
 
@@ -113,7 +113,7 @@ def test_prompts_after_long_histories_are_cut_and_joined(subject: Subject, windo
         subject.poison()
         q = padded(case.q, 12)
         out, again = (
-            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scale, window) for _ in range(2)
+            ops.attention(q.clone(), case.pool, case.layer, fixed, case.scores) for _ in range(2)
         )
         assert torch.equal(out, again)
         check(case, out)
@@ -170,7 +170,7 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
     q = torch.zeros((6, *first.q.shape[1:]), dtype=subject.dtype, device=subject.device)
 
     def step() -> torch.Tensor:
-        return ops.attention(q, pool, 1, fixed, first.scale, None)
+        return ops.attention(q, pool, 1, fixed, first.scores)
 
     step()
     graph = module.CUDAGraph()
@@ -187,7 +187,7 @@ def test_a_captured_graph_replays_with_other_rows() -> None:
         truth = attention_truth(dataclasses.replace(case, pool=pool, layer=1))
         assert truth.excess(out[: len(contexts)]) <= 1
         eager = ops.plan_attention(case.rows, case.page, q.device)
-        again = ops.attention(case.q, pool, 1, eager, case.scale, None)
+        again = ops.attention(case.q, pool, 1, eager, case.scores)
         assert truth.excess(again) <= 1
         assert not np.isnan(out.float().cpu().numpy()).any()
 
@@ -200,4 +200,4 @@ def test_rows_of_an_empty_batch() -> None:
     plan = subject.ops().plan_attention(rows, page, subject.device)
     pool = torch.zeros(1, page.layers, 2, page.page_tokens, page.kv_heads, page.head_dim)
     q = torch.zeros(0, page.kv_heads, page.head_dim)
-    assert subject.ops().attention(q, pool, 0, plan, 1.0, None).shape == (0, page.kv_heads * page.head_dim)
+    assert subject.ops().attention(q, pool, 0, plan, Scores(1.0)).shape == (0, page.kv_heads * page.head_dim)

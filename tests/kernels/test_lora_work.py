@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.kernels.ops import LoraSegments
+from manylora.kernels.ops import LoraLimits, LoraSegments
 from manylora.kernels.shapes import PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.kernels.triton.lora_plan import (
     ROWS,
+    SHORT,
     WORDS,
     BatchWork,
     GroupSize,
-    TableSizes,
+    LoraTileConfig,
     WorkBuffer,
     largest_sizes,
     runs_of,
-    sizes_of,
     work_of,
 )
 
@@ -70,9 +70,15 @@ class Tables(NamedTuple):
     units: int
 
 
-def tables_of(work: BatchWork, sizes: TableSizes, before: BatchWork | None = None) -> dict[str, Tables]:
+def tables_of(
+    work: BatchWork,
+    config: LoraTileConfig,
+    sizes: list[GroupSize],
+    num_segments: int,
+    before: BatchWork | None = None,
+) -> dict[str, Tables]:
     """Of a buffer that has held the work of ``before``."""
-    buffer = WorkBuffer(GEOMETRY, sizes, torch.device("cpu"))
+    buffer = WorkBuffer(GEOMETRY, config, sizes, num_segments, torch.device("cpu"))
     if before is not None:
         buffer.fill(before)
     buffer.fill(work)
@@ -98,41 +104,30 @@ def test_every_block_has_a_place(
     """Whatever a buffer held before, and however much room it has."""
     segments, num_tokens = batch
     tile_tokens = entry_tokens * entries_a_tile
+    config = dataclasses.replace(SHORT, tile_tokens=entry_tokens, expand_tokens=tile_tokens, blocks=blocks)
 
     def of(segments: LoraSegments, num_tokens: int) -> BatchWork:
-        return work_of(segments, GEOMETRY, runs_of(segments, num_tokens), tile_tokens, entry_tokens, blocks)
+        return work_of(segments, runs_of(segments, num_tokens), GEOMETRY, config)
 
-    def most(segments: LoraSegments, num_tokens: int) -> TableSizes:
+    def most(segments: LoraSegments, num_tokens: int) -> list[GroupSize]:
         rank = max(1, int(segments.records[:, :, 2].max(initial=0)))
-        count = max(1, len(segments.start))
-        return largest_sizes(GEOMETRY, num_tokens, count, rank, tile_tokens, entry_tokens)
+        limits = LoraLimits(num_tokens, max(1, len(segments.start)), rank, segments.cells)
+        return largest_sizes(GEOMETRY, limits, config)
 
     work, before = of(segments, num_tokens), of(*other)
-    exact, largest = sizes_of(work, GEOMETRY), most(segments, num_tokens)
-    tables = tables_of(work, exact)
-    assert tables_of(work, largest) == tables
-    assert tables_of(work, united(largest, most(*other)), before) == tables
+    exact, largest, count = work.sizes(), most(segments, num_tokens), len(segments.start)
+    tables = tables_of(work, config, exact, count)
+    assert tables_of(work, config, largest, max(1, count)) == tables
+    room = [GroupSize(*map(max, *pair)) for pair in zip(largest, most(*other))]
+    assert tables_of(work, config, room, max(1, count, len(other[0].start)), before) == tables
     first = 0
     for group in GROUPS:
         found = tables[group.name]
         check_tiles(found, segments, num_tokens, tile_tokens, first, len(group.projections))
         check_entries(found, GEOMETRY.cells(group.in_features), entry_tokens, blocks, segments, first)
         first += len(group.projections)
-    for name, size in exact.groups.items():
-        assert size.tiles <= largest.groups[name].tiles
-        assert size.entries <= largest.groups[name].entries
-        assert size.units <= largest.groups[name].units
-
-
-def united(one: TableSizes, other: TableSizes) -> TableSizes:
-    """Room for either."""
-    groups = {
-        name: GroupSize(
-            *(max(pair) for pair in zip(dataclasses.astuple(size), dataclasses.astuple(of_other)))
-        )
-        for (name, size), of_other in zip(one.groups.items(), other.groups.values())
-    }
-    return TableSizes(groups, max(one.segments, other.segments))
+    for size, most_of_it in zip(exact, largest, strict=True):
+        assert all(count <= room for count, room in zip(size, most_of_it))
 
 
 @pytest.mark.parametrize("less", ["tiles", "entries", "units", "segments"])
@@ -142,16 +137,11 @@ def test_work_without_room_is_refused_before_anything_is_written(less: str) -> N
     start, length = np.array([0, 5], np.int32), np.array([4, 1], np.int32)
     scales = np.ones((2, NUM_PROJECTIONS, 2), np.float32)
     segments = LoraSegments(start, length, records, scales, torch.zeros(1, dtype=torch.int64))
-    work = work_of(segments, GEOMETRY, runs_of(segments, 6), 16, 16, 1)
-    sizes = sizes_of(work, GEOMETRY)
-    if hasattr(sizes, less):
-        sizes = dataclasses.replace(sizes, **{less: getattr(sizes, less) - 1})
-    else:
-        o = sizes.groups["o"]
-        sizes = dataclasses.replace(
-            sizes, groups={**sizes.groups, "o": dataclasses.replace(o, **{less: getattr(o, less) - 1})}
-        )
-    buffer = WorkBuffer(GEOMETRY, sizes, torch.device("cpu"))
+    work = work_of(segments, runs_of(segments, 6), GEOMETRY, SHORT)
+    sizes = work.sizes()
+    if less != "segments":
+        sizes[1] = sizes[1]._replace(**{less: getattr(sizes[1], less) - 1})
+    buffer = WorkBuffer(GEOMETRY, SHORT, sizes, 2 - (less == "segments"), torch.device("cpu"))
     with pytest.raises(ValueError, match="room"):
         buffer.fill(work)
     assert not any(group.tiles.any() or group.entries.any() for group in buffer.groups.values())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manylora.kernels.flashinfer_attention import AttentionShape, PromptAttention, serving_prompts
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRows, Scores
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention_plan import TritonAttentionPlan
@@ -25,12 +25,18 @@ from tests.kernels.cases import attention_case, attention_truth
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(32, 8, 128, torch.bfloat16)
+ROWS = AttentionRows(
+    np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
+)
 
 
 def reason(caplog: pytest.LogCaptureFixture, shape: AttentionShape) -> str:
     """Of FlashInfer not serving, the one line that says so."""
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        assert serving_prompts(shape, CPU, wait_s=60.0) is None
+        coming = serving_prompts(shape, CPU)
+        if coming is not None:
+            coming.thread.join(60.0)
+            assert coming.plan(ROWS, PageShape(1, 16, shape.kv_heads, shape.head_dim, 2)) is None
     lines = [record.getMessage() for record in caplog.records if "our kernel" in record.getMessage()]
     assert len(lines) == 1
     assert "\n" not in lines[0]
@@ -72,20 +78,17 @@ def test_our_kernel_serves_until_it_is_ready(
     stand_in: PromptAttention, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
-    rows = AttentionRows(
-        np.array([0, 128], np.int32), np.array([128], np.int32), np.arange(8, dtype=np.int32)[None]
-    )
     page = PageShape(1, 16, stand_in._shape.kv_heads, stand_in._shape.head_dim, 4)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     monkeypatch.setattr(PromptAttention, "try_out", lambda _: may_end.wait(30))
     with caplog.at_level(logging.INFO, "manylora.kernels.flashinfer_attention"):
-        coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+        coming = serving_prompts(stand_in._shape, CPU)
         assert coming is not None
-        assert coming.plan(rows, page) is None
+        assert coming.plan(ROWS, page) is None
         may_end.set()
-        coming.wait()
-    assert coming.plan(rows, page) is not None
+        coming.thread.join()
+    assert coming.plan(ROWS, page) is not None
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert "FlashInfer (fa3, ready in" in lines[0]
@@ -110,12 +113,13 @@ def test_a_compiler_ends_with_the_engine(
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._why_not", lambda _: None)
     monkeypatch.setattr("manylora.kernels.flashinfer_attention._backend", lambda _: "fa3")
     monkeypatch.setattr(PromptAttention, "try_out", build)
-    coming = serving_prompts(stand_in._shape, CPU, wait_s=0.01)
+    coming = serving_prompts(stand_in._shape, CPU)
     assert coming is not None
     assert begun.wait(30)
     coming.close()
-    coming.wait(30)
-    assert coming.has_failed
+    coming.thread.join(30)
+    assert not coming.thread.is_alive()
+    assert coming.plan(ROWS, PageShape(1, 16, 2, 64, 2)) is None
     assert not caplog.records, "nobody asked for it any more"
     coming.close()
 
@@ -193,10 +197,10 @@ def test_prompts_between_decoding_rows(stand_in: PromptAttention, lengths: list[
     scale = 64**-0.5
     planned = stand_in.plan(case.rows, case.page)
     assert planned is not None
-    assert planned.serves(case.q, scale, None)
-    assert not planned.serves(case.q, scale, 100)
-    assert not planned.serves(case.q, 2 * scale, None)
-    assert not planned.serves(case.q.float(), scale, None)
+    assert planned.serves(case.q, Scores(scale))
+    assert not planned.serves(case.q, Scores(scale, 100))
+    assert not planned.serves(case.q, Scores(2 * scale))
+    assert not planned.serves(case.q.float(), Scores(scale))
     out = torch.full((len(case.q), 256), float("nan"), dtype=torch.float16)
     planned.run(case.q, case.pool, case.layer, out)
     truth = attention_truth(dataclasses.replace(case, scale=scale))
@@ -219,9 +223,9 @@ def test_a_scale_and_a_cap_of_the_model_are_its_own(stand_in: PromptAttention) -
     )
     assert plain is not None
     assert planned is not None
-    assert not plain.serves(case.q, 64**-0.5, None, 1.5)
-    assert not planned.serves(case.q, 0.3, None)
-    assert planned.serves(case.q, 0.3, None, 1.5)
+    assert not plain.serves(case.q, Scores(64**-0.5, soft_cap=1.5))
+    assert not planned.serves(case.q, Scores(0.3))
+    assert planned.serves(case.q, Scores(0.3, soft_cap=1.5))
     out = torch.empty(130, 256, dtype=torch.float16)
     planned.run(case.q, case.pool, case.layer, out)
     assert attention_truth(case).excess(out) <= 1

@@ -28,7 +28,7 @@ def test_attention_is_unpaged_attention(window: int | None, kv_heads: int, heads
         window=window,
     )
     plan = OPS.plan_attention(case.rows, case.page, CPU)
-    out = OPS.attention(case.q, case.pool, case.layer, plan, case.scale, window)
+    out = OPS.attention(case.q, case.pool, case.layer, plan, case.scores)
     expected = []
     for row, (k, v) in enumerate(zip(case.keys, case.values)):
         q = case.q[case.rows.query_start[row] : case.rows.query_start[row + 1]]

@@ -21,7 +21,7 @@ class Stepper:
         self, decoder: Decoder, page_tokens: int = 4, pages_each: int = 8, sequences: int = 3
     ) -> None:
         self.decoder = decoder
-        self.page = decoder.page_shape(page_tokens, itemsize=4)
+        self.page = decoder.config.page_shape(page_tokens, itemsize=4)
         num_pages = 1 + pages_each * sequences
         shape = (num_pages, self.page.layers, 2, page_tokens, self.page.kv_heads, self.page.head_dim)
         # Stale values that are finite and large: whatever reads them by mistake is seen in the logits.

@@ -57,8 +57,8 @@ def test_missing_fields_are_transformers_defaults(
     architecture: str, config_class: Any, tmp_path: Path
 ) -> None:
     ours, theirs = read(tmp_path, architectures=[architecture]), config_class()
-    is_opt = ours.family == "opt"
-    assert ours.family == theirs.model_type
+    family = theirs.model_type
+    is_opt = family == "opt"
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
     assert ours.intermediate_size == (theirs.ffn_dim if is_opt else theirs.intermediate_size)
@@ -72,16 +72,16 @@ def test_missing_fields_are_transformers_defaults(
     assert ours.bos_id == theirs.bos_token_id
     assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert ours.norm_eps == (1e-5 if is_opt else theirs.rms_norm_eps)
-    theta = 1e6 if ours.family == "gemma3_text" else 10000.0
+    theta = 1e6 if family == "gemma3_text" else 10000.0
     assert (ours.rope is None) if is_opt else (ours.rope == RopeConfig(theta=theta))
-    if ours.family.startswith("gemma"):
+    if family.startswith("gemma"):
         slides = [kind == "sliding_attention" for kind in theirs.layer_types]
         assert windows(ours) == [theirs.sliding_window if one else None for one in slides]
         assert ours.score_cap == theirs.attn_logit_softcapping
         assert ours.logit_cap == theirs.final_logit_softcapping
         assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
         return
-    window = theirs.sliding_window if ours.family == "mistral" else None
+    window = theirs.sliding_window if family == "mistral" else None
     assert windows(ours) == [window] * ours.num_layers
 
 
@@ -108,7 +108,9 @@ def test_heads_derive_from_what_is_given(tmp_path: Path) -> None:
 
 
 def test_model_type_stands_in_for_missing_architectures(tmp_path: Path) -> None:
-    assert read(tmp_path, model_type="qwen3").architecture == "Qwen3ForCausalLM"
+    named = read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert read(tmp_path, model_type="qwen3") == named
+    assert named != read(tmp_path, model_type="qwen2")
 
 
 def test_eos_ids_come_from_generation_config_first(tmp_path: Path) -> None:

@@ -48,13 +48,13 @@ def test_adapted_projections_act_as_merged_weights(name: str, tmp_path: Path) ->
     decoder = load_model(
         tmp_path, ops=ops, device=torch.device("cpu"), dtype=torch.float32, max_positions=MAX_POSITIONS
     )
-    ops.layer_prefix = decoder.layer_prefix
+    ops.layer_prefix = decoder.config.names.layer_prefix
     modules = dict(model.named_modules())
     torch.manual_seed(1)
     with torch.no_grad():
         for layer in range(decoder.config.num_layers):
             for projection in (p for group in decoder.config.groups for p in group.projections):
-                path = f"{decoder.layer_prefix}{layer}.{projection.module}"
+                path = f"{decoder.config.names.layer_prefix}{layer}.{projection.module}"
                 a = torch.randn(projection.in_features, RANK) * 0.1
                 b = torch.randn(RANK, projection.out_features) * 0.1
                 ops.matrices[path] = (a, b)

@@ -10,7 +10,7 @@ import torch
 
 from manylora.kernels.shapes import Projection, ProjectionGroup, adapter_geometry
 from manylora.models.decoder import Decoder, build_decoder
-from manylora.models.layers import GatedMlp, LoraLinear, PlainMlp
+from manylora.models.layers import LoraLinear
 from manylora.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelConfig
 from manylora.models.weights import DummyWeights
 from tests.models.step_builder import Stepper
@@ -64,9 +64,7 @@ def config(tmp_path: Path) -> ModelConfig:
 def linears(decoder: Decoder) -> list[LoraLinear]:
     found = []
     for layer in decoder.layers:
-        mlp = layer.mlp  # type: ignore[attr-defined]
-        inner = [mlp.gate_up, mlp.down] if isinstance(mlp, GatedMlp) else [mlp.first, mlp.second]
-        found += [layer.attention.qkv, layer.attention.out, *inner]  # type: ignore[attr-defined]
+        found += [layer.attention.qkv, layer.attention.out, layer.mlp.first, layer.mlp.second]
     return found
 
 
@@ -75,13 +73,13 @@ def test_adapted_layers_act_as_merged_weights(config: ModelConfig) -> None:
     decoder, merged = (
         build_decoder(config, DummyWeights(CPU, torch.float32), ops, CPU, MAX_POSITIONS) for _ in range(2)
     )
-    ops.layer_prefix = decoder.layer_prefix
+    ops.layer_prefix = decoder.config.names.layer_prefix
     generator = torch.Generator().manual_seed(1)
     for linear in linears(merged):
         for i, p in enumerate(linear.group.projections):
             a = torch.randn(p.in_features, RANK, generator=generator) * 0.1
             b = torch.randn(RANK, p.out_features, generator=generator) * 0.1
-            ops.matrices[f"{decoder.layer_prefix}{linear.layer}.{p.module}"] = a, b
+            ops.matrices[f"{decoder.config.names.layer_prefix}{linear.layer}.{p.module}"] = a, b
             whole = linear.weight.data.clone()
             whole[linear.group.offsets[i] : linear.group.offsets[i + 1]] += (a @ b).T
             linear.weight.rewrite(whole)
@@ -92,7 +90,7 @@ def test_adapted_layers_act_as_merged_weights(config: ModelConfig) -> None:
     torch.testing.assert_close(decoder.forward(batch, stepper.pool), expected, atol=1e-4, rtol=0.0)
     names = [(i, group.name) for i, groups in enumerate(config.layer_groups) for group in groups]
     assert ops.calls == names
-    assert isinstance(decoder.layers[2].mlp, PlainMlp)  # type: ignore[attr-defined]
+    assert [layer.mlp.is_gated for layer in decoder.layers] == [True, True, False]
 
 
 def test_the_table_has_a_place_for_every_projection_of_any_layer(config: ModelConfig) -> None:

@@ -72,13 +72,11 @@ class FileStamp:
     mtime_ns: int
 
 
+@adapters_fault()
 def stamp_of(path: Path) -> FileStamp:
     """Return the stamp of a regular file. Raises AdapterError when it is missing, unreadable or not a
     file."""
-    try:
-        status = status_of(path)
-    except TensorFileError as error:
-        raise AdapterError(str(error)) from error
+    status = status_of(path)
     return FileStamp(status.st_size, status.st_mtime_ns)
 
 
@@ -104,13 +102,11 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
     return path / CONFIG_NAME, path / WEIGHTS_NAME
 
 
+@adapters_fault()
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Read the header of an adapter's weights. Raises AdapterError where it is unreadable, has too many
     tensors, or has an unsupported dtype."""
-    try:
-        tensors = read_header(path, "adapter")
-    except TensorFileError as error:
-        raise AdapterError(str(error)) from error
+    tensors = read_header(path, "adapter")
     if len(tensors) > MOST_TENSORS:
         raise AdapterError(f"{path.name}: {len(tensors)} tensors are more than any adapter needs")
     for name, tensor in tensors.items():

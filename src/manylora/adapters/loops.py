@@ -179,14 +179,7 @@ def are_finite(file: int, begin: int, count: int, stored: int, kept: int, scratc
 
 @loop
 def read_rows(
-    file: int,
-    begins: Ints,
-    width: int,
-    parts: Ints,
-    layer_bytes: int,
-    stored: int,
-    kept: int,
-    scratch: Words,
+    file: int, begins: Ints, width: int, parts: Ints, layer_bytes: int, stored: int, kept: int, scratch: Words
 ) -> int:
     """Read parts of a matrix [rows, width] in each layer to their places. Return the first layer that was not
     complete or not finite, or -1.

@@ -316,6 +316,7 @@ class Patterns(NamedTuple):
     form: str = "{}"
 
 
+@functools.lru_cache(maxsize=256)  # thousands of adapters have the same few configurations
 def first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tuple[matching.Answer, ...]:
     """Find the first expression of each setting that matches each name. Raises AdapterError where there are
     too many expressions or characters, or where an expression is invalid or takes too long."""
@@ -323,11 +324,6 @@ def first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tup
         if len(expressions) > MOST_PATTERNS or sum(map(len, expressions)) > MOST_CHARACTERS:
             most = f"{MOST_PATTERNS} regular expressions, or {MOST_CHARACTERS} characters of them"
             raise AdapterError(f"{setting}: more than {most}")
-    return _first_matches(settings, names)
-
-
-@functools.lru_cache(maxsize=256)  # thousands of adapters have the same few configurations
-def _first_matches(settings: tuple[Patterns, ...], names: tuple[str, ...]) -> tuple[matching.Answer, ...]:
     questions: list[matching.Question] = [
         (method, [form.format(expression) for expression in expressions])
         for _, expressions, method, form in settings

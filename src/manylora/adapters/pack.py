@@ -152,13 +152,7 @@ def layout_for(ranks: Sequence[int], scales: np.ndarray, geometry: AdapterGeomet
     num_pages = -(-(num_cells - (-num_across // geometry.page.layers)) // geometry.cells_per_page)
     if geometry.widest is not None:
         num_pages = layout_for(ranks, scales, geometry.widest).num_pages
-    return AdapterLayout(
-        num_cells=num_cells,
-        num_pages=num_pages,
-        records=records,
-        scales=scales,
-        num_across=num_across,
-    )
+    return AdapterLayout(num_cells, num_pages, records, scales, num_across)
 
 
 def pretended_layout(rank: int, geometry: AdapterGeometry) -> AdapterLayout:
@@ -206,7 +200,8 @@ def load_adapter(
     """
     page = geometry.page
     count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
-    with _open(spec, layout, geometry, dtype) as loader:
+    with _open_weights(spec, geometry) as weights:
+        loader = _Loader(layout, geometry, dtype, weights)
         window = torch.zeros((count, page.layers, geometry.slab_elements), dtype=dtype)
         for first in range(0, layout.num_pages, count):
             images = window[: layout.num_pages - first].unbind()
@@ -234,8 +229,8 @@ def load_into(
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
-    with _open(spec, layout, geometry, dtype) as loader:
-        loader.fill(0, pages, check, helpers)
+    with _open_weights(spec, geometry) as weights:
+        _Loader(layout, geometry, dtype, weights).fill(0, pages, check, helpers)
 
 
 def verify_weights(spec: AdapterSpec, geometry: AdapterGeometry, dtype: torch.dtype) -> None:
@@ -373,16 +368,6 @@ class _Scratch:
         return self._words[:size]
 
 
-@contextmanager
-def _open(
-    spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype
-) -> Iterator[_Loader]:
-    if dtype.itemsize != geometry.itemsize:
-        raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
-    with _open_weights(spec, geometry) as weights:
-        yield _Loader(layout, geometry, dtype, weights)
-
-
 class _Loader:
     """A filler of page images: projection by projection, first A and then B, layer by layer. It works on bit
     patterns with ``loops``, since it runs beside the step loop, where torch's copies of this size would wake
@@ -391,6 +376,8 @@ class _Loader:
     def __init__(
         self, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype, weights: _Weights
     ) -> None:
+        if dtype.itemsize != geometry.itemsize:
+            raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
         self._layout = layout
         self._geometry = geometry
         self._dtype = dtype
@@ -404,9 +391,12 @@ class _Loader:
         images = [image.view(torch.uint8).numpy().view(bits) for image in pages]
         job_bytes = max(_JOB_BYTES, len(images) * page.page_bytes // _MOST_JOBS)
         jobs: list[Callable[[_Scratch], None]] = []
-        for index, side, layer_bytes, blocks in self._sides(images, first_page):
-            for layers in self._runs(index, side, max(1, job_bytes // layer_bytes)):
-                jobs.append(functools.partial(self._add, index, side, layers, blocks, check))
+        for index in range(self._geometry.num_layer_projections):
+            for side, first, rank, length in self._matrices(index):
+                if blocks := self._blocks(images, first_page, first, rank, length):
+                    most_layers = max(1, job_bytes // (rank * length * self._dtype.itemsize))
+                    for layers in self._runs(index, side, most_layers):
+                        jobs.append(functools.partial(self._add, index, side, layers, blocks, check))
         per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
         for number, image in enumerate(images, first_page):
             used = max(0, min(per_page, self._layout.num_cells - number * per_page))
@@ -415,16 +405,6 @@ class _Loader:
         if self._layout.num_across:
             # These cells are zero: the jobs above have cleared all cells after the layers' rows.
             run_all(self._across(images, first_page, job_bytes, check), helpers, _Scratch)
-
-    def _sides(
-        self, images: Sequence[np.ndarray], first_page: int
-    ) -> Iterator[tuple[int, Side, int, list[_Block]]]:
-        """Yield each A and B of the layers that has blocks in these images: its projection, its side, its
-        bytes in a layer, and the blocks."""
-        for index in range(self._geometry.num_layer_projections):
-            for side, first, rank, length in self._matrices(index):
-                if blocks := self._blocks(images, first_page, first, rank, length):
-                    yield index, side, rank * length * self._dtype.itemsize, blocks
 
     def _matrices(self, index: int) -> Iterator[tuple[Side, int, int, int]]:
         """Yield a projection's A and B: the side, its first cell in the adapter's table, its rows, and their
@@ -488,51 +468,40 @@ class _Loader:
             present = max(0, rank - row)
             chosen[:, present:] = 0  # rows that only layers of a larger rank use
             if present:
-                parts.append(_Block(row, column, chosen[:, :present]))
+                _, rows, length = chosen[:, :present].shape
+                parts.append((chosen.ctypes.data, row, column, rows, length, chosen.strides[1]))
         if parts:
-            failed = self._read(side, index, [stored for _, stored in tensors], parts, scratch)
-            if failed >= 0:
-                raise _why_not(self._weights.file, *tensors[failed], self._dtype)
-
-    def _read(
-        self,
-        side: Side,
-        index: int,
-        tensors: Sequence[StoredTensor],
-        blocks: Sequence[_Block],
-        scratch: _Scratch,
-    ) -> int:
-        """Fill the blocks, whose ``values`` cover exactly these layers. Return the first layer that could not
-        be read, or -1."""
-        cut = self._geometry.cut(index)
-        parts = np.array([
-            (block.values.ctypes.data, block.row, block.column, *block.values.shape[1:], block.values.strides[1])
-            for block in blocks
-        ])  # fmt: skip
-        columns = cut.a_columns if side == "A" else cut.b_rows
-        return self._fill(side, tensors, parts, blocks[0].values.strides[0], columns, scratch)
+            cut, layer_bytes = self._geometry.cut(index), blocks[0].values.strides[0]
+            columns = cut.a_columns if side == "A" else cut.b_rows
+            self._fill(side, tensors, np.array(parts), layer_bytes, columns, scratch)
 
     def _fill(
         self,
         side: Side,
-        tensors: Sequence[StoredTensor],
+        tensors: Sequence[tuple[str, StoredTensor]],
         parts: np.ndarray,
         layer_bytes: int,
         columns: range,
         scratch: _Scratch,
-    ) -> int:
-        """Fill ``parts`` from the tensors, and return as ``_read`` does. ``parts``: places to fill, in the
-        loops' form. They need only these ``columns`` of the tensors (for B, rows), and count from the first
-        of these."""
-        width, begins = tensors[0].shape[1], np.array([stored.begin for stored in tensors])
-        file, kinds = self._weights.file.fileno(), (_STORED[tensors[0].dtype], _KEPT[self._dtype])
+    ) -> None:
+        """Fill ``parts`` of one layer for each of the tensors. Raises AdapterError where that fails.
+
+        ``parts``: places to fill, in the loops' form. They need only these ``columns`` of the tensors (for B,
+        rows), and count from the first of these.
+        """
+        _, (dtype, (_, width), *_) = tensors[0]
+        begins = np.array([stored.begin for _, stored in tensors])
+        file, kinds = self._weights.file.fileno(), (_STORED[dtype], _KEPT[self._dtype])
         if side == "A":
             parts[:, 2] += columns.start
             held = scratch.words(int(parts[:, 4].max()))
-            return int(loops.read_rows(file, begins, width, parts, layer_bytes, *kinds, held))
-        begins += columns.start * width * DTYPE_BYTES[tensors[0].dtype]
-        held = scratch.words(len(columns) * width)
-        return int(loops.read_turned(file, begins, width, len(columns), parts, layer_bytes, *kinds, held))
+            failed = loops.read_rows(file, begins, width, parts, layer_bytes, *kinds, held)
+        else:
+            begins += columns.start * width * DTYPE_BYTES[dtype]
+            held = scratch.words(len(columns) * width)
+            failed = loops.read_turned(file, begins, width, len(columns), parts, layer_bytes, *kinds, held)
+        if failed >= 0:
+            raise _why_not(self._weights.file, *tensors[failed], self._dtype)
 
     # ------------------------------------------------------------ the model's rows
 
@@ -556,11 +525,10 @@ class _Loader:
                 for begin in range(0, per_row, step):
                     columns = range(begin * size, min((begin + step) * size, length))
                     chosen = np.flatnonzero((places >= 0) & (cell // step == begin // step))
-                    parts = np.empty((len(chosen), loops.WORDS), np.int64)
-                    parts[:, 0], parts[:, 1], parts[:, 2] = places[chosen], row[chosen], cell[chosen] * size
-                    parts[:, 2] -= columns.start
-                    parts[:, 3], parts[:, 4] = 1, np.minimum(size, len(columns) - parts[:, 2])
-                    parts[:, 5] = size * itemsize
+                    column = cell[chosen] * size - columns.start
+                    lengths = np.minimum(size, len(columns) - column)
+                    words = places[chosen], row[chosen], column, 1, lengths, size * itemsize
+                    parts = np.stack(np.broadcast_arrays(*words), axis=1)
                     if len(parts):
                         jobs.append(functools.partial(self._add_across, index, side, parts, columns, check))
         return jobs
@@ -575,9 +543,7 @@ class _Loader:
         scratch: _Scratch,
     ) -> None:
         check()
-        name, stored = self._weights.tensors[index, 0, side]
-        if self._fill(side, [stored], parts, 0, columns, scratch) >= 0:
-            raise _why_not(self._weights.file, name, stored, self._dtype)
+        self._fill(side, [self._weights.tensors[index, 0, side]], parts, 0, columns, scratch)
 
 
 def _clear(values: np.ndarray, _: _Scratch) -> None:

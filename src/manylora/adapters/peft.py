@@ -28,7 +28,7 @@ from manylora.adapters.files import (
     sampled_digest,
     stamp_of,
 )
-from manylora.adapters.loraconfig import Module, read_config
+from manylora.adapters.loraconfig import read_config
 from manylora.kernels.shapes import AdapterGeometry, Projection
 from manylora.protocol.executor import AdapterError
 from manylora.tensorfile import StoredTensor, shown
@@ -37,8 +37,9 @@ from manylora.text.tokenizer import TokenizerError
 
 Side = Literal["A", "B"]
 
-_PEFT_PREFIX = "base_model.model."
-_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?P<adapter>\.default)?\.weight")
+_KEY = re.compile(
+    r"(?P<prefix>base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?P<infix>\.default)?\.weight"
+)
 
 _HEAD = "lm_head"
 _HEAD_LORA = "lm_head.lora_"
@@ -136,16 +137,6 @@ class TextCheck:
             raise AdapterError(str(error)) from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Key:
-    """A LoRA tensor's name in parts: ``prefix`` + ``module`` + ".lora_" + side + ``infix`` + ".weight"."""
-
-    prefix: str
-    module: str
-    side: Side
-    infix: str
-
-
 def inspect_adapter(
     path: Path,
     geometry: AdapterGeometry,
@@ -185,7 +176,12 @@ def _inspect(path: Path, geometry: AdapterGeometry, layer_prefix: str) -> Adapte
     checked = {name: _checked_rank(name, modules[name], known[name][2], tensors) for name in adapted}
     for module, stated in zip(adapted, settings.modules(adapted)):
         (layer, index, _), rank = known[module], checked[module]
-        _check_settings(stated, module, rank)
+        # Otherwise PEFT would compute something different.
+        if not stated.is_target:
+            fault = f"which its {CONFIG_NAME} does not target"
+            raise AdapterError(f"the adapter has tensors for {module}, {fault}")
+        if stated.rank != rank:
+            raise AdapterError(f"{module} has rank {rank} by its tensors, {stated.rank} by {CONFIG_NAME}")
         ranks[index][layer] = rank
         scales[index][layer] = settings.scale(stated.alpha, rank)
     return AdapterSpec(
@@ -246,9 +242,11 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
     for name in tensors:
         if name.endswith(IGNORED_TENSORS):
             continue
-        key = _parse_key(name)
-        forms.add((key.prefix, key.infix))
-        modules.setdefault(key.module, {})[key.side] = name
+        key = _KEY.fullmatch(name)
+        if key is None:
+            raise AdapterError(f"tensor {shown(name)} is not supported: not a LoRA weight")
+        forms.add((key["prefix"] or "", key["infix"] or ""))
+        modules.setdefault(key["module"], {})["A" if key["side"] == "A" else "B"] = name
     if not modules:
         raise AdapterError("the adapter holds no LoRA tensors")
     if len(forms) > 1:
@@ -258,16 +256,6 @@ def _lora_modules(tensors: dict[str, StoredTensor]) -> tuple[dict[str, dict[Side
             there, missing = ("A", "B") if "A" in sides else ("B", "A")
             raise AdapterError(f"{shown(module)} has lora_{there} but no lora_{missing}")
     return modules, *forms.pop()
-
-
-def _parse_key(name: str) -> _Key:
-    match = _KEY.fullmatch(name)
-    if match is None:
-        raise AdapterError(f"tensor {shown(name)} is not supported: not a LoRA weight")
-    module = match["module"]
-    prefix = _PEFT_PREFIX if module.startswith(_PEFT_PREFIX) else ""
-    side: Side = "A" if match["side"] == "A" else "B"
-    return _Key(prefix, module.removeprefix(_PEFT_PREFIX), side, match["adapter"] or "")
 
 
 def _refuse_unknown_modules(
@@ -334,15 +322,6 @@ def _checked_rank(
     if rank != rank_b:
         raise AdapterError(f"{module}: lora_A has rank {rank}, lora_B has rank {rank_b}")
     return rank
-
-
-def _check_settings(stated: Module, name: str, rank: int) -> None:
-    """Check that the configuration targets this module at this rank. Otherwise PEFT would compute something
-    different. Raises AdapterError."""
-    if not stated.is_target:
-        raise AdapterError(f"the adapter has tensors for {name}, which its {CONFIG_NAME} does not target")
-    if stated.rank != rank:
-        raise AdapterError(f"{name} has rank {rank} by its tensors, {stated.rank} by {CONFIG_NAME}")
 
 
 def _shared_rows(rows: Any) -> tuple[tuple[Any, ...], ...]:

@@ -177,7 +177,7 @@ class RankBuild:
         task, device, share, dtype, decoder = (
             self._task, self._device, self._share, self._dtype, self._decoder,
         )  # fmt: skip
-        page, ranked = share.page_shape(*self._page_args), None
+        page, ranked = share.config.page_shape(*self._page_args), None
         # Padded steps need one more page, which receives the writes of padding tokens.
         arena = Arena(limits.num_pages + task.pads_steps, page, dtype, device)
         self._host = HostPool(limits.num_host_pages, page, dtype, device)
@@ -185,7 +185,7 @@ class RankBuild:
             places = [RankPlace(rank, task.count) for rank in range(task.count)]
             vocabs = [ModelShare(self._config, place, task.is_sharded).vocab for place in places]
             ranked = RankedSampling(self._peers, vocabs)
-        registry = registry_of(task, share.whole_geometry(*self._page_args), decoder.layer_prefix)
+        registry = registry_of(task, share.whole_geometry(*self._page_args), decoder.config.names.layer_prefix)
         worker = Worker(
             decoder, arena, self._host, self._geometry, device, registry, self.max_adapter_rank, ranked
         )

@@ -131,11 +131,11 @@ class Forward:
         if scored is None:
             logits = self.decoder.forward(batch, self.arena.pool)
         else:
-            x, residual = self.decoder.body(batch, self.arena.pool)
-            logits = self.decoder.logits(x, residual, numbers.sample_index, LoraStep(self.arena.pool, head))
+            last = self.decoder.body(batch, self.arena.pool)
+            logits = self.decoder.logits(last, numbers.sample_index, LoraStep(self.arena.pool, head))
             scores = torch.cat([
                 self._score(
-                    self.decoder.logits(x, residual, rows, LoraStep(self.arena.pool, plan)), targets, scored.width
+                    self.decoder.logits(last, rows, LoraStep(self.arena.pool, plan)), targets, scored.width
                 )
                 for rows, targets, plan in scored.parts
             ])  # fmt: skip

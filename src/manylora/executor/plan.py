@@ -345,6 +345,6 @@ def attention_shape(config: ModelConfig, dtype: torch.dtype, max_model_len: int)
         config.head_dim,
         dtype,
         sees_all,
-        config.own_attention_scale,
+        config.attention_scale,
         config.score_cap,
     )

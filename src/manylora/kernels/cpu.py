@@ -18,24 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from manylora.kernels import loops
-from manylora.kernels.ops import (
-    ACTIVATIONS,
-    AttentionLimits,
-    AttentionRows,
-    LoraLimits,
-    LoraSegments,
-    LoraSite,
-    LoraStep,
-    MergedLayer,
-    MergePlan,
-    Ops,
-    Shrunk,
-    Summands,
-    Weight,
-    no_segments,
-    of_adapters,
-)
+from manylora.kernels import loops, ops
 from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
 
 SHORT_CONTEXT = 2**20
@@ -52,6 +35,8 @@ keys that follow a tile."""
 
 _IN_LOOPS = (torch.float32, torch.bfloat16)
 
+_Shared = tuple[np.ndarray, int, np.ndarray, int, np.ndarray, np.ndarray, np.ndarray]
+
 _MERGED_ELEMENTS = 2**18
 """The elements of a weight that are merged at once, few enough to stay in the processor's cache."""
 
@@ -66,7 +51,7 @@ class CpuAttentionPlan:
     def __init__(self, page: PageShape) -> None:
         self._short = SHORT_CONTEXT // (page.kv_heads * page.head_dim)
 
-    def fill(self, rows: AttentionRows) -> None:
+    def fill(self, rows: ops.AttentionRows) -> None:
         counts, is_short = np.diff(rows.query_start), rows.kv_len <= self._short
         singles = np.flatnonzero((counts == 1) & is_short)
         self.rows = rows
@@ -108,10 +93,10 @@ class CpuLoraPlan:
     def __init__(self, geometry: AdapterGeometry) -> None:
         self.geometry = geometry
 
-    def fill(self, segments: LoraSegments | None, num_tokens: int) -> None:
+    def fill(self, segments: ops.LoraSegments | None, num_tokens: int) -> None:
         geometry = self.geometry
         if segments is None:
-            segments = no_segments(geometry, torch.empty(0, dtype=torch.int64))
+            segments = ops.no_segments(geometry, torch.empty(0, dtype=torch.int64))
         widths = np.array([p.in_features + p.out_features for p in geometry.projections])
         is_short = segments.length * (segments.records[:, :, 2] @ widths) <= SHORT_SEGMENT
         starts, lengths = (n[is_short].astype(np.int64) for n in (segments.start, segments.length))
@@ -140,6 +125,13 @@ class CpuLoraPlan:
             self.blocks[group.name] = [block for block in blocks if block.outputs]
         return self.blocks[group.name]
 
+    def shared(self, pool: torch.Tensor, dtype: torch.dtype, layer: int, group: ProjectionGroup) -> _Shared:
+        """Return the arguments that both loops share at a group: the pool, the cells and the segments."""
+        elements, geometry = _numbers(ops.of_adapters(pool, dtype).view(-1)), self.geometry
+        cells = self.segments.cells.numpy(), geometry.cell_elements
+        records = self.items[group.name].records
+        return elements, layer * geometry.slab_elements, *cells, self.starts, self.stops, records
+
     def _block(self, group: ProjectionGroup, segment: int) -> _Block:
         segments, geometry = self.segments, self.geometry
         pieces = [torch.empty(0, dtype=torch.int64)]
@@ -159,7 +151,7 @@ class CpuLoraPlan:
         return _Block(tokens, torch.cat(pieces), torch.from_numpy(np.concatenate(scales, axis=1)), outputs)
 
 
-class CpuOps(Ops):
+class CpuOps(ops.Ops):
     """The operations of a CPU, in float64, float32, bfloat16 and float16."""
 
     name = "cpu"
@@ -168,13 +160,13 @@ class CpuOps(Ops):
         """Compile the loops, or load them as an earlier run compiled them."""
         _compile_loops()
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: ops.Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight.data, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: ops.AttentionLimits | None = None
     ) -> CpuAttentionPlan:
         return CpuAttentionPlan(page)
 
@@ -182,115 +174,50 @@ class CpuOps(Ops):
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
     ) -> None:
         page_tokens, kv_heads, dim = pool.shape[3:]
-        loops.store_kv(
-            _numbers(pool.view(-1)),
-            2 * layer * page_tokens * kv_heads * dim,
-            pool.stride(0),
-            page_tokens,
-            _flat(k),
-            k.stride(0),
-            _flat(v),
-            v.stride(0),
-            kv_heads * dim,
-            slots.numpy(),
-        )
+        width = kv_heads * dim
+        place = _numbers(pool.view(-1)), 2 * layer * page_tokens * width, pool.stride(0), page_tokens
+        loops.store_kv(*place, _flat(k), k.stride(0), _flat(v), v.stride(0), width, slots.numpy())
 
     def attention(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: CpuAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scores: ops.Scores
     ) -> torch.Tensor:
         if q.dtype in _IN_LOOPS and len(plan.tokens):
-            limits = window or 0, soft_cap or 0.0
-            out = self._attend_singles(q.float(), pool, layer, plan, scale, *limits).to(q.dtype)
-            others = plan.others
+            out, others = _attend_singles(q.float(), pool, layer, plan, scores).to(q.dtype), plan.others
         else:
             out, others = q.new_empty(len(q), q.shape[1] * q.shape[2]), plan.everything
         for row in others:
             tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
             context = int(plan.rows.kv_len[row])
-            pages = plan.rows.page_table[row]
-            _attend(q[tokens], pool, layer, pages, context, scale, window, soft_cap, out[tokens])
-        return out
-
-    def _attend_singles(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: CpuAttentionPlan,
-        scale: float,
-        window: int,
-        soft_cap: float,
-    ) -> torch.Tensor:
-        """Compute attention for the plan's rows of one query in the loop. Returns float32 ``[T, heads * D]``,
-        in which the other rows are not written."""
-        num_tokens, heads, dim = q.shape
-        page_tokens, kv_heads = pool.shape[3:5]
-        out = torch.empty(num_tokens, heads * dim)
-        longest = int(plan.lengths.max())
-        loops.attend(
-            _flat(q),
-            q.stride(0),
-            heads,
-            dim,
-            out.numpy(),
-            _numbers(pool.view(-1)),
-            2 * layer * page_tokens * kv_heads * dim,
-            pool.stride(0),
-            page_tokens,
-            kv_heads,
-            plan.tokens,
-            plan.lengths,
-            plan.page_table,
-            window,
-            scale,
-            soft_cap,
-            np.empty((heads // kv_heads, longest), np.float32),
-        )
+            _attend(q[tokens], pool, layer, plan.rows.page_table[row], context, scores, out[tokens])
         return out
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: ops.LoraLimits | None = None
     ) -> CpuLoraPlan:
         return CpuLoraPlan(geometry)
 
-    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
+    def lora_shrink(self, x: torch.Tensor, site: ops.LoraSite, step: ops.LoraStep) -> ops.Shrunk:
         (pool, plan), group, layer = step, site.group, site.layer
         assert isinstance(plan, CpuLoraPlan)
         parts = []
         items = plan.items[group.name]
         if x.dtype in _IN_LOOPS and items.size:
             parts.append(torch.empty(items.size))
-            loops.shrink_lora(
-                x.float().contiguous().numpy(),
-                _numbers(of_adapters(pool, x.dtype).view(-1)),
-                layer * plan.geometry.slab_elements,
-                plan.segments.cells.numpy(),
-                plan.geometry.cell_elements,
-                plan.starts,
-                plan.stops,
-                items.records,
-                items.scales[layer],
-                parts[0].numpy(),
-            )
+            shared = plan.shared(pool, x.dtype, layer, group)
+            loops.shrink_lora(x.float().contiguous().numpy(), *shared, items.scales[layer], parts[0].numpy())
         for block in plan.by_torch(group, x.dtype):
-            a = _matrix(
-                pool, x.dtype, layer, block.pieces, block.scales.shape[1], group.in_features, plan.geometry
-            )
+            in_layer = _layer_pieces(pool, x.dtype, layer, plan.geometry)
+            a = _matrix(in_layer, block.pieces, block.scales.shape[1], group.in_features)
             parts.append(_wide(x[block.tokens] @ a.T).mul_(block.scales[layer]).view(-1))
         if len(parts) == 1:
-            return Shrunk(parts[0], None)
-        return Shrunk(torch.cat(parts) if parts else _wide(x.new_empty(0)), None)
+            return ops.Shrunk(parts[0], None)
+        return ops.Shrunk(torch.cat(parts) if parts else _wide(x.new_empty(0)), None)
 
-    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
+    def lora_expand(
+        self, y: torch.Tensor, shrunk: ops.Shrunk, site: ops.LoraSite, step: ops.LoraStep
+    ) -> None:
         (pool, plan), group, layer = step, site.group, site.layer
         assert isinstance(plan, CpuLoraPlan)
         begin = 0
@@ -299,46 +226,39 @@ class CpuOps(Ops):
             begin = items.size
             wide = y.float()
             rows, first = _whole_rows(wide)
-            loops.expand_lora(
-                rows.numpy(),
-                _numbers(of_adapters(pool, y.dtype).view(-1)),
-                layer * plan.geometry.slab_elements,
-                plan.segments.cells.numpy(),
-                plan.geometry.cell_elements,
-                plan.starts,
-                plan.stops,
-                items.records,
-                first,
-                items.columns,
-                shrunk.values[:begin].numpy(),
-            )
+            shared = plan.shared(pool, y.dtype, layer, group)
+            loops.expand_lora(rows.numpy(), *shared, first, items.columns, shrunk.values[:begin].numpy())
             if wide is not y:
                 y.copy_(wide)
         for block in plan.by_torch(group, y.dtype):
+            in_layer = _layer_pieces(pool, y.dtype, layer, plan.geometry)
             rows, ranks = y[block.tokens], block.scales.shape[1]
             end = begin + len(rows) * ranks
             values = shrunk.values[begin:end].view(-1, ranks).to(y.dtype)
             begin, done = end, 0
             for columns, rank, pieces in block.outputs:
-                b = _matrix(pool, y.dtype, layer, pieces, rank, columns.stop - columns.start, plan.geometry)
+                b = _matrix(in_layer, pieces, rank, columns.stop - columns.start)
                 rows[:, columns].addmm_(values[:, done : done + rank], b)
                 done += rank
 
     def merge_linears(
-        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
+        self,
+        layers: Sequence[ops.MergedLayer],
+        pool: torch.Tensor,
+        group: ProjectionGroup,
+        plan: ops.MergePlan,
     ) -> None:
         for layer, merged, pristine in layers:
+            in_layer = _layer_pieces(pool, merged.dtype, layer, plan.geometry)
             for place, projection, first_a, first_b, rank, scale in plan.parts(group, layer):
                 begin, end = group.offsets[place], group.offsets[place + 1]
                 if rank == 0:
                     merged[begin:end].copy_(pristine[begin:end])
                     continue
-                lengths = (first_a, projection.in_features), (first_b, projection.out_features)
-                a, b = (
-                    _wide(_matrix(pool, merged.dtype, layer, pieces, rank, elements, plan.geometry))
-                    for first, elements in lengths
-                    for pieces in (_pieces(plan.cells, first, rank, elements, plan.geometry),)
-                )
+                of_a = _pieces(plan.cells, first_a, rank, projection.in_features, plan.geometry)
+                of_b = _pieces(plan.cells, first_b, rank, projection.out_features, plan.geometry)
+                a = _wide(_matrix(in_layer, of_a, rank, projection.in_features))
+                b = _wide(_matrix(in_layer, of_b, rank, projection.out_features))
                 _merge(merged[begin:end], pristine[begin:end], a, b, scale)
 
     # ---- small operations ------------------------------------------------------------------------------
@@ -356,7 +276,7 @@ class CpuOps(Ops):
         eps: float,
         adapted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = Summands(x, adapted).whole
+        x = ops.Summands(x, adapted).whole
         is_plain = x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
         if x.dtype is torch.float32 and is_plain:
             out = torch.empty_like(x)
@@ -384,11 +304,28 @@ class CpuOps(Ops):
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         if gate_up.dtype is not torch.float32 or activation != "silu":
             gate, up = gate_up.chunk(2, dim=-1)
-            return ACTIVATIONS[activation](gate).mul_(up)
+            return ops.ACTIVATIONS[activation](gate).mul_(up)
         inner = gate_up.shape[1] // 2
         out = torch.empty(gate_up.shape[0], inner)
         loops.gate(gate_up.numpy(), out.numpy())
         return out
+
+
+def _attend_singles(
+    q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scores: ops.Scores
+) -> torch.Tensor:
+    """Compute attention for the plan's rows of one query in the loop. Returns float32 ``[T, heads * D]``, in
+    which the other rows are not written."""
+    num_tokens, heads, dim = q.shape
+    page_tokens, kv_heads = pool.shape[3:5]
+    out = torch.empty(num_tokens, heads * dim)
+    loops.attend(
+        _flat(q), q.stride(0), heads, dim, out.numpy(), _numbers(pool.view(-1)),
+        2 * layer * page_tokens * kv_heads * dim, pool.stride(0), page_tokens, kv_heads,
+        plan.tokens, plan.lengths, plan.page_table, scores.window or 0, scores.scale, scores.soft_cap or 0.0,
+        np.empty((heads // kv_heads, int(plan.lengths.max())), np.float32),
+    )  # fmt: skip
+    return out
 
 
 def _attend(
@@ -397,12 +334,11 @@ def _attend(
     layer: int,
     page_table: np.ndarray,
     context: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    scores: ops.Scores,
     out: torch.Tensor,
 ) -> None:
     """Compute attention for one row of a batch into ``out``. Its last query is the context's last token."""
+    scale, window, soft_cap = scores
     num_queries, heads, dim = q.shape
     page_tokens, kv_heads = pool.shape[3:5]
     pages = torch.from_numpy(page_table[: -(-context // page_tokens)])
@@ -460,19 +396,17 @@ def _pieces(
     return (begins[:, None] + torch.arange(geometry.cell_elements // piece)).view(-1)
 
 
-def _matrix(
-    pool: torch.Tensor,
-    dtype: torch.dtype,
-    layer: int,
-    pieces: torch.Tensor,
-    rank: int,
-    elements: int,
-    geometry: AdapterGeometry,
+def _layer_pieces(
+    pool: torch.Tensor, dtype: torch.dtype, layer: int, geometry: AdapterGeometry
 ) -> torch.Tensor:
-    """Gather the layer's matrix ``[rank, elements]`` from these pieces."""
+    """Return the pool as pieces of adapters' ``dtype``, from the layer's first one on."""
     piece = geometry.alignment
-    lying = of_adapters(pool, dtype).view(-1, piece)[layer * geometry.slab_elements // piece :]
-    return lying.index_select(0, pieces).view(rank, -1)[:, :elements]
+    return ops.of_adapters(pool, dtype).view(-1, piece)[layer * geometry.slab_elements // piece :]
+
+
+def _matrix(in_layer: torch.Tensor, pieces: torch.Tensor, rank: int, elements: int) -> torch.Tensor:
+    """Gather a layer's matrix ``[rank, elements]`` from these of its pieces."""
+    return in_layer.index_select(0, pieces).view(rank, -1)[:, :elements]
 
 
 def _merge(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import logging
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.kernels.ops import AttentionRows
+from manylora.kernels.ops import AttentionRows, Scores
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.launch import upload
 from manylora.types import first_line
@@ -56,51 +57,46 @@ class AttentionShape:
     own_scale: float | None = None
     soft_cap: float | None = None
 
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
+    @functools.cached_property
+    def scores(self) -> Scores:
+        """The scores of a layer without a window."""
+        scale = float(self.head_dim**-0.5) if self.own_scale is None else self.own_scale
+        return Scores(scale, None, self.soft_cap)
 
 
-def serving_prompts(shape: AttentionShape, device: torch.device, wait_s: float = 0.0) -> PreparedPrompts | None:
+def serving_prompts(shape: AttentionShape, device: torch.device) -> PreparedPrompts | None:
     """Return FlashInfer for prompts of this shape; None where our kernel serves them permanently.
 
     One line of the log says which, perhaps later. Compiling and trying out FlashInfer takes seconds with a
-    warm cache, less than a start, and otherwise a minute or more; our kernel serves until then. ``wait_s``:
-    the most seconds to wait for it here.
+    warm cache, less than a start, and otherwise a minute or more; our kernel serves until then.
     """
     why_not = _why_not(shape)
     if why_not is not None:
         _log.info("attention of prompts: our kernel, for %s", why_not)
         return None
-    prepared = PreparedPrompts(shape, device)
-    prepared.wait(wait_s)
-    return None if prepared.has_failed else prepared
+    return PreparedPrompts(shape, device)
 
 
 class PreparedPrompts:
     """FlashInfer as a thread makes it ready. Until then there are no plans, and our kernel serves."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.has_failed = self._is_closed = False
+        self._is_closed = False
         self._prompts: PromptAttention | None = None
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._prepare, args=(shape, device), name="manylora-flashinfer", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def plan(self, rows: AttentionRows, page: PageShape) -> PlannedPrompts | None:
         """Return the plan for the step's rows of several queries; None where our kernel must serve them."""
         prompts = self._prompts
         return None if prompts is None else prompts.plan(rows, page)
 
-    def wait(self, wait_s: float | None = None) -> None:
-        """Wait at most ``wait_s`` seconds, or without limit, until FlashInfer is ready or has failed."""
-        self._thread.join(wait_s)
-
     def close(self) -> None:
         """End FlashInfer's compiler if it is still running: it would outlive this process."""
         self._is_closed = True
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             for child in _children():
                 with contextlib.suppress(OSError):
                     if Path(f"/proc/{child}/comm").read_text().strip() == "ninja":
@@ -112,10 +108,8 @@ class PreparedPrompts:
             prompts = PromptAttention(shape, device, backend)
             prompts.try_out()
         except Exception as error:  # from FlashInfer, the compiler or a broken installation
-            self.has_failed = True
-            if self._is_closed:
-                return
-            _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", first_line(error))
+            if not self._is_closed:
+                _log.warning("attention of prompts: our kernel, for FlashInfer fails: %s", first_line(error))
             return
         self._prompts = prompts
         _log.info(
@@ -155,17 +149,11 @@ class PlannedPrompts:
     first: int
     last: int
 
-    def serves(
-        self, q: torch.Tensor, scale: float, window: int | None, soft_cap: float | None = None
-    ) -> bool:
-        """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these settings."""
+    def serves(self, q: torch.Tensor, scores: Scores) -> bool:
+        """Return whether the plan is for a layer with this q ``[T, heads, head_dim]`` and these scores."""
         shape = self.shape
         return (
-            window is None
-            and q.dtype == shape.dtype
-            and q.shape[1:] == (shape.heads, shape.head_dim)
-            and scale == shape.scale
-            and soft_cap == shape.soft_cap
+            q.dtype == shape.dtype and q.shape[1:] == (shape.heads, shape.head_dim) and scores == shape.scores
         )
 
     def run(self, q: torch.Tensor, pool: torch.Tensor, layer: int, out: torch.Tensor) -> None:
@@ -235,7 +223,7 @@ class PromptAttention:
             shape.head_dim,
             page_tokens,
             causal=True,
-            sm_scale=shape.scale,
+            sm_scale=shape.scores.scale,
             logits_soft_cap=shape.soft_cap,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,

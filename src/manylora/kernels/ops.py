@@ -158,6 +158,16 @@ class LoraLimits(NamedTuple):
     cells: torch.Tensor
 
 
+class Scores(NamedTuple):
+    """How a layer scores keys. ``scale``: the factor of products. ``window``: a query at position p sees
+    positions above p - window; None: no such limit. ``soft_cap`` (above 0): a score s becomes
+    soft_cap * tanh(s / soft_cap); None: no cap."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
 class AttentionPlan(Protocol):
     """A step's rows, in the form in which ``Ops.attention`` reads them."""
 
@@ -461,19 +471,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def attention(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: Any,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: Any, scores: Scores
     ) -> torch.Tensor:
         """Return the causal attention ``[T, heads * head_dim]`` of q ``[T, heads, head_dim]`` over the rows'
-        pages, where this step's K and V are stored already. ``window``: a query at position p sees positions
-        above p - window; None: no such limit. ``soft_cap`` (above 0): a score s becomes
-        soft_cap * tanh(s / soft_cap)."""
+        pages, where this step's K and V are stored already."""
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 

@@ -24,18 +24,11 @@ def compiling_ahead(
         return
     from manylora.kernels.triton.ahead import CompileAhead
 
-    ahead = CompileAhead()
-    try:
+    with contextlib.closing(CompileAhead()) as ahead:
         yield ahead.rehearse
-    finally:
-        ahead.close()
 
 
-def ops_for(
-    device: torch.device,
-    *,
-    attention: AttentionShape | None = None,
-) -> Ops:
+def ops_for(device: torch.device, *, attention: AttentionShape | None = None) -> Ops:
     """Return the operations for the device. Triton is imported only for CUDA.
 
     ``attention``: the heads of the one model to serve. On CUDA, the fastest kernels are chosen for them, and

@@ -19,30 +19,28 @@ from manylora.models.spec import ModelConfig, ModelError
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family: its architecture names, and the function that reads its config.json.
+    """A model family: its architecture's name, and the function that reads its config.json.
 
     ``name`` is config.json's model_type. ``read`` raises ModelError for settings that cannot be served.
     """
 
     name: str
-    architectures: tuple[str, ...]
+    architecture: str
     read: Callable[[Fields], ModelConfig]
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("LlamaForCausalLM",), read_llama),
-    Family("mistral", ("MistralForCausalLM",), read_mistral),
-    Family("qwen2", ("Qwen2ForCausalLM",), read_qwen2),
-    Family("qwen3", ("Qwen3ForCausalLM",), read_qwen3),
-    Family("gemma2", ("Gemma2ForCausalLM",), read_gemma2),
-    Family("gemma3_text", ("Gemma3ForCausalLM",), read_gemma3),
-    Family("opt", ("OPTForCausalLM",), opt.read),
+    Family("llama", "LlamaForCausalLM", read_llama),
+    Family("mistral", "MistralForCausalLM", read_mistral),
+    Family("qwen2", "Qwen2ForCausalLM", read_qwen2),
+    Family("qwen3", "Qwen3ForCausalLM", read_qwen3),
+    Family("gemma2", "Gemma2ForCausalLM", read_gemma2),
+    Family("gemma3_text", "Gemma3ForCausalLM", read_gemma3),
+    Family("opt", "OPTForCausalLM", opt.read),
 )
 
-_BY_ARCHITECTURE: dict[str, Family] = {
-    architecture: family for family in FAMILIES for architecture in family.architectures
-}
-_BY_MODEL_TYPE: dict[str, Family] = {family.name: family for family in FAMILIES}
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+_BY_MODEL_TYPE = {family.name: family for family in FAMILIES}
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -13,33 +13,32 @@ import torch
 
 from manylora.devices.peers import Peers
 from manylora.kernels.ops import (
-    ACTIVATIONS,
     AdaptedLinear,
     HeadNorm,
     LoraStep,
     Ops,
     Rotary,
+    Scores,
     StepBatch,
     Summands,
     Weight,
 )
-from manylora.kernels.shapes import PageShape
 from manylora.models.layers import (
     Attention,
     Embedding,
-    GatedMlp,
     Head,
     Layer,
     LayerNorm,
     LoraLinear,
+    Mlp,
     Norm,
-    PlainMlp,
     PostNormLayer,
     PreNormLayer,
     RankedEmbedding,
     RankedLinear,
     RmsNorm,
     Step,
+    Stream,
 )
 from manylora.models.rope import rope_tables
 from manylora.models.share import ModelShare
@@ -61,10 +60,6 @@ class Decoder:
     head: Head
 
     @property
-    def layer_prefix(self) -> str:
-        return self.config.names.layer_prefix
-
-    @property
     def linears(self) -> tuple[LoraLinear, ...]:
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
@@ -76,35 +71,26 @@ class Decoder:
         chosen = sorted({number for number in (0, 1, 2, 16, last) if number <= last} | set(windows.values()))
         return dataclasses.replace(self, layers=tuple(self.layers[number] for number in chosen))
 
-    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """Return the shape of one page of this model's KV. ``itemsize``: bytes of an element of the pool."""
-        return self.config.page_shape(page_tokens, itemsize)
-
     def forward(self, batch: StepBatch, pool: torch.Tensor) -> torch.Tensor:
-        x, residual = self.body(batch, pool)
+        last = self.body(batch, pool)
         # Rows are gathered before the final norm and the head, since prompts' other tokens need no logits.
         rows = None if batch.sampled is not None else batch.sample_index
-        return self.logits(x, residual, rows, LoraStep(pool, batch.head))
+        return self.logits(last, rows, LoraStep(pool, batch.head))
 
-    def logits(
-        self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
-    ) -> torch.Tensor:
-        if rows is not None:
-            x, residual = x.of(rows), None if residual is None else residual[rows]
-        return self.head(x, residual, self.ops, lora)
+    def logits(self, last: Stream, rows: torch.Tensor | None, lora: LoraStep) -> torch.Tensor:
+        return self.head(last if rows is None else last.of(rows), self.ops, lora)
 
-    def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
+    def body(self, batch: StepBatch, pool: torch.Tensor) -> Stream:
         step = Step(self.ops, batch, pool)
-        x = Summands(self.embedding(batch))
-        residual: torch.Tensor | None = None
+        stream = Stream(Summands(self.embedding(batch)))
         before_layer = batch.before_layer
         for number, layer in enumerate(self.layers[:-1]):
             if before_layer is not None:
                 before_layer(number)
-            x, residual = layer(x, residual, step)
+            stream = layer(stream, step)
         if before_layer is not None:
             before_layer(len(self.layers) - 1)
-        return self.layers[-1](x, residual, step, None if batch.sampled is None else batch.sample_index)
+        return self.layers[-1](stream, step, None if batch.sampled is None else batch.sample_index)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,33 +179,28 @@ def _layer(
             _norm_weight(config, weights, f"{prefix}{names.key_norm}", config.head_dim),
             config.norm_eps,
         )
-    window, rope = spec.attention.window, spec.attention.rope or config.rope
+    rope, window = spec.attention.rope or config.rope, spec.attention.window
+    if window is not None and window >= max_positions:
+        window = None  # it hides nothing, so the kernels need not test it
     attention = Attention(
         qkv=qkv,
         out=linear(spec.attention.out),
         head_norm=head_norm,
         rope=None if rope is None else ropes[rope],
         head_dim=config.head_dim,
-        scale=config.attention_scale,
-        # A window as long as the longest context hides nothing, so the kernels need not test it.
-        window=None if window is None or window >= max_positions else window,
-        soft_cap=config.score_cap,
+        scores=Scores(config.attention_scale, window, config.score_cap),
     )
     first, second = linear(spec.mlp.first), linear(spec.mlp.second)
-    mlp: GatedMlp | PlainMlp = GatedMlp(first, second, spec.mlp.activation)
-    if not spec.mlp.is_gated:
-        mlp = PlainMlp(first, second, ACTIVATIONS[spec.mlp.activation])
+    mlp = Mlp(first, second, spec.mlp.activation, spec.mlp.is_gated)
 
     def norm(name: str) -> Norm:
         return _norm(config, weights, f"{prefix}{name}")
 
-    attention_norm, mlp_norm = norm(names.attention_norm), norm(names.mlp_norm)
+    parts = attention, norm(names.attention_norm), mlp, norm(names.mlp_norm)
     if not config.norm_before:
-        return PostNormLayer(attention, attention_norm, mlp, mlp_norm)
-    attention_after, mlp_after = (
-        None if name is None else norm(name) for name in (names.attention_after, names.mlp_after)
-    )
-    return PreNormLayer(attention_norm, attention, mlp_norm, mlp, attention_after, mlp_after)
+        return PostNormLayer(*parts)
+    after = [None if name is None else norm(name) for name in (names.attention_after, names.mlp_after)]
+    return PreNormLayer(*parts, *after)
 
 
 def _linear(

@@ -11,7 +11,7 @@ import dataclasses
 
 from manylora.models.fields import Fields
 from manylora.models.rotary_families import NAMES, Defaults, read_rotary, rope_of, windows_of
-from manylora.models.spec import ModelConfig, RopeConfig
+from manylora.models.spec import Biases, ModelConfig, RopeConfig
 
 _NAMES = dataclasses.replace(
     NAMES,
@@ -40,7 +40,7 @@ _DEFAULTS = Defaults(
 
 def read_gemma2(fields: Fields) -> ModelConfig:
     """Read Gemma 2's config: by default every second layer has a window. Raises ModelError."""
-    config = _read(fields, "gemma2", "Gemma2ForCausalLM", _DEFAULTS, pattern=2)
+    config = _read(fields, _DEFAULTS, pattern=2)
     return dataclasses.replace(
         config,
         score_cap=fields.positive_or_none("attn_logit_softcapping", 50.0),
@@ -55,8 +55,6 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     defaults = dataclasses.replace(_DEFAULTS, vocab_size=262208, max_position_embeddings=131072)
     config = _read(
         fields,
-        "gemma3_text",
-        "Gemma3ForCausalLM",
         defaults,
         pattern=fields.integer("sliding_window_pattern", 6),
         ropes=_read_ropes(fields, defaults),
@@ -67,8 +65,6 @@ def read_gemma3(fields: Fields) -> ModelConfig:
 
 def _read(
     fields: Fields,
-    family: str,
-    architecture: str,
     defaults: Defaults,
     *,
     pattern: int,
@@ -88,21 +84,18 @@ def _read(
     bias = fields.flag("attention_bias", False)
     config = read_rotary(
         fields,
-        family,
-        architecture,
         defaults,
         names=_NAMES,
         activation_field="hidden_activation",
         windows=windows_of(fields, kinds, num_layers, fields.integer_or_none("sliding_window", 4096)),
         ropes=ropes,
-        qkv_bias=bias,
-        out_bias=bias,
+        biases=Biases(bias, bias),
         has_head_norm=has_head_norm,
     )
     return dataclasses.replace(
         config,
         norm_offset=1.0,
-        own_attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=config.hidden_size**0.5,
     )
 

@@ -12,22 +12,24 @@ results before the sum over the ranks, which the base needs anyway.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
 from manylora.devices.peers import Peers
 from manylora.kernels.ops import (
+    ACTIVATIONS,
     AdaptedLinear,
     HeadNorm,
     LoraSite,
     LoraStep,
     Ops,
     Rotary,
+    Scores,
     StepBatch,
     Summands,
     Weight,
@@ -51,11 +53,8 @@ class Step:
     def of_sampled(self) -> Step:
         """Return the step for parts that run on the rows of ``batch.sample_index`` alone."""
         sampled = self.batch.sampled
-        return Step(
-            self.ops,
-            dataclasses.replace(self.batch, lora=None if sampled is None else sampled.lora),
-            self.pool,
-        )
+        batch = dataclasses.replace(self.batch, lora=None if sampled is None else sampled.lora)
+        return Step(self.ops, batch, self.pool)
 
 
 class LoraLinear(AdaptedLinear):
@@ -77,18 +76,26 @@ class LoraLinear(AdaptedLinear):
         return step.ops.lora_gated(x, self, step.lora, activation)
 
 
-def stream(x: Summands, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the value that runs through the layers: x + residual, or x where residual is None."""
-    return x.whole if residual is None else x.whole + residual
+class Stream(NamedTuple):
+    """The value ``[T, hidden]`` that runs through the layers: x + residual, or x where residual is None."""
+
+    x: Summands
+    residual: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.x.whole if self.residual is None else self.x.whole + self.residual
+
+    def of(self, rows: torch.Tensor) -> Stream:
+        """Return the stream of these rows, int64 [M]."""
+        return Stream(self.x.of(rows), None if self.residual is None else self.residual[rows])
 
 
 class Norm(Protocol):
     """A norm, fused with the residual sum before it."""
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(x + residual), x + residual). May reuse the memory of both arguments."""
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm(x + residual), x + residual). May reuse the memory of both."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,9 +105,8 @@ class RmsNorm:
     weight: torch.Tensor
     eps: float
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = stream
         if residual is None:
             whole = x.whole
             return ops.rms_norm(whole, self.weight, self.eps), whole
@@ -116,10 +122,8 @@ class LayerNorm:
     bias: torch.Tensor | None
     eps: float
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, ops: Ops
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = stream(x, residual)
+    def __call__(self, stream: Stream, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        total = stream.whole
         return functional.layer_norm(total, (self.size,), self.weight, self.bias, self.eps), total
 
 
@@ -135,13 +139,7 @@ class Attention:
     head_norm: HeadNorm | None
     rope: Rotary | None
     head_dim: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.qkv, self.out
+    scores: Scores
 
     def mixed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Store k and v in the pool, and attend over the rows' pages. Return the heads' results side by side,
@@ -156,129 +154,88 @@ class Attention:
         if self.rope is None:
             step.ops.write_kv(step.pool, layer, k, v, batch.slots)
         else:
+            places = batch.positions, batch.slots
             q = step.ops.rotate_and_store(
-                q,
-                k,
-                v,
-                step.pool,
-                layer,
-                self.rope,
-                batch.positions,
-                batch.slots,
-                self.head_norm,
-                qkv.adapted,
+                q, k, v, step.pool, layer, self.rope, *places, self.head_norm, qkv.adapted
             )
-        limits = self.window, self.soft_cap
-        return step.ops.attention(q, step.pool, layer, batch.attention, self.scale, *limits)
+        return step.ops.attention(q, step.pool, layer, batch.attention, self.scores)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GatedMlp:
-    """An MLP that computes down(activation(gate(x)) * up(x))."""
-
-    gate_up: LoraLinear
-    down: LoraLinear
-    activation: Activation
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.gate_up, self.down
-
-    def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        return self.down(self.gate_up.gated(x, step, self.activation), step)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlainMlp:
-    """An MLP that computes second(activation(first(x)))."""
+class Mlp:
+    """An MLP that computes second(activation(first(x))). Where it ``is_gated``, ``first`` returns gate and up
+    side by side, and the MLP computes second(activation(gate) * up)."""
 
     first: LoraLinear
     second: LoraLinear
-    activation: Callable[[torch.Tensor], torch.Tensor]
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.first, self.second
+    activation: Activation
+    is_gated: bool
 
     def __call__(self, x: torch.Tensor, step: Step) -> Summands:
-        return self.second(self.activation(self.first(x, step).whole), step)
+        if self.is_gated:
+            return self.second(self.first.gated(x, step, self.activation), step)
+        return self.second(ACTIVATIONS[self.activation](self.first(x, step).whole), step)
 
 
-class Layer(Protocol):
-    """One decoder layer. The stream's value is x + residual (x alone where residual is None)."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer(abc.ABC):
+    """One decoder layer."""
+
+    attention: Attention
+    attention_norm: Norm
+    mlp: Mlp
+    mlp_norm: Norm
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
-        """The layer's linears that adapters may change."""
+        """The layer's linears that adapters may change, in order of use."""
+        return self.attention.qkv, self.attention.out, self.mlp.first, self.mlp.second
 
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        """Return the next (x, residual), each ``[T, hidden]``. May reuse the arguments' memory.
+    @abc.abstractmethod
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        """Return the next stream. May reuse the memory of this one.
 
         ``rows``: ``batch.sample_index`` where only these rows ``[M, hidden]`` are wanted (``batch.sampled``).
         """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PreNormLayer:
+class PreNormLayer(Layer):
     """A layer with norms before attention and MLP. Each residual sum is fused into the norm that follows it.
 
     ``attention_after``, ``mlp_after``: norms of the results of attention and MLP, before these are added to
     the stream; given where the model has them (Gemma).
     """
 
-    attention_norm: Norm
-    attention: Attention
-    mlp_norm: Norm
-    mlp: GatedMlp | PlainMlp
     attention_after: Norm | None = None
     mlp_after: Norm | None = None
 
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.attention.linears + self.mlp.linears
-
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        normal, residual = self.attention_norm(x, residual, step.ops)
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        normal, residual = self.attention_norm(stream, step.ops)
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
             mixed, residual, step = mixed[rows], residual[rows], step.of_sampled()
         more = _normal(self.attention_after, self.attention.out(mixed, step), step.ops)
-        normal, residual = self.mlp_norm(more, residual, step.ops)
-        return _normal(self.mlp_after, self.mlp(normal, step), step.ops), residual
+        normal, residual = self.mlp_norm(Stream(more, residual), step.ops)
+        return Stream(_normal(self.mlp_after, self.mlp(normal, step), step.ops), residual)
 
 
 def _normal(norm: Norm | None, x: Summands, ops: Ops) -> Summands:
-    return x if norm is None else Summands(norm(x, None, ops)[0])
+    return x if norm is None else Summands(norm(Stream(x), ops)[0])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PostNormLayer:
+class PostNormLayer(Layer):
     """A layer with a norm after each residual sum (opt-350m). The stream is the norm's output, so there is no
     residual to pass on."""
 
-    attention: Attention
-    attention_norm: Norm
-    mlp: GatedMlp | PlainMlp
-    mlp_norm: Norm
-
-    @property
-    def linears(self) -> tuple[LoraLinear, ...]:
-        return self.attention.linears + self.mlp.linears
-
-    def __call__(
-        self, x: Summands, residual: torch.Tensor | None, step: Step, rows: torch.Tensor | None = None
-    ) -> tuple[Summands, torch.Tensor | None]:
-        normal = x.whole
+    def __call__(self, stream: Stream, step: Step, rows: torch.Tensor | None = None) -> Stream:
+        normal = stream.whole
         mixed = self.attention.mixed(normal, step)
         if rows is not None:
             mixed, normal, step = mixed[rows], normal[rows], step.of_sampled()
-        normal, _ = self.attention_norm(self.attention.out(mixed, step), normal, step.ops)
-        normal, _ = self.mlp_norm(self.mlp(normal, step), normal, step.ops)
-        return Summands(normal), None
+        normal, _ = self.attention_norm(Stream(self.attention.out(mixed, step), normal), step.ops)
+        normal, _ = self.mlp_norm(Stream(self.mlp(normal, step), normal), step.ops)
+        return Stream(Summands(normal))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -319,13 +276,10 @@ class Head:
     linear: AdaptedLinear
     soft_cap: float | None
 
-    def __call__(self, x: Summands, residual: torch.Tensor | None, ops: Ops, lora: LoraStep) -> torch.Tensor:
+    def __call__(self, stream: Stream, ops: Ops, lora: LoraStep) -> torch.Tensor:
         """Return float32 logits ``[M, vocab]`` of rows ``[M, hidden]``. ``lora``: these rows' LoRA at the
         head."""
-        if self.norm is not None:
-            last, _ = self.norm(x, residual, ops)
-        else:
-            last = stream(x, residual)
+        last = stream.whole if self.norm is None else self.norm(stream, ops)[0]
         if self.project is not None:
             last = functional.linear(last, self.project.data)
         logits = ops.lora_summands(last, self.linear, lora).whole.float()

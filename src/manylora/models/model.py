@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, StepBatch, Summands
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Ops, StepBatch
+from manylora.models.layers import Stream
 from manylora.models.spec import ModelConfig
 
 
@@ -27,11 +28,6 @@ class Model(Protocol):
         """The device's operations. The model's owner closes them."""
 
     @property
-    def layer_prefix(self) -> str:
-        """The start of a module's path, up to the layer's number ("model.layers."). Adapters' files name
-        their targets with it."""
-
-    @property
     def linears(self) -> Sequence[AdaptedLinear]:
         """The layers' linears, layer by layer. Adapters may change them, and one may be merged into them."""
 
@@ -42,15 +38,13 @@ class Model(Protocol):
         """Run ``body``, and return float32 logits ``[M, vocab]`` of the tokens at ``batch.sample_index``. A
         rank returns the columns of its own part of the vocabulary."""
 
-    def body(self, batch: StepBatch, pool: torch.Tensor) -> tuple[Summands, torch.Tensor | None]:
-        """Run the layers, and return the last one's result (x, residual) for ``logits``.
+    def body(self, batch: StepBatch, pool: torch.Tensor) -> Stream:
+        """Run the layers, and return the last one's result for ``logits``.
 
         It has a row for each of the batch's tokens, or, with ``batch.sampled``, for each token at
         ``batch.sample_index``. Writes the batch's keys and values into ``pool``, and changes nothing else.
         """
 
-    def logits(
-        self, x: Summands, residual: torch.Tensor | None, rows: torch.Tensor | None, lora: LoraStep
-    ) -> torch.Tensor:
+    def logits(self, last: Stream, rows: torch.Tensor | None, lora: LoraStep) -> torch.Tensor:
         """Return float32 logits ``[M, vocab]`` of ``rows``, int64 [M], of the result of ``body``; None: of
         all rows. ``lora``: these rows' LoRA at the output head."""

@@ -11,7 +11,7 @@ from typing import cast
 
 from manylora.kernels.shapes import Activation
 from manylora.models.fields import Fields
-from manylora.models.spec import ModelConfig, TensorNames, dense_layer
+from manylora.models.spec import Biases, ModelConfig, TensorNames, dense_layer
 
 _NAMES = TensorNames(
     body="model.decoder.",
@@ -49,13 +49,9 @@ def read(fields: Fields) -> ModelConfig:
         keys=hidden_size,
         inner=inner,
         activation=cast(Activation, activation),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        biases=Biases(bias, bias, bias),
     )
     return ModelConfig(
-        family="opt",
-        architecture="OPTForCausalLM",
         names=_NAMES,
         vocab_size=fields.integer("vocab_size", 50272),
         hidden_size=hidden_size,
@@ -65,6 +61,7 @@ def read(fields: Fields) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
+        attention_scale=(hidden_size // num_heads) ** -0.5,
         max_position_embeddings=fields.integer("max_position_embeddings", 2048),
         rope=None,
         norm="layer",

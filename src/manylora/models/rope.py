@@ -50,9 +50,9 @@ def _frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) 
         if factor is None:
             factor = max_position_embeddings / rope.original_max_positions
         if rope.kind == "yarn":
-            return _yarn(rope, powers, factor), _yarn_attention_factor(rope, factor)
+            return _yarn(rope, powers, factor), _attention_factor(rope, factor)
         inverse = 1.0 / (torch.tensor(rope.long_factors, dtype=torch.float32) * powers)
-        return inverse, _longrope_attention_factor(rope, factor)
+        return inverse, _attention_factor(rope, factor)
     inverse = 1.0 / powers
     if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
@@ -97,9 +97,12 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, factor: float) -> torch.Tensor
     return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+def _attention_factor(rope: RopeConfig, factor: float) -> float:
+    """Return yarn's or longrope's factor of cos and sin."""
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(rope.original_max_positions)) if factor > 1 else 1.0
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -107,9 +110,3 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
-
-
-def _longrope_attention_factor(rope: RopeConfig, factor: float) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    return math.sqrt(1 + math.log(factor) / math.log(rope.original_max_positions)) if factor > 1 else 1.0

@@ -12,7 +12,7 @@ from typing import cast, get_args
 
 from manylora.kernels.shapes import Activation
 from manylora.models.fields import Fields
-from manylora.models.spec import ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
+from manylora.models.spec import Biases, ModelConfig, RopeConfig, RopeKind, TensorNames, dense_layer
 
 NAMES = TensorNames(
     body="model.",
@@ -51,17 +51,13 @@ class Defaults:
 
 def read_rotary(
     fields: Fields,
-    family: str,
-    architecture: str,
     defaults: Defaults,
     *,
+    biases: Biases,
     names: TensorNames = NAMES,
     activation_field: str = "hidden_act",
     windows: tuple[int | None, ...] | None = None,
     ropes: tuple[RopeConfig, RopeConfig | None] | None = None,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
     has_head_norm: bool = False,
 ) -> ModelConfig:
     """Read the settings that these families share. Raises ModelError for settings that cannot be served.
@@ -87,15 +83,11 @@ def read_rotary(
         keys=num_kv_heads * head_dim,
         inner=inner,
         activation=defaults.activations[activation],
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
+        biases=biases,
         has_head_norm=has_head_norm,
     )
     rope, of_windows = ropes or (read_rope(fields, max_positions, head_dim), None)
     return ModelConfig(
-        family=family,
-        architecture=architecture,
         names=names,
         vocab_size=fields.integer("vocab_size", defaults.vocab_size),
         hidden_size=hidden_size,
@@ -108,6 +100,7 @@ def read_rotary(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
         max_position_embeddings=max_positions,
         rope=rope,
         norm="rms",
@@ -180,7 +173,22 @@ def rope_of(
     config = dataclasses.replace(config, original_max_positions=original)
     if kind == "llama3":
         return _read_llama3(rope, config)
-    return _read_yarn(rope, config) if kind == "yarn" else _read_longrope(rope, config, head_dim // 2)
+    config = dataclasses.replace(
+        config,
+        factor=rope.positive("factor") if "factor" in rope else None,
+        attention_factor=rope.number_or_none("attention_factor"),
+    )
+    if kind == "longrope":
+        short, long = (rope.numbers(name, head_dim // 2) for name in ("short_factor", "long_factor"))
+        return dataclasses.replace(config, short_factors=short, long_factors=long)
+    return dataclasses.replace(
+        config,
+        beta_fast=rope.number_or_none("beta_fast") or 32.0,
+        beta_slow=rope.number_or_none("beta_slow") or 1.0,
+        mscale=rope.number_or_none("mscale"),
+        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
 
 
 def _read_llama3(rope: Fields, config: RopeConfig) -> RopeConfig:
@@ -189,29 +197,6 @@ def _read_llama3(rope: Fields, config: RopeConfig) -> RopeConfig:
         rope.fail(f"high_freq_factor ({high}) must be above low_freq_factor ({low})")
     return dataclasses.replace(
         config, factor=rope.positive("factor"), low_freq_factor=low, high_freq_factor=high
-    )
-
-
-def _read_yarn(rope: Fields, config: RopeConfig) -> RopeConfig:
-    return dataclasses.replace(
-        config,
-        factor=rope.positive("factor") if "factor" in rope else None,
-        beta_fast=rope.number_or_none("beta_fast") or 32.0,
-        beta_slow=rope.number_or_none("beta_slow") or 1.0,
-        attention_factor=rope.number_or_none("attention_factor"),
-        mscale=rope.number_or_none("mscale"),
-        mscale_all_dim=rope.number_or_none("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-    )
-
-
-def _read_longrope(rope: Fields, config: RopeConfig, count: int) -> RopeConfig:
-    return dataclasses.replace(
-        config,
-        factor=rope.positive("factor") if "factor" in rope else None,
-        attention_factor=rope.number_or_none("attention_factor"),
-        short_factors=rope.numbers("short_factor", count),
-        long_factors=rope.numbers("long_factor", count),
     )
 
 
@@ -253,35 +238,24 @@ def windows_of(
 def read_llama(fields: Fields) -> ModelConfig:
     """Read Llama 2 and 3.x, and the many models published as LlamaForCausalLM. Raises ModelError."""
     bias = fields.flag("attention_bias", False)
-    return read_rotary(
-        fields,
-        "llama",
-        "LlamaForCausalLM",
-        Defaults(
-            vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048, eos_ids=(2,), bos_id=1
-        ),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False),
+    defaults = Defaults(
+        vocab_size=32000, intermediate_size=11008, max_position_embeddings=2048, eos_ids=(2,), bos_id=1
     )
+    return read_rotary(fields, defaults, biases=Biases(bias, bias, fields.flag("mlp_bias", False)))
 
 
 def read_mistral(fields: Fields) -> ModelConfig:
     """Read Mistral: all layers have one sliding window unless the config sets null. Raises ModelError."""
-    return read_rotary(
-        fields,
-        "mistral",
-        "MistralForCausalLM",
-        Defaults(
-            vocab_size=32000,
-            intermediate_size=14336,
-            max_position_embeddings=4096 * 32,
-            num_kv_heads=8,
-            eos_ids=(2,),
-            bos_id=1,
-        ),
-        windows=(fields.integer_or_none("sliding_window", 4096),) * fields.integer("num_hidden_layers", 32),
+    defaults = Defaults(
+        vocab_size=32000,
+        intermediate_size=14336,
+        max_position_embeddings=4096 * 32,
+        num_kv_heads=8,
+        eos_ids=(2,),
+        bos_id=1,
     )
+    windows = (fields.integer_or_none("sliding_window", 4096),) * fields.integer("num_hidden_layers", 32)
+    return read_rotary(fields, defaults, biases=Biases(), windows=windows)
 
 
 _QWEN = Defaults(vocab_size=151936, intermediate_size=22016, max_position_embeddings=32768, num_kv_heads=32)
@@ -289,8 +263,7 @@ _QWEN = Defaults(vocab_size=151936, intermediate_size=22016, max_position_embedd
 
 def read_qwen2(fields: Fields) -> ModelConfig:
     """Read Qwen2 and Qwen2.5: q, k, v have biases, and later layers may have windows. Raises ModelError."""
-    windows = _qwen_windows(fields)
-    return read_rotary(fields, "qwen2", "Qwen2ForCausalLM", _QWEN, windows=windows, qkv_bias=True)
+    return read_rotary(fields, _QWEN, biases=Biases(qkv=True), windows=_qwen_windows(fields))
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
@@ -298,11 +271,8 @@ def read_qwen3(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     return read_rotary(
         fields,
-        "qwen3",
-        "Qwen3ForCausalLM",
         dataclasses.replace(_QWEN, head_dim=128),
+        biases=Biases(bias, bias),
         windows=_qwen_windows(fields),
-        qkv_bias=bias,
-        out_bias=bias,
         has_head_norm=True,
     )

@@ -102,13 +102,9 @@ class ModelShare:
             intermediate_size=len(self.place.cut(self.whole.intermediate_size, self.unit)),
         )
 
-    def page_shape(self, page_tokens: int, itemsize: int) -> PageShape:
-        """Return the shape of this rank's part of a page. ``itemsize``: bytes of an element of the pool."""
-        return self.config.page_shape(page_tokens, itemsize)
-
     def whole_page(self, page_tokens: int, itemsize: int) -> PageShape:
         """Return the shape of a page of all ranks together. A KV head counts once per rank that holds it."""
-        mine = self.page_shape(page_tokens, itemsize)
+        mine = self.config.page_shape(page_tokens, itemsize)
         return dataclasses.replace(mine, kv_heads=mine.kv_heads * self.place.num_ranks)
 
     def whole_geometry(self, page_tokens: int, itemsize: int) -> AdapterGeometry:
@@ -133,7 +129,7 @@ class ModelShare:
         if self.place.num_ranks == 1:
             return self.whole_geometry(page_tokens, itemsize)
         widest = ModelShare(self.whole, RankPlace(0, self.place.num_ranks), self.is_sharded, self.unit)
-        page = widest.page_shape(page_tokens, itemsize)
+        page = widest.config.page_shape(page_tokens, itemsize)
         wide = adapter_geometry(page, widest.adapted_layers, itemsize)
         if self.place.rank == 0:
             return dataclasses.replace(wide, cuts=self.cuts)
@@ -164,10 +160,21 @@ class ModelShare:
     def linear(self, linear: LinearSpec) -> LinearShare:
         """Return this rank's part of a linear of the whole model."""
         group = linear.group
+        b_rows: tuple[range, ...]
         if linear.cut == "row":
-            return self._row(group, self._part(group.in_features, linear.heads[0] if linear.heads else None))
-        parts = zip(group.projections, linear.heads or [None] * len(group.projections), strict=True)
-        return self._column(group, [self._part(p.out_features, heads) for p, heads in parts])
+            inputs = self._part(group.in_features, linear.heads[0] if linear.heads else None)
+            outputs = tuple(range(p.out_features) for p in group.projections)
+            added = self.place.cut(len(outputs[0])) if self.is_sharded else outputs[0]
+            read, a_columns, b_rows = range(len(inputs)), inputs, (added,)
+        else:
+            inputs = range(group.in_features)
+            parts = zip(group.projections, linear.heads or [None] * len(group.projections), strict=True)
+            outputs = tuple(self._part(p.out_features, heads) for p, heads in parts)
+            added = range(sum(map(len, outputs)))
+            read = self.place.cut(len(inputs)) if self.is_sharded else inputs
+            a_columns, b_rows = read, outputs
+        own, adapted = _of_widths(group, len(inputs), outputs), _of_widths(group, len(a_columns), b_rows)
+        return LinearShare(linear.cut, own, outputs, inputs, adapted, a_columns, b_rows, read, added)
 
     def _part(self, features: int, heads: Heads | None) -> range:
         """Return this rank's range of the features: its heads' features, or any where no heads own them."""
@@ -175,36 +182,6 @@ class ModelShare:
             return self.place.cut(features, self.unit)
         mine, size = self.heads if heads == "query" else self.kv_heads, self.whole.head_dim
         return range(mine.start * size, mine.stop * size)
-
-    def _column(self, group: ProjectionGroup, outputs: Sequence[range]) -> LinearShare:
-        whole = range(group.in_features)
-        read = self.place.cut(len(whole)) if self.is_sharded else whole
-        return LinearShare(
-            kind="column",
-            group=_of_widths(group, len(whole), outputs),
-            outputs=tuple(outputs),
-            inputs=whole,
-            adapted=_of_widths(group, len(read), outputs),
-            a_columns=read,
-            b_rows=tuple(outputs),
-            read=read,
-            added=range(sum(map(len, outputs))),
-        )
-
-    def _row(self, group: ProjectionGroup, inputs: range) -> LinearShare:
-        wholes = tuple(range(p.out_features) for p in group.projections)
-        added = self.place.cut(len(wholes[0])) if self.is_sharded else wholes[0]
-        return LinearShare(
-            kind="row",
-            group=_of_widths(group, len(inputs), wholes),
-            outputs=wholes,
-            inputs=inputs,
-            adapted=_of_widths(group, len(inputs), (added,)),
-            a_columns=inputs,
-            b_rows=(added,),
-            read=range(len(inputs)),
-            added=added,
-        )
 
 
 def check_count(config: ModelConfig, count: int, most: int = MOST_RANKS) -> None:

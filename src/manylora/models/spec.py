@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from manylora.kernels.shapes import Activation, PageShape, Projection, ProjectionGroup, distinct_groups
 
@@ -79,6 +79,8 @@ class TensorNames:
 
     @property
     def layer_prefix(self) -> str:
+        """The start of a module's path, up to the layer's number ("model.layers."). Adapters' files name
+        their targets with it."""
         return f"{self.body}layers."
 
 
@@ -154,6 +156,14 @@ class LayerSpec:
         return dataclasses.replace(self, attention=attention)
 
 
+class Biases(NamedTuple):
+    """Which linears of a layer have biases: the one of q, k and v, attention's output, the MLP's."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
 def dense_layer(
     names: TensorNames,
     *,
@@ -162,9 +172,7 @@ def dense_layer(
     keys: int,
     inner: int,
     activation: Activation,
-    qkv_bias: bool,
-    out_bias: bool,
-    mlp_bias: bool,
+    biases: Biases,
     has_head_norm: bool = False,
 ) -> LayerSpec:
     """Build the layer of a dense model, in which every token passes through all linears.
@@ -180,13 +188,13 @@ def dense_layer(
     second = (Projection(names.mlp_out, inner, hidden),)
     return LayerSpec(
         AttentionSpec(
-            LinearSpec(ProjectionGroup("qkv", qkv), qkv_bias, heads=("query", "key", "key")),
-            LinearSpec(ProjectionGroup("o", out), out_bias, "row", ("query",)),
+            LinearSpec(ProjectionGroup("qkv", qkv), biases.qkv, heads=("query", "key", "key")),
+            LinearSpec(ProjectionGroup("o", out), biases.out, "row", ("query",)),
             has_head_norm=has_head_norm,
         ),
         MlpSpec(
-            LinearSpec(ProjectionGroup("gate_up" if is_gated else "fc1", first), mlp_bias),
-            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), mlp_bias, "row"),
+            LinearSpec(ProjectionGroup("gate_up" if is_gated else "fc1", first), biases.mlp),
+            LinearSpec(ProjectionGroup("down" if is_gated else "fc2", second), biases.mlp, "row"),
             activation,
             is_gated,
         ),
@@ -201,14 +209,13 @@ class ModelConfig:
     MLP's. ``rope``: None where positions are learned; their table then starts with ``position_offset`` unused
     rows. ``embedding_size`` differs from ``hidden_size`` only where the embeddings are projected (opt-350m).
     ``norm_before``: whether norms precede attention and MLP, rather than follow each residual sum.
-    ``norm_offset``: added to the norms' stored weights, in float32. ``own_attention_scale``: the factor of
-    attention scores; None: ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap``: soft caps of scores and
-    logits; a cap c turns s into ``c * tanh(s / c)``. ``embedding_scale``: the factor of token embeddings.
+    ``norm_offset``: added to the norms' stored weights, in float32. ``attention_scale``: the factor of
+    attention scores before the softmax, usually ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap``: soft
+    caps of scores and logits; a cap c turns s into ``c * tanh(s / c)``. ``embedding_scale``: the factor of
+    token embeddings.
     ``dtype``: the checkpoint's, by its torch name.
     """
 
-    family: str
-    architecture: str
     names: TensorNames
     vocab_size: int
     hidden_size: int
@@ -218,6 +225,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    attention_scale: float
     max_position_embeddings: int
     rope: RopeConfig | None
     norm: Literal["rms", "layer"]
@@ -228,19 +236,12 @@ class ModelConfig:
     final_norm: bool = True
     position_offset: int = 0
     norm_offset: float = 0.0
-    own_attention_scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
     embedding_scale: float = 1.0
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "float32"
-
-    @property
-    def attention_scale(self) -> float:
-        """The factor of attention scores before the softmax."""
-        scale = self.own_attention_scale
-        return float(self.head_dim**-0.5) if scale is None else scale
 
     @property
     def context(self) -> int:

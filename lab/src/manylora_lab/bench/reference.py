@@ -23,6 +23,7 @@ from manylora.kernels.ops import (
     MergedLayer,
     MergePlan,
     Ops,
+    Scores,
     Shrunk,
     Summands,
     Weight,
@@ -111,10 +112,9 @@ class ReferenceOps(Ops):
         pool: torch.Tensor,
         layer: int,
         plan: ReferenceAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        scores: Scores,
     ) -> torch.Tensor:
+        scale, window, soft_cap = scores
         heads, dim = q.shape[1:]
         page_tokens, kv_heads = pool.shape[3:5]
         out = torch.zeros_like(q)
@@ -134,10 +134,10 @@ class ReferenceOps(Ops):
                 visible &= key > position - window
             for head in range(heads):
                 group = head * kv_heads // heads
-                scores = wide(q[first:last, head]) @ wide(k[:, group]).T * scale
+                of_keys = wide(q[first:last, head]) @ wide(k[:, group]).T * scale
                 if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+                    of_keys = soft_cap * torch.tanh(of_keys / soft_cap)
+                weights = of_keys.masked_fill(~visible, float("-inf")).softmax(-1)
                 out[first:last, head] = (weights @ wide(v[:, group])).to(q.dtype)
         return out.view(q.shape[0], heads * dim)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary
+from manylora.kernels.ops import AttentionRows, HeadNorm, Rotary, Scores
 from manylora.kernels.shapes import PageShape
 from manylora_lab.bench.reference import ReferenceOps
 
@@ -205,24 +205,22 @@ def attention(
     layer: int,
     rows: AttentionRows,
     page: PageShape,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
+    scores: Scores,
 ) -> Bounded:
     """The attention, not yet rounded; weights have been, before they meet the values."""
     dtype, roundoff = q.dtype, accumulator(q.dtype)
     own = pool[:, layer : layer + 1].to(torch.float64, copy=True)
     plan = _REFERENCE.plan_attention(rows, page, q.device)
-    exact = _REFERENCE.attention(q.double(), own, 0, plan, scale, window, soft_cap)
+    exact = _REFERENCE.attention(q.double(), own, 0, plan, scores)
     keys = own[:, 0, 0].nan_to_num().norm(dim=-1).amax((0, 1))  # of each key head, the longest
     own[:, 0, 1].abs_()
-    magnitude = _REFERENCE.attention(q.double(), own, 0, plan, scale, window, soft_cap)
+    magnitude = _REFERENCE.attention(q.double(), own, 0, plan, scores)
     # Of a logit: a product of D terms, no larger than the vectors' lengths allow, and an exponential's argument.
     heads = q.shape[1]
-    logit = scale * q.double().norm(dim=-1) * keys.repeat_interleave(heads // len(keys))  # [T, heads]
+    logit = scores.scale * q.double().norm(dim=-1) * keys.repeat_interleave(heads // len(keys))  # [T, heads]
     logit_off = (gamma(q.shape[-1] + 4, roundoff) + 4 * roundoff) * logit
     # A cap's slope is 1 at most.
-    logit_off = logit_off + _FUNCTION * roundoff * (soft_cap or 0.0)
+    logit_off = logit_off + _FUNCTION * roundoff * (scores.soft_cap or 0.0)
     context = int(rows.kv_len.max()) if len(rows.kv_len) else 0
     # Of the sum above and of the sum below; the largest logit, which is taken away, is off as well.
     sums = torch.expm1(2 * logit_off) + _FUNCTION * roundoff + gamma(2 * context + 2, roundoff)

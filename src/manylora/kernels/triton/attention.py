@@ -79,76 +79,19 @@ def attend_kernel(
     if tokens <= part * BLOCK_Q:
         return
     several = tokens > 1 if TILE > 1 else False
+    tensors = q, pool, page_table, record, out, partial, statistics, arrivals
+    strides = q_stride, layer_offset, value_offset, page_stride, token_stride
+    rest = scale_log2, before_cap, window, tokens, part, kv_head, kv_heads
     if several:
         _attend(
-            q,
-            pool,
-            page_table,
-            record,
-            out,
-            partial,
-            statistics,
-            arrivals,
-            q_stride,
-            layer_offset,
-            value_offset,
-            page_stride,
-            token_stride,
-            scale_log2,
-            before_cap,
-            window,
-            tokens,
-            part,
-            PARTS,
-            kv_head,
-            kv_heads,
-            HEADS,
-            HEADS_PADDED,
-            DIM,
-            DIM_PADDED,
-            PAGE_TOKENS,
-            BLOCK_Q,
-            TILE_BLOCK_N,
-            TILE_STAGES,
-            WINDOWED,
-            CAPPED,
-            PRECISION,
-        )
+            *tensors, *strides, *rest, PARTS, HEADS, HEADS_PADDED, DIM, DIM_PADDED, PAGE_TOKENS,
+            BLOCK_Q, TILE_BLOCK_N, TILE_STAGES, WINDOWED, CAPPED, PRECISION,
+        )  # fmt: skip
     else:
         _attend(
-            q,
-            pool,
-            page_table,
-            record,
-            out,
-            partial,
-            statistics,
-            arrivals,
-            q_stride,
-            layer_offset,
-            value_offset,
-            page_stride,
-            token_stride,
-            scale_log2,
-            before_cap,
-            window,
-            tokens,
-            part,
-            PARTS,
-            kv_head,
-            kv_heads,
-            HEADS,
-            HEADS_PADDED,
-            DIM,
-            DIM_PADDED,
-            PAGE_TOKENS,
-            1,
-            BLOCK_N,
-            STAGES,
-            WINDOWED,
-            CAPPED,
-            PRECISION,
-        )
+            *tensors, *strides, *rest, PARTS, HEADS, HEADS_PADDED, DIM, DIM_PADDED, PAGE_TOKENS,
+            1, BLOCK_N, STAGES, WINDOWED, CAPPED, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -171,9 +114,9 @@ def _attend(
     window,
     tokens,
     part,
-    PARTS: tl.constexpr,
     kv_head,
     kv_heads,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     DIM: tl.constexpr,

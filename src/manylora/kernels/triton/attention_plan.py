@@ -9,7 +9,6 @@ arguments ``query_start``, ``kv_len`` and ``pages`` are those of an AttentionRow
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.flashinfer_attention import PlannedPrompts, PreparedPrompts, PromptAttention
 from manylora.kernels.loops import loop
-from manylora.kernels.ops import AttentionLimits, AttentionRows
+from manylora.kernels.ops import AttentionLimits, AttentionRows, Scores
 from manylora.kernels.shapes import PageShape
 from manylora.kernels.triton.attention import attend_kernel
 from manylora.kernels.triton.decode_table import AttentionTileConfig, DecodeConfig, DecodeTable
@@ -53,10 +52,8 @@ class TritonAttentionPlan:
     page_table: torch.Tensor
     records: torch.Tensor
     of_prompts: int
-    tile: int
     places: int
     counters: int
-    config: DecodeConfig
     num_tokens: int
     prompts: PlannedPrompts | None
 
@@ -69,7 +66,11 @@ class TritonAttentionPlan:
         prompts: PreparedPrompts | PromptAttention | None = None,
         limits: AttentionLimits | None = None,
     ) -> None:
-        """Reserve memory for the largest step of ``limits``. ``prompts`` is used only without limits."""
+        """Reserve memory for the largest step of ``limits``.
+
+        ``programs``: the number of programs that keep the device busy. ``prompts``: FlashInfer, which serves
+        long prompts in steps without limits; None: our kernel serves all.
+        """
         self._page = page
         self._device = device
         self._programs = programs
@@ -90,33 +91,29 @@ class TritonAttentionPlan:
 
     def _make(self, rows: AttentionRows) -> None:
         length = np.diff(rows.query_start)
-        self.config = self._decoding.choice(int((length == 1).sum()))
-        self.tile = self._decoding.tile if (length > 1).any() else 1
-        wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
-        found = _counted(rows, self._page, self.tile, wanted)
+        self._choose(int((length == 1).sum()), is_decoding=not (length > 1).any())
+        self.num_tokens = int(rows.query_start[-1])
+        found = self._count(rows)
         pieces = np.empty((found.records, RECORD), dtype=np.int32)
         pages = np.empty(found.pages, dtype=np.int32)
-        _write(rows, self._page, self.tile, found, pieces, pages)
+        self._write(rows, found, pieces, pages)
         self.page_table, records = upload([pages, pieces], self._device)
         self.records = records.view(-1, RECORD)
         self.of_prompts, self.places, self.counters = found.of_prompts, found.places, found.counters
-        self.num_tokens = int(rows.query_start[-1])
         if self._prompts is not None:
             self.prompts = self._prompts.plan(rows, self._page)
 
     def _reserve(self, limits: AttentionLimits) -> None:
         num_tokens, num_rows, max_context = limits
         is_decoding = num_tokens == num_rows
-        self.config = self._decoding.choice(num_rows)
-        self._wanted = wanted = _Wanted.of(self._page.kv_heads, self.config, self._programs)
-        self.tile = 1 if is_decoding else self._decoding.tile
+        self._choose(num_rows, is_decoding)
         # Besides the whole tiles, each row may have a partial tile, and so may the padding.
         whole = 0 if is_decoding else num_tokens // self.tile + 1
         longest = -(-max_context // BLOCK_TOKENS)
-        more = min(wanted.rows, num_rows * (-(-longest // LEAST_BLOCKS) - 1))
-        more_tiles = (
-            min(wanted.tiles, (whole + num_rows) * (-(-longest // LEAST_TILE_BLOCKS) - 1)) if whole else 0
-        )
+        more = min(self._most_rows, num_rows * (-(-longest // LEAST_BLOCKS) - 1))
+        more_tiles = 0
+        if whole:
+            more_tiles = min(self._most_tiles, (whole + num_rows) * (-(-longest // LEAST_TILE_BLOCKS) - 1))
         num_records = num_rows + whole + more + more_tiles
         most_pages = num_rows * -(-max_context // self._page.page_tokens)
         size = num_records * RECORD
@@ -128,14 +125,30 @@ class TritonAttentionPlan:
         self.counters = more + more_tiles
 
     def _refill(self, rows: AttentionRows, limits: AttentionLimits) -> None:
-        found = _counted(rows, self._page, self.tile, self._wanted)
+        found = self._count(rows)
         self._check(rows, found, limits)
         size = len(self.records) * RECORD
         stage = upload_buffers(self._memory.device).stage(size + found.pages)
         records, pages = stage.numbers[:size].reshape(-1, RECORD), stage.numbers[size:]
-        _write(rows, self._page, self.tile, found, records[: found.records], pages)
-        write_rest(records[found.records :], rows.query_start[-1], limits.num_tokens, self.tile)
+        self._write(rows, found, records, pages)
         stage.send(self._memory[: len(stage.numbers)])
+
+    def _choose(self, num_singles: int, is_decoding: bool) -> None:
+        """Choose the sizes for a step with ``num_singles`` rows of one query, and with others unless
+        ``is_decoding``."""
+        self.config = self._decoding.choice(num_singles)
+        self.tile = 1 if is_decoding else self._decoding.tile
+        # The numbers of pieces for each key head that keep the device busy.
+        self._most_rows = max(1, (self.config.programs or self._programs) // self._page.kv_heads)
+        self._most_tiles = max(1, self._programs // self._page.kv_heads)
+
+    def _count(self, rows: AttentionRows) -> Pieces:
+        sizes = self._page.page_tokens, self.tile, self._most_tiles, self._most_rows
+        return count_pieces(rows.query_start, rows.kv_len, *sizes)
+
+    def _write(self, rows: AttentionRows, found: Pieces, records: Table, table: Table) -> None:
+        starts, pages, sizes = rows.query_start, rows.page_table, (self._page.page_tokens, self.tile)
+        write_pieces(starts, rows.kv_len, pages, *sizes, found, self.num_tokens, records, table)
 
     def _check(self, rows: AttentionRows, found: Pieces, limits: AttentionLimits) -> None:
         """Raise ValueError where the step exceeds the limits, before anything is written."""
@@ -150,29 +163,62 @@ class TritonAttentionPlan:
         if not fits:
             raise ValueError("the step is larger than what was captured")
 
-
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The numbers of pieces per key head that keep the device busy, for rows of one query and for tiles."""
-
-    rows: int
-    tiles: int
-
-    @classmethod
-    def of(cls, kv_heads: int, config: DecodeConfig, programs: int) -> _Wanted:
-        return cls(max(1, (config.programs or programs) // kv_heads), max(1, programs // kv_heads))
-
-
-def _counted(rows: AttentionRows, page: PageShape, tile: int, wanted: _Wanted) -> Pieces:
-    return count_pieces(rows.query_start, rows.kv_len, page.page_tokens, tile, wanted.tiles, wanted.rows)
-
-
-def _write(
-    rows: AttentionRows, page: PageShape, tile: int, found: Pieces, records: Table, pages: Table
-) -> None:
-    write_pieces(
-        rows.query_start, rows.kv_len, rows.page_table, page.page_tokens, tile, found, records, pages
-    )
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, scores: Scores, counters: LaunchCounters
+    ) -> torch.Tensor:
+        """Compute ``Ops.attention``. All calls with the same counters must be ordered on the device. The
+        first call allocates counters, so it must not be under capture."""
+        num_tokens, num_heads, dim = q.shape
+        q = flat_heads(q)
+        # Tokens that belong to no row must be zero: uninitialised memory may hold NaN, which would spread.
+        fresh = torch.empty if self.num_tokens == num_tokens else torch.zeros
+        out = fresh((num_tokens, num_heads * dim), dtype=q.dtype, device=q.device)
+        records, tile = self.records, self.tile
+        if self.prompts is not None and self.prompts.serves(q, scores):
+            # Prompts go first, because FlashInfer also writes the tokens between two prompts.
+            self.prompts.run(q, pool, layer, out)
+            records, tile = records[self.of_prompts :], 1
+        if not len(records):
+            return out
+        page_tokens, kv_heads = pool.shape[3:5]
+        heads = num_heads // kv_heads
+        scale, window, soft_cap = scores
+        sizes = _launch_sizes(q.dtype, dim, heads, tile, self.config, self._decoding.tiles)
+        parts = tile // sizes["BLOCK_Q"]
+        # Allocated even where no piece is joined: a pointer of another type would compile another variant.
+        shape = (max(1, self.places), num_heads)
+        partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
+        statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+        grid = (len(records) * parts, kv_heads)
+        attend_kernel[grid if tile == 1 else grid[::-1]](
+            q,
+            pool,
+            self.page_table,
+            records,
+            out,
+            partial,
+            statistics,
+            counters.take(self.counters * parts * kv_heads, q.device),
+            q.stride(0),
+            layer * pool.stride(1),
+            pool.stride(2),
+            pool.stride(0),
+            pool.stride(3),
+            (scale if soft_cap is None else soft_cap) * math.log2(math.e),
+            0.0 if soft_cap is None else scale / soft_cap,
+            window or 0,
+            HEADS=heads,
+            HEADS_PADDED=power_of_two(heads),
+            DIM=dim,
+            DIM_PADDED=max(16, power_of_two(dim)),
+            PAGE_TOKENS=page_tokens,
+            TILE=tile,
+            WINDOWED=window is not None,
+            CAPPED=soft_cap is not None,
+            PRECISION=precision(q.dtype),
+            **sizes,
+        )
+        return out
 
 
 class Pieces(NamedTuple):
@@ -253,12 +299,13 @@ def count_pieces(
 @loop
 def write_pieces(
     query_start: np.ndarray, kv_len: np.ndarray, pages: np.ndarray, page_tokens: int, tile: int,
-    found: Pieces, records: np.ndarray, table: np.ndarray,
+    found: Pieces, num_tokens: int, records: np.ndarray, table: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write a step's ``records`` int32 [found.records, RECORD] and page ``table`` int32 [found.pages].
+    """Write a step's ``records`` int32 [n, RECORD] and page ``table`` int32 [found.pages].
 
     Records of tiles come first, the longest contexts before shorter ones; records of rows with one query
-    follow, in row order. The table holds the rows' pages, one row after the other.
+    follow, in row order. The unused records come last: tiles without context for the tokens from the last
+    row's end up to ``num_tokens``, then zeros. The table holds the rows' pages, one row after the other.
     """
     first_page = np.empty(len(kv_len), dtype=np.int64)
     place = 0
@@ -300,15 +347,11 @@ def write_pieces(
         if pieces > 1:
             shared += queries * pieces
             joined += 1
-
-
-@loop
-def write_rest(records: np.ndarray, begin: int, num_tokens: int, tile: int) -> None:
-    """Fill the unused records: tiles without context for the tokens from ``begin`` on, then zeros."""
-    records[:] = 0
-    for number, first in enumerate(range(begin, num_tokens, tile)):
-        record = records[number]
+    records[written:] = 0
+    for first in range(query_start[-1], num_tokens, tile):
+        record = records[written]
         record[1], record[2], record[3], record[5] = first, min(num_tokens - first, tile), -tile, 1
+        written += 1
 
 
 def flat_heads(x: torch.Tensor) -> torch.Tensor:
@@ -316,110 +359,6 @@ def flat_heads(x: torch.Tensor) -> torch.Tensor:
     if x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         return x
     return x.contiguous()
-
-
-class PagedAttention:
-    """Attention on one device. Calls must be ordered on the device, because they share counters.
-
-    ``programs``: the number of programs that keep the device busy. ``prompts``: FlashInfer, which serves long
-    prompts in steps that are not captured; None: our kernel serves all.
-    """
-
-    def __init__(
-        self,
-        programs: int,
-        decoding: DecodeTable | None = None,
-        prompts: PreparedPrompts | PromptAttention | None = None,
-    ) -> None:
-        self._programs = programs
-        self._decoding = decoding or DecodeTable()
-        self._prompts = prompts
-        self._counters = LaunchCounters()
-
-    def close(self) -> None:
-        """End FlashInfer's compilation, if it is still running. May be called again."""
-        if isinstance(self._prompts, PreparedPrompts):
-            self._prompts.close()
-
-    def plan(self, page: PageShape, device: torch.device, limits: AttentionLimits | None) -> TritonAttentionPlan:
-        return TritonAttentionPlan(page, device, self._programs, self._decoding, self._prompts, limits)
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: TritonAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> torch.Tensor:
-        """Compute ``Ops.attention``. The first call allocates counters, so it must not be under capture."""
-        num_tokens, heads, dim = q.shape
-        q = flat_heads(q)
-        # Tokens that belong to no row must be zero: uninitialised memory may hold NaN, which would spread.
-        fresh = torch.empty if plan.num_tokens == num_tokens else torch.zeros
-        out = fresh((num_tokens, heads * dim), dtype=q.dtype, device=q.device)
-        records, tile = plan.records, plan.tile
-        if plan.prompts is not None and plan.prompts.serves(q, scale, window, soft_cap):
-            # Prompts go first, because FlashInfer also writes the tokens between two prompts.
-            plan.prompts.run(q, pool, layer, out)
-            records, tile = records[plan.of_prompts :], 1
-        if len(records):
-            self._attend(q, pool, layer, plan, records, tile, scale, window, soft_cap, out)
-        return out
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: TritonAttentionPlan,
-        records: torch.Tensor,
-        tile: int,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        out: torch.Tensor,
-    ) -> None:
-        _, num_heads, dim = q.shape
-        page_tokens, kv_heads = pool.shape[3:5]
-        heads = num_heads // kv_heads
-        sizes = _launch_sizes(q.dtype, dim, heads, tile, plan.config, self._decoding.tiles)
-        parts = tile // sizes["BLOCK_Q"]
-        # Allocated even where no piece is joined: a pointer of another type would compile another variant.
-        shape = (max(1, plan.places), num_heads)
-        partial = torch.empty((*shape, dim), dtype=torch.float32, device=q.device)
-        statistics = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-        grid = (len(records) * parts, kv_heads)
-        attend_kernel[grid if tile == 1 else grid[::-1]](
-            q,
-            pool,
-            plan.page_table,
-            records,
-            out,
-            partial,
-            statistics,
-            self._counters.take(plan.counters * parts * kv_heads, q.device),
-            q.stride(0),
-            layer * pool.stride(1),
-            pool.stride(2),
-            pool.stride(0),
-            pool.stride(3),
-            (scale if soft_cap is None else soft_cap) * math.log2(math.e),
-            0.0 if soft_cap is None else scale / soft_cap,
-            window or 0,
-            HEADS=heads,
-            HEADS_PADDED=power_of_two(heads),
-            DIM=dim,
-            DIM_PADDED=max(16, power_of_two(dim)),
-            PAGE_TOKENS=page_tokens,
-            TILE=tile,
-            WINDOWED=window is not None,
-            CAPPED=soft_cap is not None,
-            PRECISION=precision(q.dtype),
-            **sizes,
-        )
 
 
 def _launch_sizes(

@@ -34,12 +34,7 @@ def _now(looks, HAS_CLOCK: tl.constexpr, LOOK_NS: tl.constexpr):
 
 @triton.jit
 def pass_gate_kernel(
-    landed,
-    wanted,
-    told,
-    FIRST: tl.constexpr,
-    HAS_CLOCK: tl.constexpr,
-    LOOK_NS: tl.constexpr,
+    landed, wanted, told, FIRST: tl.constexpr, HAS_CLOCK: tl.constexpr, LOOK_NS: tl.constexpr
 ):
     """Wait until ``landed`` [1] is at least ``wanted[1]``, or the step's gates have used up their time.
 
@@ -70,13 +65,7 @@ def pass_gate_kernel(
 def pass_gate(landed: torch.Tensor, wanted: torch.Tensor, told: torch.Tensor, is_first: bool) -> None:
     """Launch ``pass_gate_kernel``, as ``Ops.pass_gate``."""
     pass_gate_kernel[(1,)](
-        landed,
-        wanted,
-        told,
-        FIRST=is_first,
-        HAS_CLOCK=landed.is_cuda,
-        LOOK_NS=_LOOK_NS,
-        num_warps=1,
+        landed, wanted, told, FIRST=is_first, HAS_CLOCK=landed.is_cuda, LOOK_NS=_LOOK_NS, num_warps=1
     )
 
 

@@ -10,6 +10,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
+
 from manylora.kernels.triton.launch import power_of_two
 
 TABLE = Path(__file__).parents[1] / "tuned" / "attention.json"
@@ -77,13 +79,6 @@ def stored_table(device_name: str, group: int, head_dim: int, path: Path = TABLE
     """
     stored = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
     rows = [row for row in stored if (row["group"], row["head_dim"]) == (group, head_dim)]
-    names = [field.name for field in dataclasses.fields(DecodeConfig)]
-    found = [
-        (int(row["rows"]), DecodeConfig(**{name: row[name] for name in names}))
-        for row in rows
-        if "rows" in row
-    ]
-    tiles = next(
-        (AttentionTileConfig(**row["tiles"]) for row in rows if "tiles" in row), AttentionTileConfig()
-    )
-    return DecodeTable(tuple(sorted(found, key=lambda choice: choice[0])), group, tiles)
+    found = {row["rows"]: msgspec.convert(row, DecodeConfig) for row in rows if "rows" in row}
+    tiles = AttentionTileConfig(**next((row["tiles"] for row in rows if "tiles" in row), {}))
+    return DecodeTable(tuple(sorted(found.items())), group, tiles)

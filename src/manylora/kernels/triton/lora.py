@@ -18,26 +18,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from manylora.kernels.ops import LoraSite, LoraStep, of_adapters
-from manylora.kernels.shapes import Activation, ProjectionGroup
+from manylora.kernels.shapes import Activation
 from manylora.kernels.triton.launch import ceil_div, power_of_two, precision
 from manylora.kernels.triton.lora_plan import (
     DEFAULT,
+    MOST_PROJECTIONS,
     ROWS,
     LoraConfig,
-    LoraTileConfig,
-    TilePlan,
     TritonLoraPlan,
+    WorkBuffer,
     stored_config,
 )
-from manylora.kernels.triton.lora_rows import (
-    expand_kernel,
-    gated_sum_kernel,
-    shrink_kernel,
-)
+from manylora.kernels.triton.lora_rows import expand_kernel, gated_sum_kernel, shrink_kernel
 from manylora.kernels.triton.small import gate_mul_kernel
 
 INTERPRETED_MULTIPROCESSORS = 4
@@ -50,15 +48,16 @@ MOST_SPLITS = 16
 """Largest number of splits of a shrink, limited because every program of expand adds all splits up again."""
 
 
-def gate_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Compute ``Ops.gate_mul``."""
-    size = gate_up.shape[-1] // 2
-    out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, power_of_two(size))
-    if gate_up.shape[0]:
-        gate_mul_kernel[(gate_up.shape[0], ceil_div(size, block))](
-            gate_up, out, gate_up.stride(0), size, BLOCK=block, ACTIVATION=activation
-        )
+def gate_mul(gate_up: torch.Tensor, adapted: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+    """Compute ``Ops.gate_mul`` of gate_up + adapted; ``adapted`` None: of gate_up."""
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    sizes: dict[str, Any] = {"BLOCK": min(1024, power_of_two(size)), "ACTIVATION": activation}
+    grid = (tokens, ceil_div(size, sizes["BLOCK"]))
+    if adapted is not None:
+        gated_sum_kernel[grid](gate_up, adapted, out, gate_up.stride(0), adapted.stride(0), size, **sizes)
+    elif tokens:
+        gate_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, **sizes)
     return out
 
 
@@ -80,60 +79,46 @@ class LoraKernels:
 
         A tensor is float32 ``[splits, units * ROWS]``: the splits' partial results, which ``expand`` adds up.
         """
-        plan = planned(step)
-        return [self._shrink(x, step.pool, site, plan, part) for part in plan.parts]
+        return [self._shrink(x, site, step, part) for part in planned(step).parts]
 
     def expand(
-        self,
-        y: torch.Tensor,
-        partial: list[torch.Tensor],
-        site: LoraSite,
-        step: LoraStep,
-        add: bool = True,
+        self, y: torch.Tensor, partial: list[torch.Tensor], site: LoraSite, step: LoraStep, add: bool = True
     ) -> None:
         """Add scale * v B to y ``[T, sum(out)]`` in place, where ``partial`` is what ``shrink`` returned.
 
         Without ``add``, overwrite y instead, with zeros for tokens that have a tile but no adapter.
         """
-        plan = planned(step)
-        for part, planes in zip(plan.parts, partial):
-            self._expand(y, planes, step.pool, site, plan, part, add)
+        for part, planes in zip(planned(step).parts, partial):
+            self._expand(y, planes, site, step, part, add)
 
-    @staticmethod
-    def gated_sum(y: torch.Tensor, delta: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Return activation(gate) * up ``[T, I]``; gate and up are the halves of y + delta ``[T, 2 * I]``."""
-        tokens, size = y.shape[0], y.shape[1] // 2
-        out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
-        block = min(1024, power_of_two(size))
-        gated_sum_kernel[(tokens, ceil_div(size, block))](
-            y, delta, out, y.stride(0), delta.stride(0), size, BLOCK=block, ACTIVATION=activation
-        )
-        return out
-
-    def _shrink(
-        self, x: torch.Tensor, pool: torch.Tensor, site: LoraSite, plan: TritonLoraPlan, part: TilePlan
-    ) -> torch.Tensor:
-        group, layer = site.group, site.layer
-        config, work = part.config, part.buffer.groups[group.name]
-        cell, exact = plan.geometry.cell_elements, x.dtype == torch.float32
-        step = block_of(cell, min(64, config.shrink_step) if exact else config.shrink_step, group.in_features)
-        columns = block_of(cell, config.shrink_columns, group.in_features) if config.vector else step
-        unit = max(step, columns)
-        splits = self._splits(group, config, work.size.entries)
+    def _shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep, part: WorkBuffer) -> torch.Tensor:
+        plan, group, config = planned(step), site.group, part.config
+        work = part.groups[group.name]
+        cell = plan.geometry.cell_elements
+        most = min(64, config.shrink_step) if x.dtype == torch.float32 else config.shrink_step
+        matrix = block_of(cell, most, group.in_features)
+        columns = block_of(cell, config.shrink_columns, group.in_features) if config.vector else matrix
+        unit = max(matrix, columns)
+        if config.chunk:
+            splits = min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
+        else:
+            # Expand reads all splits of its tokens again for every block of columns, so there are only as many
+            # as keep the device busy. The number is 1, 2 or 4, so that few variants are compiled.
+            splits = next((n for n in (1, 2) if work.size.entries * n >= 1.5 * self._sms), 4)
         chunk = ceil_div(ceil_div(group.in_features, splits), unit) * unit
         splits = ceil_div(group.in_features, chunk)
         planes = torch.empty((splits, work.size.units * ROWS), dtype=torch.float32, device=x.device)
         items = work.size.entries * splits
         shrink_kernel[(self._programs(items, config.shrink_programs),)](
             x,
-            of_adapters(pool, x.dtype),
+            of_adapters(step.pool, x.dtype),
             plan.cells,
             work.counts,
             work.entries,
             planes,
             x.stride(0),
             planes.stride(0),
-            self._layer(plan, layer),
+            site.layer * plan.geometry.slab_elements,
             group.in_features,
             plan.geometry.cells(group.in_features),
             CELL=cell,
@@ -143,7 +128,7 @@ class LoraKernels:
             BLOCK_T=config.tile_tokens,
             BLOCKS=config.blocks,
             BLOCK_K=columns,
-            MATRIX_K=step,
+            MATRIX_K=matrix,
             STAGES=config.stages,
             VECTOR=config.vector,
             PDL=plan.pdl,
@@ -157,27 +142,25 @@ class LoraKernels:
         self,
         y: torch.Tensor,
         planes: torch.Tensor,
-        pool: torch.Tensor,
         site: LoraSite,
-        plan: TritonLoraPlan,
-        part: TilePlan,
+        step: LoraStep,
+        part: WorkBuffer,
         add: bool,
     ) -> None:
-        group, layer = site.group, site.layer
-        config, work = part.config, part.buffer.groups[group.name]
-        outputs = [p.out_features for p in group.projections]
+        plan, config, work = planned(step), part.config, part.groups[site.group.name]
+        outputs = [p.out_features for p in site.group.projections]
         cell = plan.geometry.cell_elements
         wide = block_of(cell, config.expand_columns, max(outputs))
         columns = min(wide, config.tile_columns or wide)
-        step = min(columns, 64 if y.dtype == torch.float32 else config.expand_step)
+        matrix = min(columns, 64 if y.dtype == torch.float32 else config.expand_step)
         splits = planes.shape[0]
-        items = work.size.tiles * sum(ceil_div(n, min(columns, wide)) for n in outputs)
+        items = work.size.tiles * sum(ceil_div(n, columns) for n in outputs)
         cells = [plan.geometry.cells(n) for n in outputs]
-        padding = [outputs[-1]] * (3 - len(outputs)), [cells[-1]] * (3 - len(cells))
         expand_kernel[(self._programs(items, config.expand_programs),)](
-            y, of_adapters(pool, y.dtype), plan.cells, work.counts, work.tiles, part.buffer.scales, planes,
-            y.stride(0), planes.stride(0), self._layer(plan, layer), layer, plan.num_layers,
-            *outputs, *padding[0], *cells, *padding[1],
+            y, of_adapters(step.pool, y.dtype), plan.cells, work.counts, work.tiles, part.scales, planes,
+            y.stride(0), planes.stride(0), site.layer * plan.geometry.slab_elements, site.layer,
+            plan.geometry.page.layers,
+            *padded(outputs), *padded(cells),
             PROJECTIONS=len(outputs),
             CELL=cell,
             ALIGN=plan.align,
@@ -185,7 +168,7 @@ class LoraKernels:
             TOKENS=config.item_tokens,
             BLOCK_N=wide if config.vector else columns,
             TILE_N=columns,
-            SUB_N=step,
+            SUB_N=matrix,
             SPLITS=splits,
             SPLITS_PADDED=power_of_two(splits),
             VECTOR=config.vector,
@@ -196,24 +179,18 @@ class LoraKernels:
             **_launch_options(plan.pdl, config.expand_registers),
         )  # fmt: skip
 
-    def _splits(self, group: ProjectionGroup, config: LoraTileConfig, entries: int) -> int:
-        if config.chunk:
-            return min(MOST_SPLITS, ceil_div(group.in_features, config.chunk))
-        # Expand reads all splits of its tokens again for every block of columns, so there are only as many as
-        # keep the device busy. The number is 1, 2 or 4, so that few variants of the kernels are compiled.
-        return next((splits for splits in (1, 2) if entries * splits >= 1.5 * self._sms), 4)
-
     def _programs(self, items: int, programs: int) -> int:
         return min(items, self._sms * programs) if programs else items
-
-    @staticmethod
-    def _layer(plan: TritonLoraPlan, layer: int) -> int:
-        return layer * plan.geometry.slab_elements
 
 
 def _launch_options(pdl: bool, registers: int) -> dict[str, int]:
     options: dict[str, int] = {"launch_pdl": True} if pdl else {}
     return options | ({"maxnreg": registers} if registers else {})
+
+
+def padded(values: Sequence[Any]) -> list[Any]:
+    """Return the values of a group's projections, with the last one repeated for projections that it lacks."""
+    return [*values, *[values[-1]] * (MOST_PROJECTIONS - len(values))]
 
 
 def block_of(cell: int, most: int, elements: int) -> int:

@@ -31,23 +31,22 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from manylora.devices.staging import upload_buffers
 from manylora.kernels.loops import loop
 from manylora.kernels.ops import LoraLimits, LoraSegments, no_segments
 from manylora.kernels.shapes import AdapterGeometry, ProjectionGroup
+from manylora.kernels.triton.launch import Ints, Table
 
 WORDS = 16
 ROWS = 16
 MOST_PROJECTIONS = 3
-Ints = npt.NDArray[np.int64]
-Table = npt.NDArray[np.int32]
 BLOCKS = 4
 TABLE = Path(__file__).parents[1] / "tuned" / "lora.json"
 
@@ -194,8 +193,15 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
 # ---------------------------------------------------------------- a step's work
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupWork:
+class GroupSize(NamedTuple):
+    """The numbers of records and units that one group's tables have room for."""
+
+    tiles: int
+    entries: int
+    units: int
+
+
+class GroupWork(NamedTuple):
     """One group's tables on the device, with room for ``size``.
 
     ``counts`` int32 [4]: tiles with an adapter, all tiles, entries, and tiles of several tokens with an
@@ -208,30 +214,24 @@ class GroupWork:
     size: GroupSize
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class BatchWork:
+class BatchWork(NamedTuple):
     """A batch's LoRA work, counted but not yet written.
 
     ``counts`` int32 [G, 4]: each group's, as in GroupWork. ``units`` int64 [G]: each group's number of units.
-    ``tile_tokens``, ``entry_tokens``: the most tokens of a tile and of an entry; the first is a multiple of
-    the second. ``blocks``: blocks of rank rows in one entry, at most BLOCKS.
     """
 
     segments: LoraSegments
     runs: Ints
-    tile_tokens: int
-    entry_tokens: int
-    blocks: int
     counts: Table
     units: Ints
 
-    def write(self, geometry: AdapterGeometry, words: Table, tile_places: Ints, entry_places: Ints) -> None:
-        """Write the tables into ``words``: each group's tiles and entries, from its given places on."""
-        columns, a_cells = _columns(geometry.groups, geometry.cell_elements)
-        write_tables(
-            self.runs, self.segments.records, columns, a_cells, self.tile_tokens, self.entry_tokens, self.blocks,
-            words, tile_places, entry_places,
-        )  # fmt: skip
+    def sizes(self) -> list[GroupSize]:
+        """Return the sizes that exactly fit this work, by group."""
+        numbers = zip(self.counts.tolist(), self.units.tolist())
+        return [
+            GroupSize(max(1, tiles), max(1, entries), max(1, units))
+            for (_, tiles, entries, _), units in numbers
+        ]
 
 
 def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
@@ -245,18 +245,14 @@ def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
 
 
 def work_of(
-    segments: LoraSegments,
-    geometry: AdapterGeometry,
-    runs: Ints,
-    tile_tokens: int,
-    entry_tokens: int,
-    blocks: int,
+    segments: LoraSegments, runs: Ints, geometry: AdapterGeometry, config: LoraTileConfig
 ) -> BatchWork:
     """Count the work of these runs of the batch."""
     columns, _ = _columns(geometry.groups, geometry.cell_elements)
     counts, units = np.empty((len(columns), 4), dtype=np.int32), np.empty(len(columns), dtype=np.int64)
-    count_work(runs, segments.records, columns, tile_tokens, entry_tokens, blocks, counts, units)
-    return BatchWork(segments, runs, tile_tokens, entry_tokens, blocks, counts, units)
+    limits = config.item_tokens, config.tile_tokens, config.blocks
+    count_work(runs, segments.records, columns, *limits, counts, units)
+    return BatchWork(segments, runs, counts, units)
 
 
 @functools.lru_cache(maxsize=8)
@@ -273,129 +269,88 @@ def _columns(groups: tuple[ProjectionGroup, ...], cell_elements: int) -> tuple[I
     return columns, np.array([-(-group.in_features // cell_elements) for group in groups])
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupSize:
-    """The numbers of records and units that one group's tables have room for."""
-
-    tiles: int
-    entries: int
-    units: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TableSizes:
-    """The room of all tables: each group's, and the number of segments whose scales fit."""
-
-    groups: dict[str, GroupSize]
-    segments: int
-
-
-def sizes_of(work: BatchWork, geometry: AdapterGeometry) -> TableSizes:
-    """Return the sizes that exactly fit this work."""
-    room = zip(geometry.groups, work.counts.tolist(), work.units.tolist(), strict=True)
-    groups = {
-        group.name: GroupSize(max(1, tiles), max(1, entries), max(1, units))
-        for group, (_, tiles, entries, _), units in room
-    }
-    return TableSizes(groups, len(work.segments.start))
-
-
-def largest_sizes(
-    geometry: AdapterGeometry,
-    tokens: int,
-    segments: int,
-    rank: int,
-    tile_tokens: int,
-    entry_tokens: int,
-) -> TableSizes:
-    """Return sizes that fit every batch of at most this many tokens, segments and rank.
+def largest_sizes(geometry: AdapterGeometry, limits: LoraLimits, config: LoraTileConfig) -> list[GroupSize]:
+    """Return sizes that fit every batch within these limits, by group.
 
     Each run may add one tile that is not full. Runs are the segments and the gaps around them.
     """
-    tiles = min(tokens, 2 * segments + 1 + tokens // tile_tokens)
-    pieces = min(tokens, segments + tokens // entry_tokens)
-    blocks = -(-rank // ROWS)
-    groups = {}
-    for group in geometry.groups:
-        count = len(group.projections)
-        groups[group.name] = GroupSize(tiles, pieces * count * blocks, tokens * count * blocks)
-    return TableSizes(groups, segments)
+    tokens, segments = limits.num_tokens, limits.num_rows
+    tiles = min(tokens, 2 * segments + 1 + tokens // config.item_tokens)
+    pieces = min(tokens, segments + tokens // config.tile_tokens)
+    blocks = [len(group.projections) * -(-limits.max_rank // ROWS) for group in geometry.groups]
+    return [GroupSize(tiles, pieces * count, tokens * count) for count in blocks]
 
 
 class WorkBuffer:
-    """The tables on a device, at addresses that do not change; ``fill`` overwrites them.
+    """The tables of one kind of tile on a device, at addresses that do not change; ``fill`` overwrites them.
 
-    Raises ValueError where a group has more than MOST_PROJECTIONS projections.
+    ``sizes``: each group's room. ``num_segments``: how many segments' scales fit. Raises ValueError where a
+    group has more than MOST_PROJECTIONS projections.
     """
 
-    def __init__(self, geometry: AdapterGeometry, sizes: TableSizes, device: torch.device) -> None:
-        self.geometry = geometry
-        self.sizes = sizes
-        lengths = [4 * len(geometry.groups)]
-        for group in geometry.groups:
-            if len(group.projections) > MOST_PROJECTIONS:
-                raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
-            size = sizes.groups[group.name]
-            lengths += [size.tiles * WORDS, size.entries * WORDS]
-        scales = sizes.segments * len(geometry.projections) * geometry.page.layers
-        lengths.append(-(-scales // 4) * 4)
-        ends = np.cumsum(lengths).tolist()
-        places = list(zip([0, *ends], ends))
-        self._scales_place = places[-1]
-        self._tile_places, self._entry_places = (
-            np.array([begin for begin, _ in places[part:-1:2]]) for part in (1, 2)
-        )
-        self._room = [sizes.groups[group.name] for group in geometry.groups]
-        self._packed = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        parts = [self._packed[begin:end] for begin, end in places]
-        self.scales = parts[-1].view(torch.float32)
+    def __init__(
+        self,
+        geometry: AdapterGeometry,
+        config: LoraTileConfig,
+        sizes: Sequence[GroupSize],
+        num_segments: int,
+        device: torch.device,
+    ) -> None:
+        if any(len(group.projections) > MOST_PROJECTIONS for group in geometry.groups):
+            raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
+        self.config = config
+        self._geometry = geometry
+        lengths = [WORDS * count for size in sizes for count in (size.tiles, size.entries)]
+        begins = np.cumsum([4 * len(sizes), *lengths]).tolist()
+        self._tile_places, self._entry_places = np.array(begins[:-1:2]), np.array(begins[1::2])
+        self._scales_place = begins[-1]
+        num_scales = num_segments * len(geometry.projections) * geometry.page.layers
+        packed = torch.zeros(begins[-1] + -(-num_scales // 4) * 4, dtype=torch.int32, device=device)
+        self._packed = packed
+        self.scales = packed[begins[-1] :].view(torch.float32)
         self.groups = {
             group.name: GroupWork(
-                counts=parts[0][4 * index : 4 * index + 4],
-                tiles=parts[1 + 2 * index],
-                entries=parts[2 + 2 * index],
-                size=sizes.groups[group.name],
+                packed[4 * index : 4 * index + 4], packed[tiles:entries], packed[entries:end], size
             )
-            for index, group in enumerate(geometry.groups)
+            for index, (group, size, tiles, entries, end) in enumerate(
+                zip(geometry.groups, sizes, begins[::2], begins[1::2], begins[2::2])
+            )
         }
 
     def fill(self, work: BatchWork) -> None:
         """Write this work into the tables by one asynchronous copy. Raises ValueError if it does not fit."""
-        segments = work.segments
-        for (_, tiles, entries, _), units, room in zip(work.counts.tolist(), work.units.tolist(), self._room):
-            if tiles > room.tiles or entries > room.entries or units > room.units:
+        segments, runs, counts, all_units = work
+        for group, (_, tiles, entries, _), units in zip(self.groups.values(), counts.tolist(), all_units):
+            if tiles > group.size.tiles or entries > group.size.entries or units > group.size.units:
                 taken = f"{tiles} tiles, {entries} entries and {units} units"
                 raise ValueError(f"{taken} of LoRA work exceed the tables' room")
         scales = segments.scales.astype(np.float32, copy=False)
-        begin, end = self._scales_place
-        if scales.size > end - begin:
+        if scales.size > len(self.scales):
             raise ValueError(f"{len(scales)} segments of LoRA work exceed the tables' room")
         stage = upload_buffers(self._packed.device).stage(self._packed.numel())
         view = stage.numbers
-        view[: work.counts.size] = work.counts.reshape(-1)
-        work.write(self.geometry, view, self._tile_places, self._entry_places)
+        view[: counts.size] = counts.reshape(-1)
+        columns, a_cells = _columns(self._geometry.groups, self._geometry.cell_elements)
+        config = self.config
+        write_tables(
+            runs, segments.records, columns, a_cells, config.item_tokens, config.tile_tokens, config.blocks,
+            view, self._tile_places, self._entry_places,
+        )  # fmt: skip
+        rest = view[self._scales_place :]
         if not scales.size:
             # Tiles without an adapter multiply zeros by the first segment's scale, which must be finite.
-            view[begin:end] = 0
-        view[begin : begin + scales.size].reshape(scales.shape)[...] = scales.view(np.int32)
+            rest[:] = 0
+        rest[: scales.size].reshape(scales.shape)[...] = scales.view(np.int32)
         stage.send(self._packed)
 
 
 # ---------------------------------------------------------------- plans
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TilePlan:
-    """The tables and launch sizes of one kind of tile."""
-
-    buffer: WorkBuffer
-    config: LoraTileConfig
-
-
 class TritonLoraPlan:
     """A step's LoRA tables, and how its kernels are launched.
 
-    ``parts``: the tables, one entry for each kind of tile. ``covered``: the first ``covered`` tokens of the
+    ``parts``: the tables of each kind of tile. ``covered``: the first ``covered`` tokens of the
     batch all have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
     ``beside``: the settings of LoRA beside the product; None: both run on one stream. ``is_first``: expand
     writes the result and the product adds to it. ``pdl``: whether kernels use dependent launch.
@@ -413,9 +368,8 @@ class TritonLoraPlan:
         limits: LoraLimits | None = None,
     ) -> None:
         self.geometry = geometry
-        self.num_layers = geometry.page.layers
         self.align = math.gcd(geometry.alignment, 16)
-        self.parts: tuple[TilePlan, ...] = ()
+        self.parts: tuple[WorkBuffer, ...] = ()
         self.covered = 0
         self.beside: Beside | None = None
         self.is_first = False
@@ -455,10 +409,10 @@ class TritonLoraPlan:
             if not members.any():
                 continue
             sizes = self._for_dtype(sizes)
-            work = self._work(segments, np.ascontiguousarray(runs[:, members]), sizes)
-            buffer = WorkBuffer(self.geometry, sizes_of(work, self.geometry), self._device)
-            buffer.fill(work)
-            parts.append(TilePlan(buffer, sizes))
+            work = work_of(segments, np.ascontiguousarray(runs[:, members]), self.geometry, sizes)
+            part = WorkBuffer(self.geometry, sizes, work.sizes(), len(segments.start), self._device)
+            part.fill(work)
+            parts.append(part)
         self.cells, self.parts = segments.cells, tuple(parts)
         self.covered = num_tokens if self.is_first else 0
 
@@ -474,11 +428,9 @@ class TritonLoraPlan:
         self.is_first = self._writes_first(tokens, has_long)
         self.beside = None if self.is_first else config.of_beside(tokens)
         sizes = self._for_dtype(sizes if self.beside is None else self.beside.sizes)
-        largest = largest_sizes(
-            self.geometry, tokens, limits.num_rows, limits.max_rank, sizes.item_tokens, sizes.tile_tokens
-        )
+        largest = largest_sizes(self.geometry, limits, sizes)
         self.cells = limits.cells
-        self.parts = (TilePlan(WorkBuffer(self.geometry, largest, self._device), sizes),)
+        self.parts = (WorkBuffer(self.geometry, sizes, largest, limits.num_rows, self._device),)
         self.covered = tokens
         self.pdl = config.pdl and (self.beside is None or self.beside.pdl)
 
@@ -490,7 +442,7 @@ class TritonLoraPlan:
         (part,) = self.parts
         # Padding gets tiles too, so that its results are defined.
         runs = runs_of(given, max(num_tokens, self.covered))
-        part.buffer.fill(self._work(given, runs, part.config))
+        part.fill(work_of(given, runs, self.geometry, part.config))
         self._filled = segments, num_tokens
 
     def _writes_first(self, num_tokens: int, has_long: bool) -> bool:
@@ -500,9 +452,6 @@ class TritonLoraPlan:
         """Return ``config``, with small tiles for float32: without tensor cores, products need more
         registers."""
         return dataclasses.replace(config, tile_tokens=16) if self.geometry.itemsize > 2 else config
-
-    def _work(self, segments: LoraSegments, runs: Ints, sizes: LoraTileConfig) -> BatchWork:
-        return work_of(segments, self.geometry, runs, sizes.item_tokens, sizes.tile_tokens, sizes.blocks)
 
 
 # ---------------------------------------------------------------- loops that write the tables

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ import triton.language as tl
 from manylora.kernels.ops import MergedLayer, MergePart, MergePlan, of_adapters
 from manylora.kernels.shapes import Projection, ProjectionGroup
 from manylora.kernels.triton.launch import ceil_div, precision, upload
-from manylora.kernels.triton.lora import block_of
-from manylora.kernels.triton.lora_plan import MOST_PROJECTIONS
+from manylora.kernels.triton.lora import block_of, padded
 from manylora.kernels.triton.lora_rows import ROWS, chosen, load_rows
 
 BLOCK_ROWS, BLOCK_COLUMNS, WARPS = 64, 128, 4
@@ -151,13 +149,13 @@ def merge_linears(
         places,
         scales,
         group.in_features,
-        *_padded(outputs),
-        *_padded(group.offsets[:-1]),
-        *_padded([part.first_a for part in described]),
-        *_padded([part.first_b for part in described]),
-        *_padded([part.rank for part in described]),
+        *padded(outputs),
+        *padded(group.offsets[:-1]),
+        *padded([part.first_a for part in described]),
+        *padded([part.first_b for part in described]),
+        *padded([part.rank for part in described]),
         geometry.cells(group.in_features),
-        *_padded([geometry.cells(p.out_features) for p in projections]),
+        *padded([geometry.cells(p.out_features) for p in projections]),
         PARTS=len(projections),
         CELL=cell,
         ALIGN=math.gcd(geometry.alignment, geometry.slab_elements, 16),
@@ -187,7 +185,3 @@ def _of_layers(
     on_device = upload([places.view(np.int32), np.ascontiguousarray(scales).view(np.int32)], device)
     align = math.gcd(16, *places[:2].reshape(-1).tolist())
     return on_device[0].view(torch.int64), on_device[1].view(torch.float32), align
-
-
-def _padded(values: Sequence[Any]) -> list[Any]:
-    return [*values, *[values[-1]] * (MOST_PROJECTIONS - len(values))]

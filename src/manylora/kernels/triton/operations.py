@@ -7,44 +7,16 @@ never wait for the device, so a CUDA graph can capture everything between the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from manylora.kernels import ops
 from manylora.kernels.flashinfer_attention import PreparedPrompts, PromptAttention
-from manylora.kernels.ops import (
-    IN_LINE,
-    AdaptedLinear,
-    AttentionLimits,
-    HeadNorm,
-    LoraLimits,
-    LoraSite,
-    LoraStep,
-    MergedLayer,
-    MergePlan,
-    Ops,
-    Rotary,
-    Shrunk,
-    Side,
-    Summands,
-    Weight,
-)
-from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape, ProjectionGroup
-from manylora.kernels.triton.attention_plan import (
-    PagedAttention,
-    TritonAttentionPlan,
-    flat_heads,
-)
+from manylora.kernels.shapes import Activation, AdapterGeometry, PageShape
+from manylora.kernels.triton.attention_plan import TritonAttentionPlan, flat_heads
 from manylora.kernels.triton.cold import await_words, bring_groups, pass_gate
 from manylora.kernels.triton.decode_table import DecodeTable
-from manylora.kernels.triton.launch import ceil_div, power_of_two, report_compilation
-from manylora.kernels.triton.lora import (
-    LoraKernels,
-    SideStream,
-    gate_mul,
-    lora_kernels_on,
-    planned,
-)
+from manylora.kernels.triton.launch import LaunchCounters, ceil_div, power_of_two, report_compilation
+from manylora.kernels.triton.lora import LoraKernels, SideStream, gate_mul, lora_kernels_on, planned
 from manylora.kernels.triton.lora_plan import TritonLoraPlan
 from manylora.kernels.triton.merging import merge_linears
 from manylora.kernels.triton.products import Products
@@ -54,7 +26,7 @@ from manylora.kernels.triton.small import rms_norm_kernel, rotate_and_store_kern
 BUSY_PROGRAMS = 528
 
 
-class TritonOps(Ops):
+class TritonOps(ops.Ops):
     """The operations on CUDA (or, under TRITON_INTERPRET=1, on the CPU), in float32, bfloat16, float16."""
 
     name = "triton"
@@ -62,7 +34,6 @@ class TritonOps(Ops):
 
     def __init__(
         self,
-        programs: int = BUSY_PROGRAMS,
         products: Products | None = None,
         decoding: DecodeTable | None = None,
         prompts: PreparedPrompts | PromptAttention | None = None,
@@ -75,26 +46,29 @@ class TritonOps(Ops):
         ``lora``: by default, the LoRA kernels with the sizes stored for the device.
         """
         report_compilation()
-        self._attention = PagedAttention(programs, decoding, prompts)
+        self._decoding = decoding or DecodeTable()
+        self._prompts = prompts
+        self._counters = LaunchCounters()
         self._products = products or Products({}, 1)
         self._lora = lora
-        self._before: Side = IN_LINE
-        self._behind: Side = IN_LINE
+        self._before: ops.Side = ops.IN_LINE
+        self._behind: ops.Side = ops.IN_LINE
         """Side streams: the first has high priority, the second the normal priority of the main stream."""
 
     def close(self) -> None:
         """End the compilation that runs beside the steps. May be called again; no step may be in flight."""
-        self._attention.close()
+        if isinstance(self._prompts, PreparedPrompts):
+            self._prompts.close()
 
-    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: ops.Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._products(x, weight, bias)
 
     # ---- attention -------------------------------------------------------------------------------------
 
     def attention_plan(
-        self, page: PageShape, device: torch.device, limits: AttentionLimits | None = None
+        self, page: PageShape, device: torch.device, limits: ops.AttentionLimits | None = None
     ) -> TritonAttentionPlan:
-        return self._attention.plan(page, device, limits)
+        return TritonAttentionPlan(page, device, BUSY_PROGRAMS, self._decoding, self._prompts, limits)
 
     def write_kv(
         self, pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -119,16 +93,9 @@ class TritonOps(Ops):
         )
 
     def attention(
-        self,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        layer: int,
-        plan: TritonAttentionPlan,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
+        self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: TritonAttentionPlan, scores: ops.Scores
     ) -> torch.Tensor:
-        return self._attention(q, pool, layer, plan, scale, window, soft_cap)
+        return plan.run(q, pool, layer, scores, self._counters)
 
     # ---- LoRA ------------------------------------------------------------------------------------------
 
@@ -136,40 +103,42 @@ class TritonOps(Ops):
         """Return the LoRA kernels of the only device. The first call makes them and the side streams."""
         if self._lora is None:
             self._lora = lora_kernels_on(device)
-        if self._before is IN_LINE:
+        if self._before is ops.IN_LINE:
             self._before, self._behind = SideStream(device, True), SideStream(device, False)
         return self._lora
 
     def lora_plan(
-        self, geometry: AdapterGeometry, device: torch.device, limits: LoraLimits | None = None
+        self, geometry: AdapterGeometry, device: torch.device, limits: ops.LoraLimits | None = None
     ) -> TritonLoraPlan:
         return TritonLoraPlan(self._kernels(device).config, geometry, device, limits)
 
-    def lora_side(self, plan: TritonLoraPlan) -> Side:
+    def lora_side(self, plan: TritonLoraPlan) -> ops.Side:
         """Return a side stream of normal priority for the product, because ranks wait for the shrink."""
-        return IN_LINE if plan.beside is None else self._behind
+        return ops.IN_LINE if plan.beside is None else self._behind
 
-    def lora(self, y: torch.Tensor, x: torch.Tensor, site: LoraSite, step: LoraStep) -> None:
+    def lora(self, y: torch.Tensor, x: torch.Tensor, site: ops.LoraSite, step: ops.LoraStep) -> None:
         kernels = self._kernels(x.device)
         kernels.expand(y, kernels.shrink(x, site, step), site, step)
 
-    def lora_shrink(self, x: torch.Tensor, site: LoraSite, step: LoraStep) -> Shrunk:
+    def lora_shrink(self, x: torch.Tensor, site: ops.LoraSite, step: ops.LoraStep) -> ops.Shrunk:
         """Compute ``Ops.lora_shrink``, with the splits already added up."""
         planes = self._kernels(x.device).shrink(x, site, step)
         sums = [part[0] if len(part) == 1 else part.sum(0) for part in planes]
         values = sums[0] if len(sums) == 1 else torch.cat(sums)
-        return Shrunk(values, [len(part) for part in sums])
+        return ops.Shrunk(values, [len(part) for part in sums])
 
-    def lora_expand(self, y: torch.Tensor, shrunk: Shrunk, site: LoraSite, step: LoraStep) -> None:
+    def lora_expand(
+        self, y: torch.Tensor, shrunk: ops.Shrunk, site: ops.LoraSite, step: ops.LoraStep
+    ) -> None:
         planes = [part.view(1, -1) for part in torch.split(shrunk.values, shrunk.parts)]
         self._kernels(y.device).expand(y, planes, site, step)
 
-    def lora_summands(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> Summands:
+    def lora_summands(self, x: torch.Tensor, linear: ops.AdaptedLinear, step: ops.LoraStep) -> ops.Summands:
         if step.plan is None:
-            return Summands(self.linear(x, linear.weight, linear.bias))
+            return ops.Summands(self.linear(x, linear.weight, linear.bias))
         kernels, plan = self._kernels(x.device), planned(step)
         if plan.beside is None:
-            return Summands(self._in_turn(x, linear, step))
+            return ops.Summands(self._in_turn(x, linear, step))
         adapted = self._empty(x, linear)
         product_first = linear.group.name in plan.beside.product_first
         side = self._behind if product_first else self._before
@@ -182,9 +151,9 @@ class TritonOps(Ops):
         if y is None:
             y = self.linear(x, linear.weight, linear.bias)
         side.join()
-        return Summands(y, adapted)
+        return ops.Summands(y, adapted)
 
-    def _in_turn(self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep) -> torch.Tensor:
+    def _in_turn(self, x: torch.Tensor, linear: ops.AdaptedLinear, step: ops.LoraStep) -> torch.Tensor:
         """Return the sum of the product and LoRA, computed one after the other on one stream."""
         plan = planned(step)
         if linear.bias is None and plan.is_first:
@@ -197,21 +166,15 @@ class TritonOps(Ops):
         return y
 
     @staticmethod
-    def _empty(x: torch.Tensor, linear: AdaptedLinear) -> torch.Tensor:
+    def _empty(x: torch.Tensor, linear: ops.AdaptedLinear) -> torch.Tensor:
         return torch.empty((x.shape[0], linear.weight.data.shape[0]), dtype=x.dtype, device=x.device)
 
     def lora_gated(
-        self, x: torch.Tensor, linear: AdaptedLinear, step: LoraStep, activation: Activation = "silu"
+        self, x: torch.Tensor, linear: ops.AdaptedLinear, step: ops.LoraStep, activation: Activation = "silu"
     ) -> torch.Tensor:
-        y, adapted = self.lora_summands(x, linear, step)
-        if adapted is None:
-            return gate_mul(y, activation)
-        return LoraKernels.gated_sum(y, adapted, activation)
+        return gate_mul(*self.lora_summands(x, linear, step), activation)
 
-    def merge_linears(
-        self, layers: Sequence[MergedLayer], pool: torch.Tensor, group: ProjectionGroup, plan: MergePlan
-    ) -> None:
-        merge_linears(layers, pool, group, plan)
+    merge_linears = staticmethod(merge_linears)
 
     # ---- gates -----------------------------------------------------------------------------------------
 
@@ -274,10 +237,10 @@ class TritonOps(Ops):
         v: torch.Tensor,
         pool: torch.Tensor,
         layer: int,
-        rotary: Rotary,
+        rotary: ops.Rotary,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        norm: HeadNorm | None,
+        norm: ops.HeadNorm | None,
         adapted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = flat_heads(q), flat_heads(k), flat_heads(v)
@@ -317,4 +280,4 @@ class TritonOps(Ops):
         return q
 
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        return gate_mul(gate_up, activation)
+        return gate_mul(gate_up, None, activation)

@@ -24,12 +24,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manylora.kernels.ops import Weight
 from manylora.kernels.triton.launch import LaunchCounters, ceil_div, power_of_two, precision
@@ -129,16 +130,7 @@ def linear_kernel(
 
 @triton.jit
 def _store(
-    total,
-    bias,
-    out,
-    m,
-    n,
-    n_ok,
-    num_tokens,
-    out_features,
-    BIASED: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
+    total, bias, out, m, n, n_ok, num_tokens, out_features, BIASED: tl.constexpr, WEIGHTS_FIRST: tl.constexpr
 ):
     if WEIGHTS_FIRST:
         total = tl.trans(total)
@@ -191,12 +183,8 @@ def stored_choices(device_name: str, path: Path = TABLE) -> dict[Shape, Choice]:
     ``block_n`` choose the other library.
     """
     rows = json.loads(path.read_text()).get(device_name, []) if path.is_file() else []
-    return {(row["tokens"], row["in"], row["out"]): _stored_choice(row) for row in rows}
-
-
-def _stored_choice(row: Mapping[str, Any]) -> Choice:
-    names = [field.name for field in dataclasses.fields(LinearConfig)]
-    return LinearConfig(**{name: row[name] for name in names if name in row}) if "block_n" in row else None
+    configs = (msgspec.convert(row, LinearConfig) if "block_n" in row else None for row in rows)
+    return dict(zip([(row["tokens"], row["in"], row["out"]) for row in rows], configs))
 
 
 @contextlib.contextmanager
@@ -276,9 +264,10 @@ class Products:
         if share % tile_steps:  # otherwise no tile has several programs
             planes = (2 * programs, config.block_n * block_m)
             partial = torch.empty(planes, dtype=torch.float32, device=x.device)
+        described = TensorDescriptor.from_tensor
         linear_kernel[(programs,)](
-            _described(x, block_m, config.block_k) if config.rows_described else x,
-            _described(matrix, config.block_n, config.block_k) if config.described else matrix,
+            described(x, [block_m, config.block_k]) if config.rows_described else x,
+            described(matrix, [config.block_n, config.block_k]) if config.described else matrix,
             out if bias is None else bias,
             out,
             partial,
@@ -302,9 +291,3 @@ class Products:
             num_stages=config.stages,
         )
         return out
-
-
-def _described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])

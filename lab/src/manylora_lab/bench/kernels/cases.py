@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import AttentionLimits, Ops, Rotary, Weight
+from manylora.kernels.ops import AttentionLimits, Ops, Rotary, Scores, Weight
 from manylora.kernels.shapes import PageShape
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import PAGE_TOKENS, pages_of, random_pool
@@ -137,14 +137,14 @@ class AttentionProblem:
         self._q = rig.normal(self.tokens, rig.decoder.heads, rig.decoder.head_dim) * 20
 
     @property
-    def _scale(self) -> float:
-        return float(self._rig.decoder.head_dim**-0.5)
+    def _scores(self) -> Scores:
+        return Scores(float(self._rig.decoder.head_dim**-0.5))
 
     @cached_property
     def _truth(self) -> Bounded:
         """Of the last layer."""
         rig, q = self._rig, self._q[: self._num_tokens]
-        exact = rounding.attention(q, rig.pool, rig.layers - 1, self.rows, rig.page, self._scale, None)
+        exact = rounding.attention(q, rig.pool, rig.layers - 1, self.rows, rig.page, self._scores)
         return exact.rounded(rig.dtype)
 
     def fixed(self, ops: Ops, num_rows: int, max_context: int) -> Any:
@@ -161,7 +161,7 @@ class AttentionProblem:
         rig, decoder, q = self._rig, self._rig.decoder, self._q
 
         def check() -> Errors:
-            out = ops.attention(q.clone(), rig.pool, rig.layers - 1, plan, self._scale, None)
+            out = ops.attention(q.clone(), rig.pool, rig.layers - 1, plan, self._scores)
             padding = out[self._num_tokens :]
             return errors(
                 [(out[: self._num_tokens], self._truth), (padding, Bounded.given(torch.zeros_like(padding)))]
@@ -172,7 +172,7 @@ class AttentionProblem:
         # A query at the end of n others sees all the context but what comes after it.
         seen = sum(n * context - n * (n - 1) // 2 for n, context in self.queries)
         calls = [
-            partial(ops.attention, q, rig.pool, layer, plan, self._scale, None) for layer in range(rig.layers)
+            partial(ops.attention, q, rig.pool, layer, plan, self._scores) for layer in range(rig.layers)
         ]
         return _case(
             rig, kernel, setting, kv_bytes + 2 * q.nbytes, 4 * seen * decoder.heads * decoder.head_dim,

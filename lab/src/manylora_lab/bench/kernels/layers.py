@@ -14,7 +14,7 @@ from manylora.kernels.ops import Ops, StepBatch, Summands
 from manylora.kernels.select import ops_for
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from manylora.models.decoder import Decoder
-from manylora.models.layers import Step, stream
+from manylora.models.layers import Step, Stream
 from manylora.models.load import load_model
 from manylora_lab.bench.dummies import dtype_name, write_model
 from manylora_lab.bench.kernels.pool import (
@@ -60,7 +60,7 @@ class LayerRig:
         self.ops = ops_for(self.device)
         longest = max(case.context for case in cases)
         self.decoder = self._decoder(dataclasses.replace(shape, layers=num_layers), longest)
-        self.page: PageShape = self.decoder.page_shape(PAGE_TOKENS, self.dtype.itemsize)
+        self.page: PageShape = self.decoder.config.page_shape(PAGE_TOKENS, self.dtype.itemsize)
         self.geometry = adapter_geometry(self.page, self.decoder.config.layer_groups)
         cells = max(cells_for(self.geometry, [rank] * len(case.counts)) for case in cases)
         # The first pages are the adapters'; no KV is written there.
@@ -91,10 +91,10 @@ class LayerRig:
 
         def run() -> torch.Tensor:
             # Layers may work in place.
-            x, residual = Summands(hidden.clone()), None
+            stream = Stream(Summands(hidden.clone()))
             for layer in self.decoder.layers:
-                x, residual = layer(x, residual, step)
-            return stream(x, residual)
+                stream = layer(stream, step)
+            return stream.whole
 
         return run
 
