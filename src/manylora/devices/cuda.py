@@ -1,7 +1,6 @@
 """Implements the device on CUDA. Only the ``devices`` package uses ``torch.cuda``.
 
-Steps run on the thread's current stream (torch's default stream); pages are written and copied on other
-streams.
+Steps run on the thread's current stream (torch's default stream); pages are copied on other streams.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from manylora.config.declaring import ConfigError
-from manylora.devices.device import CopyLane, Device, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.device import CopyLane, Device, Elapsed, Mirror, Tensors
 from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_buffers
 
@@ -59,12 +58,6 @@ def _driver() -> ctypes.CDLL:
     # PyDLL keeps the interpreter's lock during calls: they take microseconds, and regaining it may take longer.
     return ctypes.PyDLL("libcuda.so.1")
 
-
-_STAGED_PAGES = 4
-"""The pinned pages of one writer: while one is filled, the others are under way."""
-
-_WRITING_STREAMS = 2
-"""The number of adapters that are read at the same time."""
 
 _CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
 """The bytes of a lane's chunk, and how many chunks may be under way before the lane waits. A chunk takes some
@@ -107,7 +100,6 @@ class CudaDevice(Device):
         self.launches_wait = launches_wait()
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
-        self._num_writers = 0
         self._inbox = DownloadBuffers(self.torch_device)
 
     def free_bytes(self) -> int:
@@ -148,10 +140,6 @@ class CudaDevice(Device):
 
     def captured_bytes(self) -> int:
         return 0 if self._captures is None else self._captures.num_bytes
-
-    def page_writer(self) -> PageWriter:
-        self._num_writers += 1
-        return _CudaPageWriter(self.torch_device, self._num_writers % _WRITING_STREAMS)
 
     def issued(self) -> object:
         event = torch.cuda.Event()
@@ -208,14 +196,6 @@ class CudaDevice(Device):
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for all captures of a process: cuBLAS keeps 32 MiB for every stream that it has
     seen."""
-    return torch.cuda.Stream(device)
-
-
-@functools.cache
-def _writing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Return one of the streams for all page writers of a process. torch reuses the same 32 streams in turn.
-    If each writer had a stream of its own, some writer would get the capture stream, and its writes would
-    become part of the graph."""
     return torch.cuda.Stream(device)
 
 
@@ -277,46 +257,6 @@ class _CudaMirror(Mirror):
     def send(self, count: int) -> None:
         assert self._staged is not None, "nothing is staged"
         self._staged.send(self.tensor[:count])
-
-
-class _CudaPageWriter(PageWriter):
-    """A writer with pinned pages used in turn, each with the event that records when it may be filled again.
-
-    Other writers may use the same stream at the same time; then each waits for the other's work too.
-    """
-
-    def __init__(self, device: torch.device, stream_number: int) -> None:
-        self._issued = torch.cuda.Event()
-        self._issued.record(torch.cuda.current_stream(device))
-        self._stream = _writing_stream(device, stream_number)
-        self._stages: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self._num_writes = 0
-
-    def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
-        turn = self._num_writes % _STAGED_PAGES
-        if self._num_writes == 0:
-            self._stream.wait_event(self._issued)
-        if turn == len(self._stages):
-            self._stages.append((_pinned(image.nbytes), torch.cuda.Event()))
-        memory, landed = self._stages[turn]
-        landed.synchronize()
-        if memory.nbytes < image.nbytes:
-            memory = _pinned(image.nbytes)
-            self._stages[turn] = memory, landed
-        staged = memory[: image.nbytes].view(image.dtype).view(image.shape)
-        copy_bytes(staged, image)
-        with torch.cuda.stream(self._stream):
-            target.copy_(staged, non_blocking=True)
-            landed.record(self._stream)
-        self._num_writes += 1
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self._stages.clear()
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _CudaCopyLane(CopyLane):

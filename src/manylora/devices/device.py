@@ -55,25 +55,9 @@ class Mirror:
         return
 
 
-class PageWriter:
-    """A writer of page images into the pool while steps run. Made on the step loop's thread, used by one
-    other thread."""
-
-    def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
-        """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype, contiguous).
-
-        ``image`` may be reused at once. The write waits for all work issued before the writer was made.
-        """
-        copy_bytes(target, image)
-
-    def close(self) -> None:
-        """Return when every write has landed. Raises errors of the writes."""
-        return
-
-
 class CopyLane:
-    """Ordered copies between host and device memory, beside the steps. Used by one thread, which has no other
-    work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
+    """Ordered copies between host and device memory, beside the steps. Used by one thread at a time, which
+    has no other work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
 
     On the CPU the calling thread makes the copies; large ones release the interpreter's lock.
     """
@@ -206,10 +190,6 @@ class Device:
     def captured_bytes(self) -> int:
         """Return the bytes of device memory that captures hold."""
         return 0
-
-    def page_writer(self) -> PageWriter:
-        """Return a writer whose writes come after everything issued so far."""
-        return PageWriter()
 
     def issued(self) -> object:
         """Return a mark for everything issued so far, for ``CopyLane.begin``. Called on the step loop's

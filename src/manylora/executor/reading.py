@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,13 +28,12 @@ from manylora.adapters.pack import (
     Helpers,
     cell_offsets,
     layout_of,
-    load_adapter,
     load_into,
     verify_weights,
 )
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
-from manylora.devices.device import Device, PageWriter
+from manylora.devices.device import Device
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import one_line
 from manylora.memory.pool import Arena, HostPool
@@ -175,6 +175,7 @@ class AdapterReader:
         self._host = host
         self._geometry = geometry
         self._device = device
+        self._lane, self._copying = device.copy_lane(), threading.Lock()
         self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         self._helpers = NO_HELPERS
@@ -194,8 +195,7 @@ class AdapterReader:
     ) -> None:
         """Read the adapter into the command's pages. ``done`` is called once, with the answer, on a reading
         thread. Raises RuntimeError after ``close``; then ``done`` is not called."""
-        writer = self._device.page_writer() if command.tier == "device" else None
-        self._threads.submit(self._run, spec, command, writer, done)
+        self._threads.submit(self._run, spec, command, self._device.issued(), done)
 
     def close(self) -> None:
         """Stop reads under way, answer every read that is left, and end the threads. Idempotent."""
@@ -208,13 +208,13 @@ class AdapterReader:
         self,
         spec: AdapterSpec,
         command: commands.ReadAdapter,
-        writer: PageWriter | None,
+        issued: object,
         done: Callable[[events.AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
         error, is_at_fault = "", False
         try:
-            self._read(spec, command, writer)
+            self._read(spec, command, issued)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -227,25 +227,33 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         done(events.AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
-    def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, writer: PageWriter | None) -> None:
+    def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, issued: object) -> None:
         layout = layout_of(spec, self._geometry)
         self._check_open()
-        if writer is None:
+        landed = None
+        if command.tier == "host":
             pages = [self._host.page(page) for page in command.pages]
-            load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
-            return
-        landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+        else:
+            landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+            shape = self._arena.shape
+            sizes = layout.num_pages, shape.layers, shape.slab_elements
+            pages = list(torch.empty(sizes, dtype=self._arena.dtype).unbind())
+        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+        if landed is not None:
+            self._copy(pages, command.pages, issued)
+            self._note_landed(landed)
 
-        def write_page(number: int, image: torch.Tensor) -> None:
-            self._check_open()
-            writer.write(self._arena.page(command.pages[number]), image)
-
-        try:
-            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-        finally:
-            # Also after a failure: the pages get new owners, whose data a late write must not overwrite.
-            writer.close()
-        self._note_landed(landed)
+    def _copy(self, images: Sequence[torch.Tensor], pages: Sequence[PageId], issued: object) -> None:
+        """Copy page images to the device's pages, after the work that ``issued`` marks."""
+        with self._copying:
+            self._lane.begin(issued)
+            try:
+                for image, page in zip(images, pages):
+                    self._check_open()
+                    self._lane.copy(self._arena.page(page), image)
+            finally:
+                # Also after a failure: the pages get new owners, whose data a late copy must not overwrite.
+                self._lane.end()()
 
     def _check_open(self) -> None:
         if self._closing:
