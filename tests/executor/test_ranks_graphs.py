@@ -63,8 +63,8 @@ def graphs_of(rank: _Rank) -> StepGraphs:
 def check_alike(threads: list[RankThread]) -> set[Bucket]:
     """The buckets that both have captured, and what they have exchanged, are the same."""
     first, second = ranks_of(threads)
-    captured = set(graphs_of(first)._captured)
-    assert set(graphs_of(second)._captured) == captured
+    captured = set(graphs_of(first).captured)
+    assert set(graphs_of(second).captured) == captured
     assert first._peers.digest == second._peers.digest
     assert first._peers.traffic == second._peers.traffic
     return captured

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from manylora.config.declaring import ConfigError
-from manylora.devices.device import CopyLane, Device, Elapsed, Mirror, Tensors
+from manylora.devices.device import CopyLane, Device, Elapsed, Tensors
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_buffers
+from manylora.devices.staging import DownloadBuffers, borrowed, upload_buffers
 
 
 def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
@@ -129,9 +129,6 @@ class CudaDevice(Device):
 
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return self._inbox.start(tensor)
-
-    def mirror(self, length: int) -> Mirror:
-        return _CudaMirror(length, self.torch_device)
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         if self._captures is None:
@@ -241,22 +238,6 @@ class _Captures:
             return kept
 
         return replay
-
-
-class _CudaMirror(Mirror):
-    """A mirror that is filled through the thread's ``upload_buffers``."""
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        super().__init__(length, device)
-        self._staged: Staged | None = None
-
-    def stage(self) -> np.ndarray:
-        self._staged = upload_buffers(self.tensor.device).stage(len(self.tensor), torch.int64)
-        return self._staged.numbers
-
-    def send(self, count: int) -> None:
-        assert self._staged is not None, "nothing is staged"
-        self._staged.send(self.tensor[:count])
 
 
 class _CudaCopyLane(CopyLane):

@@ -36,25 +36,6 @@ def open_device(name: str) -> Device:
     raise ConfigError(f"device {name!r} is not known: use auto, cpu or cuda")
 
 
-class Mirror:
-    """Numbers for the device at one address, from which a captured step reads them. Used by the step loop's
-    thread."""
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        """The numbers on the device. The newest numbers are at the front."""
-
-    def stage(self) -> np.ndarray:
-        """Return where to write the next numbers before ``send``: int64, as long as ``tensor``, of any
-        content. Does not wait for the end of steps in flight, unless there are many."""
-        return np.asarray(self.tensor.numpy())
-
-    def send(self, count: int) -> None:
-        """Copy the first ``count`` staged numbers to the front of ``tensor``, after all work issued so far.
-        Does not wait for that work. Nothing may be written to the stage afterwards."""
-        return
-
-
 class CopyLane:
     """Ordered copies between host and device memory, beside the steps. Used by one thread at a time, which
     has no other work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
@@ -169,13 +150,9 @@ class Device:
         return lambda: found
 
     def sending_together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the step loop's thread sends by ``send``, mirrors and plans. At its end
+        """Return a context in which the step loop's thread sends by ``send`` and plans. At its end
         all these numbers are on their way."""
         return contextlib.nullcontext()
-
-    def mirror(self, length: int) -> Mirror:
-        """Allocate a ``Mirror`` of ``length`` numbers, zero at first."""
-        return Mirror(length, self.torch_device)
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         """Run once, then record ``run``'s launches; return a function that launches them again.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import AdapterLayout, cell_offsets
-from manylora.executor.cold_rows import ColdAdapter, ColdStep
+from manylora.executor.cold_rows import ColdAdapter, ColdRows
 from manylora.executor.reading import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
@@ -143,7 +143,7 @@ class Arrivals:
         self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
-    def cold(self, step: commands.RunStep) -> ColdStep:
+    def cold(self, step: commands.RunStep) -> ColdRows:
         """Return the step's cold rows for the CPU, with the gates to pass where the CPU does not take them.
         Raises ValueError where the step names an unknown copy or one without an adapter. Raises AdapterError
         where an adapter was removed."""
@@ -157,7 +157,7 @@ class Arrivals:
             offsets = cell_offsets(layout, self._geometry, [source for source, _ in command.pairs])
             gate = self._gates[wanted.copy]
             found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
-        return ColdStep(found)
+        return ColdRows(found)
 
     def _check_known(self, step: commands.RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]

@@ -210,7 +210,7 @@ class RankBuild:
             rehearse = ahead if peers is None else in_turn(ahead, peers)
             if task.pads_steps:
                 graphs = GraphLimits.of(limits, max_rank, task.graph_bytes)
-                worker.use_graphs(graphs, limits.num_pages, progress, rehearse, peers)
+                worker.use_graphs(graphs, progress, rehearse, peers)
             if task.device == "cuda":
                 warm_up(worker, limits, max_rank, rehearse)
 

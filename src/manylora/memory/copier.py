@@ -77,12 +77,9 @@ class Copier:
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
-        self._bringer: Bringer | None = None
-
-    def use_kernel(self, bringer: Bringer) -> None:
-        """Let ``bringer`` make the copies with gates, where it can, on the step loop's thread. Call it before
-        the first such copy."""
-        self._bringer = bringer
+        self.bringer: Bringer | None = None
+        """The maker of copies with gates, where it can, on the step loop's thread. Set before the first such
+        copy."""
 
     def settle(self) -> None:
         """Make later copies to the device wait for all work issued so far.
@@ -136,7 +133,7 @@ class Copier:
         """Return the bringer for this copy; None where the lane's thread issues the copy, which then lands
         whole. A kernel's copy would overtake copies that the thread has not issued yet, so the lane must be
         idle."""
-        bringer = self._bringer
+        bringer = self.bringer
         if bringer is None or self._closing:
             return None
         is_idle = lane.last is None or lane.last.done()
@@ -153,7 +150,7 @@ class Copier:
         self._closing = True
         for lane in self._lanes.values():
             lane.close()
-        self._bringer = None  # it holds views of the pools
+        self.bringer = None  # it holds views of the pools
 
     def _issue(
         self,
