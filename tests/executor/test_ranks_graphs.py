@@ -17,7 +17,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs, plan
-from manylora.executor.graphs import Bucket, RankedGraphs, StepGraphs
+from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranks.process import _Rank
 from manylora.flags import build_settings
 from tests.executor.conftest import Files
@@ -242,15 +242,15 @@ def test_ranks_of_which_one_replays_and_one_does_not(
     """Though their exchanges are alike, as they are where a bucket is full."""
     rig = made("replicated")
     open_all(rig, 1, 3)
-    run, is_second = RankedGraphs.run, at_the_second(threaded_ranks, 0)
+    run, is_second = StepGraphs.run, at_the_second(threaded_ranks, 0)
 
-    def running(self: RankedGraphs, *args: Any) -> Any:
+    def running(self: StepGraphs, *args: Any) -> Any:
         if not is_second():
             return run(self, *args)
         self.ran = None
         return None
 
-    monkeypatch.setattr(RankedGraphs, "run", running)
+    monkeypatch.setattr(StepGraphs, "run", running)
     with pytest.raises(RuntimeError, match="the ranks disagree about step"):
         rig.decode(1, 1, 3)
 

@@ -23,7 +23,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -188,10 +187,13 @@ class StepGraphs:
         forward: Forward,
         tables: AdapterTables,
         limits: GraphLimits,
-        words: LandedWords | None = None,
+        words: LandedWords | None,
+        peers: Peers | None,
     ) -> None:
         """Prepare the buckets without capturing any. ``words``: the words that gates in steps with prompts
-        read; None: no gates. Raises ValueError where the operations' kernels cannot be captured."""
+        read; None: no gates. ``peers``: the connection to the other ranks, on one of several; then the tables'
+        cells must stay in place (``AdapterTables.fix``). Raises ValueError where the operations' kernels
+        cannot be captured."""
         ops, device = forward.decoder.ops, forward.device
         if device.captures and not ops.captures:
             raise ValueError(f"{ops.name} kernels cannot be captured")
@@ -199,6 +201,7 @@ class StepGraphs:
         self._tables = tables
         self._device = device
         self._limits = limits
+        self._peers = peers
         self._scratch_slot = limits.scratch_page * forward.geometry.page.page_tokens
         self._sizes = bucket_sizes(limits.max_num_seqs)
         largest = limits.max_adapter_rank
@@ -224,6 +227,7 @@ class StepGraphs:
         """Capture the buckets that steps are likely to need. ``progress(done, total)`` is called before each.
 
         Stops with one warning where the device refuses or its memory is short; other steps then run eagerly.
+        Several ranks capture in the same order, and nothing afterwards. Raises CapturingFailed.
         """
         began = time.perf_counter()
         buckets = self._ahead_of_time()
@@ -247,6 +251,7 @@ class StepGraphs:
             time.perf_counter() - began,
             self._device.captured_bytes() / 2**20,
         )
+        self.is_full = self.is_full or self._peers is not None
 
     def rehearsals(self, forward: Forward) -> tuple[list[Callable[[], object]], int]:
         """Return functions that run the steps of ``capture_all`` on padding, with ``forward``, a forward pass
@@ -390,8 +395,54 @@ class StepGraphs:
 
     def _capture(self, bucket: Bucket) -> Captured:
         """Capture a bucket. Raises RuntimeError where the device refuses or there is no room."""
+        if self._peers is not None:
+            return self._capture_together(bucket, self._peers)
         prepared = self._with_room(bucket)
         return dataclasses.replace(prepared, run=self._device.capture(prepared.run))
+
+    def _capture_together(self, bucket: Bucket, peers: Peers) -> Captured:
+        """Capture a bucket on all ranks. Raises RuntimeError on all ranks where one cannot capture it. Raises
+        CapturingFailed where this rank could not even run the step, so that the others wait for its
+        exchanges."""
+        prepared: Captured | None = None
+        why = ELSEWHERE
+        try:
+            prepared = self._with_room(bucket)
+        except RuntimeError as error:
+            why = first_line(error)
+        if not _all(peers, prepared is not None) or prepared is None:
+            raise RuntimeError(why)
+
+        exchanges: list[Exchange] = []
+        num_runs = 0
+
+        def run() -> Tensors:
+            nonlocal num_runs
+            with peers.listed(exchanges):
+                tensors = prepared.run()
+            num_runs += 1
+            return tensors
+
+        replay: Callable[[], Tensors] | None = None
+        try:
+            replay = self._device.capture(run)
+        except RuntimeError as error:
+            why = first_line(error)
+            if not num_runs:
+                raise CapturingFailed(
+                    f"a step could not be run to be captured, and --cuda-graphs auto does without: {why}"
+                ) from error
+        if not _all(peers, replay is not None) or replay is None:
+            raise RuntimeError(why)
+        made = replay
+
+        def noted() -> Tensors:
+            try:
+                return made()
+            finally:
+                peers.note_all(exchanges)
+
+        return dataclasses.replace(prepared, run=noted)
 
     def _with_room(self, bucket: Bucket) -> Captured:
         """Prepare a bucket. Raises RuntimeError where there is no room for another capture."""
@@ -438,69 +489,10 @@ class CapturingFailed(Exception):
     """The error of a rank that has failed where other ranks wait for it."""
 
 
-class RankedGraphs(StepGraphs):
-    """The ``StepGraphs`` of one of several ranks. The table of cells must stay in place
-    (``AdapterTables.fix``)."""
-
-    def __init__(self, *args: Any, peers: Peers) -> None:
-        """Take the arguments of ``StepGraphs``, and the connection to the other ranks."""
-        super().__init__(*args)
-        self._peers = peers
-
-    def capture_all(self, progress: Progress | None = None) -> None:
-        """Capture as ``StepGraphs`` does, in the same order on every rank; nothing is captured afterwards.
-        Raises CapturingFailed."""
-        super().capture_all(progress)
-        self.is_full = True
-
-    def _capture(self, bucket: Bucket) -> Captured:
-        """Capture a bucket on all ranks. Raises RuntimeError on all ranks where one cannot capture it. Raises
-        CapturingFailed where this rank could not even run the step, so that the others wait for its
-        exchanges."""
-        prepared: Captured | None = None
-        why = ELSEWHERE
-        try:
-            prepared = self._with_room(bucket)
-        except RuntimeError as error:
-            why = first_line(error)
-        if not self._all(prepared is not None) or prepared is None:
-            raise RuntimeError(why)
-
-        exchanges: list[Exchange] = []
-        num_runs = 0
-
-        def run() -> Tensors:
-            nonlocal num_runs
-            with self._peers.listed(exchanges):
-                tensors = prepared.run()
-            num_runs += 1
-            return tensors
-
-        replay: Callable[[], Tensors] | None = None
-        try:
-            replay = self._device.capture(run)
-        except RuntimeError as error:
-            why = first_line(error)
-            if not num_runs:
-                raise CapturingFailed(
-                    f"a step could not be run to be captured, and --cuda-graphs auto does without: {why}"
-                ) from error
-        if not self._all(replay is not None) or replay is None:
-            raise RuntimeError(why)
-        made = replay
-
-        def noted() -> Tensors:
-            try:
-                return made()
-            finally:
-                self._peers.note_all(exchanges)
-
-        return dataclasses.replace(prepared, run=noted)
-
-    def _all(self, can: bool) -> bool:
-        """Return whether ``can`` is true on every rank."""
-        found = self._peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
-        return all(bool(one.item()) for one in found)
+def _all(peers: Peers, can: bool) -> bool:
+    """Return whether ``can`` is true on every rank."""
+    found = peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
+    return all(bool(one.item()) for one in found)
 
 
 # ---------------------------------------------------------------- construction
@@ -518,9 +510,8 @@ def steps_of_fixed_sizes(
     """Make and capture the steps for ``Worker.use_graphs``. Return None, with a warning, where the
     operations' kernels cannot be captured. Raises CapturingFailed."""
     arena, geometry, device = forward.arena, forward.geometry, forward.device
-    kind = StepGraphs if peers is None else functools.partial(RankedGraphs, peers=peers)
     try:
-        graphs = kind(forward, tables, limits, words)
+        graphs = StepGraphs(forward, tables, limits, words, peers)
     except ValueError as error:
         _log.warning("decoding steps run eagerly: %s", error)
         return None
