@@ -24,35 +24,6 @@ from manylora.devices.preparation import PREPARATION
 from manylora.devices.staging import DownloadBuffers, borrowed, upload_buffers
 
 
-def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
-    """Write the number into ``word``, int64 [1] on the device or in pinned memory, in the order of the
-    stream. All earlier work of the stream has ended by then, and is visible everywhere on the device. The
-    calling thread must have used the device before. Raises RuntimeError."""
-    status = _driver().cuStreamWriteValue64_v2(
-        ctypes.c_void_p(stream.cuda_stream),
-        ctypes.c_uint64(word.data_ptr()),
-        ctypes.c_uint64(number),
-        ctypes.c_uint(0),  # with the barrier
-    )
-    if status:
-        raise RuntimeError(f"the driver does not write a number in a stream: error {status}")
-
-
-@functools.cache
-def can_write(device: torch.device) -> bool:
-    """Return whether ``write_by_stream`` works on this device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    try:
-        write_by_stream(word, 2**40 + 1, stream)
-        stream.synchronize()
-    except (AttributeError, OSError, RuntimeError):  # the driver is missing, lacks the function, or refuses
-        return False
-    return int(word.item()) == 2**40 + 1
-
-
 @functools.cache
 def _driver() -> ctypes.CDLL:
     # PyDLL keeps the interpreter's lock during calls: they take microseconds, and regaining it may take longer.
@@ -165,11 +136,16 @@ class CudaDevice(Device):
     def copy_lane(self) -> CopyLane:
         return _CudaCopyLane(self.torch_device)
 
-    def can_mark(self) -> bool:
-        return can_write(self.torch_device)
-
     def mark(self, word: torch.Tensor, number: int) -> None:
-        write_by_stream(word, number, torch.cuda.current_stream(self.torch_device))
+        # With the barrier, all earlier work of the stream is visible everywhere on the device.
+        status = _driver().cuStreamWriteValue64_v2(
+            ctypes.c_void_p(torch.cuda.current_stream(self.torch_device).cuda_stream),
+            ctypes.c_uint64(word.data_ptr()),
+            ctypes.c_uint64(number),
+            ctypes.c_uint(0),  # with the barrier
+        )
+        if status:
+            raise RuntimeError(f"the driver does not write a number in a stream: error {status}")
 
     def pin(self, memory: torch.Tensor) -> None:
         # Memory is taken before registration: the driver would take it while it holds locks that steps need.
@@ -205,11 +181,8 @@ class _Captures:
         self._pool = torch.cuda.graph_pool_handle()
         self.num_bytes = 0
 
+    @PREPARATION.running()
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        with PREPARATION.running():
-            return self._capture(run)
-
-    def _capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         run()  # compiles kernels and loads modules, which is not allowed during a capture
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -274,9 +247,6 @@ class _CudaCopyLane(CopyLane):
         if self._collected_bytes < _CHUNK_BYTES:
             return
         self._issue()
-        self._end_chunk()
-
-    def _end_chunk(self) -> None:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
         self._marks.append(mark)

@@ -192,13 +192,10 @@ class Device:
         """Return a lane whose copies run beside steps and beside other lanes."""
         return CopyLane()
 
-    def can_mark(self) -> bool:
-        """Return whether ``mark`` works."""
-        return True
-
     def mark(self, word: torch.Tensor, number: int) -> None:
         """Write the number into ``word``, int64 [1], on the device or pinned, once all work issued so far has
-        ended. Another process that watches the word sees the number too."""
+        ended. Another process that watches the word sees the number too. Raises RuntimeError, or OSError or
+        AttributeError, where the driver cannot do so."""
         word.numpy()[:] = number
 
     def pin(self, memory: torch.Tensor) -> None:

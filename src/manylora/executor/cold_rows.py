@@ -207,15 +207,12 @@ def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | 
     reason where the operations could wait on the device but the handover does not work."""
     if not ops.waits:
         return None
-    if not device.can_mark():
-        _log.warning("the host hands rows to the CPU's threads: the driver writes no numbers in streams")
-        return None
     found: DeviceHandover | None = None
     try:
         found = DeviceHandover(cpu, ops, device)
         found.try_out()
         return found
-    except (RuntimeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
         _log.warning("the host hands rows to the CPU's threads: %s", first_line(error))
         if found is not None:
             found.close()

@@ -171,7 +171,7 @@ class StepGates:
         return pass_gate
 
     def told(self) -> Callable[[], np.ndarray]:
-        """Start to download the reports of the last issued step's gates, for ``Awaited.passes_on_device``."""
+        """Start to download the reports of the last issued step's gates, for ``Awaited.told``."""
         return self._device.download(self._told)
 
 
@@ -306,7 +306,7 @@ class StepGraphs:
         logits, best, last = captured.run()
         self.ran = bucket
         if awaited is not None and gates is not None:
-            awaited.passes_on_device(gates.told())
+            awaited.told = gates.told()
         return Outputs(logits, Best.within(best), last, captured.pending_index)
 
     # ------------------------------------------------------------ buckets
