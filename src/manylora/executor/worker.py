@@ -154,16 +154,7 @@ class Worker:
         ``pristine``: the copy of the weights of the decoder's linears, which the worker closes. ``ranked``:
         given on one of several ranks."""
         assert self._forward is not None
-        self._merging = MergedWeights(
-            self._forward.decoder,
-            pristine,
-            self._arena,
-            self._tables,
-            self._geometry,
-            self._device,
-            self._copier,
-            ranked,
-        )
+        self._merging = MergedWeights(self._forward, pristine, self._tables, self._copier, ranked)
 
     def settle_merged(self) -> None:
         """Wait for a switch that runs beside the step loop. Raises RuntimeError where the base's weights are
