@@ -5,6 +5,7 @@ Ranks are threads; on the CPU a replay runs the step's code again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def made(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threaded_ranks: list[RankThread]
 ) -> Callable[[str], RankedRig]:
     """Two ranks whose steps are padded, with all adapters."""
-    monkeypatch.setattr(plan, "pads_steps", lambda *_: True)
+    monkeypatch.setattr(plan.Plan, "task", functools.partialmethod(plan.Plan.task, pads=True))
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
 

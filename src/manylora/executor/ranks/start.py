@@ -135,7 +135,7 @@ def _process(
 
 def _end(ranks: list[RankProcess]) -> None:
     for rank in ranks:
-        rank.kill()
+        rank.process.kill()
     for rank in ranks:
         rank.process.wait()
         rank.channel.close()
