@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manylora.adapters import pack as pack_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME, FilesChanged
-from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_adapter
+from manylora.adapters.pack import cell_offsets, layout_for, layout_of, load_into
 from manylora.kernels.shapes import AdapterGeometry, PageShape, Projection, ProjectionGroup, adapter_geometry
 from manylora.protocol.executor import AdapterError
 from tests.adapters.tiny import (
@@ -99,17 +99,6 @@ def test_every_dtype_converts_as_torch_does(stored: torch.dtype, pool: torch.dty
             assert torch.equal(packed.factor(index, layer, "B"), b.T.to(pool))
 
 
-def test_a_small_window_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path, r=11, rank_pattern={r"layers\.1\..*": 3})
-    shape = geometry(page_tokens=1)
-    spec = inspect(tmp_path)
-    whole = pack(spec, shape)
-    assert whole.layout.num_pages > 20
-    for pages in (1, 2, 7):
-        monkeypatch.setattr(pack_module, "WINDOW_BYTES", pages * shape.page.page_bytes)
-        assert torch.equal(pack(spec, shape).pool.nan_to_num(9), whole.pool.nan_to_num(9))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("side", ["A", "B"])
 def test_weights_that_are_not_finite_are_refused_by_name(value: float, side: str, tmp_path: Path) -> None:
@@ -172,18 +161,15 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     shape = geometry(page_tokens=1)
     spec = inspect(tmp_path)
     layout = layout_of(spec, shape)
-    pack_module_window = pack_module.WINDOW_BYTES
-    pack_module.WINDOW_BYTES = shape.page.page_bytes
+    pages = torch.zeros((layout.num_pages, shape.page.layers, shape.page.slab_elements)).unbind()
+    calls = itertools.count()
 
-    def write(number: int, image: torch.Tensor) -> None:
-        if number == 3:
+    def check() -> None:
+        if next(calls) == 3:
             os.truncate(tmp_path / WEIGHTS_NAME, spec.weights.size_bytes // 2)
 
-    try:
-        with pytest.raises(AdapterError, match="changed"):
-            load_adapter(spec, layout, shape, torch.float32, write)
-    finally:
-        pack_module.WINDOW_BYTES = pack_module_window
+    with pytest.raises(AdapterError, match="changed"):
+        load_into(spec, layout, shape, torch.float32, pages, check)
 
 
 def test_offsets_need_the_right_number_of_pages(tmp_path: Path) -> None:
@@ -191,8 +177,6 @@ def test_offsets_need_the_right_number_of_pages(tmp_path: Path) -> None:
     layout = layout_of(inspect(tmp_path), geometry())
     with pytest.raises(ValueError, match="pages"):
         cell_offsets(layout, geometry(), range(layout.num_pages + 1))
-    with pytest.raises(ValueError, match="4-byte"):
-        load_adapter(inspect(tmp_path), layout, geometry(), torch.bfloat16, lambda n, image: None)
 
 
 MODELS = {

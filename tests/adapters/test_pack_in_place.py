@@ -1,4 +1,4 @@
-"""Packing straight into given pages: the same bytes as page images handed over, whatever lay there before."""
+"""Packing into given pages: the same bytes with any threads, whatever lay there before."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ import pytest
 import torch
 
 from manylora.adapters import pack as pack_module
-from manylora.adapters.pack import NO_HELPERS, Helpers, layout_of, load_adapter, load_into, run_all
+from manylora.adapters.pack import NO_HELPERS, Helpers, layout_of, load_into, run_all
 from manylora.kernels.shapes import AdapterGeometry
-from tests.adapters.tiny import edit_tensors, geometry, inspect, make
-
-
-def handed_over(folder: Path, shape: AdapterGeometry, dtype: torch.dtype) -> torch.Tensor:
-    spec = inspect(folder, shape)
-    layout = layout_of(spec, shape)
-    images: list[torch.Tensor] = []
-    load_adapter(spec, layout, shape, dtype, lambda number, image: images.append(image.clone()))
-    return torch.stack(images)
+from tests.adapters.tiny import edit_tensors, geometry, inspect, load, make
 
 
 @pytest.fixture(params=[0, 4], ids=["alone", "threads"])
@@ -58,13 +50,11 @@ def test_the_bytes_are_the_same(
     settings: dict[str, object],
     page_tokens: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     helpers: Helpers,
 ) -> None:
     make(tmp_path, **settings)
     shape = geometry(page_tokens=page_tokens)
-    monkeypatch.setattr(pack_module, "WINDOW_BYTES", 3 * shape.page.page_bytes)
-    expected = handed_over(tmp_path, shape, torch.float32)
+    expected = load(inspect(tmp_path, shape), shape)
     assert bool(torch.isfinite(expected).all())
     assert torch.equal(in_place(tmp_path, shape, torch.float32, helpers), expected)
 
@@ -73,7 +63,7 @@ def test_converted_weights(tmp_path: Path, helpers: Helpers) -> None:
     make(tmp_path, r=5)
     edit_tensors(tmp_path, lambda tensors: {name: t.to(torch.float16) for name, t in tensors.items()})
     shape = geometry(itemsize=2)
-    expected = handed_over(tmp_path, shape, torch.bfloat16)
+    expected = load(inspect(tmp_path, shape), shape, torch.bfloat16)
     assert torch.equal(in_place(tmp_path, shape, torch.bfloat16, helpers), expected)
 
 
@@ -125,7 +115,7 @@ def test_nobody_runs_on_after_a_failure(
 def test_busy_helpers_are_not_awaited(tmp_path: Path) -> None:
     make(tmp_path, r=5)
     shape = geometry()
-    expected = handed_over(tmp_path, shape, torch.float32)
+    expected = load(inspect(tmp_path, shape), shape)
     leave = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(leave.wait, 60)

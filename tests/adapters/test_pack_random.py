@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from manylora.adapters import pack as pack_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
-from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_adapter, load_into
+from manylora.adapters.pack import NO_HELPERS, Helpers, cell_offsets, layout_of, load_into
 from manylora.adapters.peft import AdapterSpec
 from manylora.kernels.shapes import AdapterCut, AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol.executor import AdapterError
-from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect
+from tests.adapters.tiny import HIDDEN, PREFIX, geometry, inspect, load
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -133,17 +133,13 @@ def test_pages_are_those_of_the_reference(
         shape = random_cut(shape, random)
     layout = layout_of(spec, shape)
     monkeypatch.setattr(pack_module, "_JOB_BYTES", int(random.choice([1, 4000, 2**20])))
-    monkeypatch.setattr(pack_module, "WINDOW_BYTES", int(random.integers(1, 6)) * shape.page.page_bytes)
     expected = plain_pages(spec, shape, dtype)
     pages = list(torch.full_like(expected, float("nan")).unbind())
-    images: list[torch.Tensor] = []
     count = int(random.integers(0, 4))
     with ThreadPoolExecutor(max(1, count)) as threads:
         helpers = Helpers(threads, count) if count else NO_HELPERS
         load_into(spec, layout, shape, dtype, pages, lambda: None, helpers)
-        load_adapter(spec, layout, shape, dtype, lambda number, image: images.append(image.clone()), helpers)
     assert torch.equal(bits(torch.stack(pages)), bits(expected))
-    assert torch.equal(bits(torch.stack(images)), bits(expected))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -158,8 +154,7 @@ def test_the_value_that_is_not_finite_is_found(seed: int, tmp_path: Path) -> Non
     flat[int(random.integers(len(flat)))] = float(kind)  # 1e38 is infinity in float16
     save_file(tensors, tmp_path / WEIGHTS_NAME)
     spec = inspect(tmp_path, shape)
-    layout = layout_of(spec, shape)
     is_stored = bool(torch.isfinite(flat).all())
     with pytest.raises(AdapterError, match=name) as refused:
-        load_adapter(spec, layout, shape, torch.float16, lambda number, image: None)
+        load(spec, shape, torch.float16)
     assert ("too large" if is_stored else "NaN or infinity") in str(refused.value)

@@ -26,13 +26,23 @@ from manylora.adapters import files
 from manylora.adapters import peft as peft_module
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from manylora.adapters.loraconfig import read_config
-from manylora.adapters.pack import layout_of, load_adapter
+from manylora.adapters.pack import layout_of
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.inspection import describe, render
 from manylora.kernels.shapes import AdapterGeometry, Projection, ProjectionGroup
 from manylora.protocol.executor import AdapterError
 from tests.adapters.test_patterns import HOSTILE
-from tests.adapters.tiny import HIDDEN, LAYERS, PREFIX, edit_config, edit_tensors, geometry, inspect, make
+from tests.adapters.tiny import (
+    HIDDEN,
+    LAYERS,
+    PREFIX,
+    edit_config,
+    edit_tensors,
+    geometry,
+    inspect,
+    load,
+    make,
+)
 from tests.sampled import sampled
 
 Tensors = dict[str, torch.Tensor]
@@ -86,7 +96,7 @@ def test_names_may_come_without_prefix_and_with_the_adapters_name(
     edit_tensors(adapter, lambda tensors: {rename(name): t for name, t in tensors.items()})
     spec = inspect(adapter)
     assert (spec.ranks, spec.scales) == (plain_spec.ranks, plain_spec.scales)
-    load_adapter(spec, layout_of(spec, geometry()), geometry(), torch.float32, lambda n, image: None)
+    load(spec, geometry())
 
 
 def test_names_of_mixed_forms_are_refused(adapter: Path) -> None:
@@ -574,7 +584,7 @@ def attempt(folder: Path) -> None:
     """Inspect and load; nothing but AdapterError may come out."""
     try:
         spec = inspect(folder)
-        load_adapter(spec, layout_of(spec, geometry()), geometry(), torch.float32, lambda n, image: None)
+        load(spec, geometry())
     except AdapterError as error:
         refusal = error
     else:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.adapters.files import CONFIG_NAME, WEIGHTS_NAME
-from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_adapter
+from manylora.adapters.pack import AdapterLayout, cell_offsets, layout_of, load_into
 from manylora.adapters.peft import AdapterSpec, inspect_adapter
 from manylora.kernels.shapes import (
     AdapterGeometry,
@@ -114,20 +114,19 @@ class Packed:
         ]
 
 
+def load(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The adapter's page images, [pages, layers, slab_elements]."""
+    layout = layout_of(spec, shape)
+    images = torch.zeros((layout.num_pages, shape.page.layers, shape.page.slab_elements), dtype=dtype)
+    load_into(spec, layout, shape, dtype, images.unbind(), lambda: None)
+    return images
+
+
 def pack(spec: AdapterSpec, shape: AdapterGeometry, dtype: torch.dtype = torch.float32) -> Packed:
     layout = layout_of(spec, shape)
     num_pages = 2 * layout.num_pages + 3
     pages = np.random.default_rng(0).permutation(num_pages)[: layout.num_pages].tolist()
     pool = torch.full((num_pages, shape.page.page_elements), float("nan"), dtype=dtype)
-    written = []
-
-    def write(number: int, image: torch.Tensor) -> None:
-        assert image.shape == (shape.page.layers, shape.page.slab_elements)
-        assert image.dtype == dtype
-        written.append(number)
-        pool[pages[number]] = image.reshape(-1)
-
-    load_adapter(spec, layout, shape, dtype, write)
-    assert written == list(range(layout.num_pages))
+    pool[pages] = load(spec, shape, dtype).view(len(pages), -1)
     assert pool[pages].isfinite().all()
     return Packed(pool.view(-1), layout, shape, cell_offsets(layout, shape, pages))

@@ -89,14 +89,15 @@ def test_downloads_that_are_on_their_way_together() -> None:
                 assert arrived().tolist() == wanted
 
 
-def test_a_mirror_holds_what_was_sent_last() -> None:
-    mirror = CudaDevice().mirror(5)
+def test_a_tensor_holds_what_was_sent_last() -> None:
+    device = CudaDevice()
+    array, target = np.zeros(5, np.int64), device.zeros((5,), torch.int64)
     for number in range(20):
-        stage = mirror.stage()
-        stage[:] = number
-        mirror.send(1 + number % 5)
-        sent = mirror.tensor.clone()
-        assert sent[: 1 + number % 5].tolist() == [number] * (1 + number % 5)
+        array[:] = number
+        count = 1 + number % 5
+        device.send(array[:count], target[:count])
+        array[:] = -1
+        assert target[:count].tolist() == [number] * count
 
 
 def test_close_frees_the_gpu(files: Files, tmp_path: Path) -> None:

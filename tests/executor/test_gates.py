@@ -326,7 +326,7 @@ def check_late(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, hand: Any, is_late: Callable[[], bool]
 ) -> None:
     """``hand``: holds copies."""
-    monkeypatch.setattr(gates.Awaited.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(gates, "LATE_S", 0.05)
     command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)

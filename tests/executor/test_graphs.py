@@ -99,7 +99,7 @@ def test_any_number_of_rows_and_segments_in_any_order(padded: Rig, files: Files)
     # More and fewer rows and segments than the step before, with and without adapters, full buckets and not.
     for chosen in [(1,), (1, 2), (3, 5), (6, 5, 4, 3, 2, 1), (1, 4), (2, 3, 6), (5,), (6, 2), (4, 1, 3, 6)]:
         padded.decode(1, *chosen)
-    assert graphs_of(padded).num_captured >= 4
+    assert len(graphs_of(padded).captured) >= 4
     check(padded, files)
     check_untouched(padded)
 
@@ -113,7 +113,7 @@ def test_fixed_tables_of_the_triton_kernels(
     rig = made(files, tmp_path, max_num_seqs=3)
     for page in rig.free:
         rig.worker._arena.page(page).fill_(SENTINEL)
-    captured = graphs_of(rig).num_captured
+    captured = len(graphs_of(rig).captured)
     assert captured == 10, "rows 1, 2 and 3, prompts and longer ones, with and without adapters"
     open_all(rig, 1, 2, 3)
     for chosen in [(3,), (1, 3, 2), (2, 3)]:
@@ -125,7 +125,7 @@ def test_fixed_tables_of_the_triton_kernels(
     cells.fill_(0)
     tables.version += 1
     rig.decode_overlapped(2, 3, 2)
-    assert graphs_of(rig).num_captured == captured, "captured anew, in place of those before"
+    assert len(graphs_of(rig).captured) == captured, "captured anew, in place of those before"
     check(rig, files)
     check_untouched(rig)
     rig.worker.close()
@@ -332,12 +332,12 @@ def test_steps_that_no_bucket_fits_run_eagerly(
     rig.serve(9, large)
     open_all(rig, 1, 2, 3)
     rig.decode(1, 1, 2, 3)
-    assert graphs_of(rig).num_captured == 0, "three rows, where two may run"
+    assert len(graphs_of(rig).captured) == 0, "three rows, where two may run"
     rig.open(9, [5, 6, 7, 8], 9)
     rig.decode(3, 9)
-    assert graphs_of(rig).num_captured == 0, "a rank that no class has"
+    assert len(graphs_of(rig).captured) == 0, "a rank that no class has"
     rig.decode(3, 2)
-    assert graphs_of(rig).num_captured == 1
+    assert len(graphs_of(rig).captured) == 1
     files.reference.check_greedy([5, 6, 7, 8], rig.sequences[9].generated, large)
     del rig.sequences[9]
     check(rig, files)
@@ -366,7 +366,7 @@ def test_a_device_that_refuses_to_capture(
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [f"steps other than the {room} captured ones run eagerly: no room left"]
     assert told[-1] == (9, 9), "buckets of 1, 2 and 4 rows, for no adapter and two classes of ranks"
-    assert graphs_of(rig).num_captured == room
+    assert len(graphs_of(rig).captured) == room
     open_all(rig, 1, 3)
     rig.decode(1, 1, 3)
     check(rig, files)
@@ -399,13 +399,13 @@ def test_prompts_are_padded_up_to_a_size(files: Files, tmp_path: Path) -> None:
     for page in rig.free:
         rig.worker._arena.page(page).fill_(SENTINEL)
     open_all(rig, 1, 3, 6)  # 23 tokens
-    assert graphs_of(rig).num_captured == 1
+    assert len(graphs_of(rig).captured) == 1
     rig.open(2, list(range(1, 41)), adapter=2)
     rig.decode_overlapped(1, 1, 6, 3)
     rig.step(rig.row(2, 30), rig.row(3), rig.row(1))
     rig.open(4, [44, 3], adapter=1)
     rig.step(rig.row(4), rig.row(2), rig.row(6))
-    assert graphs_of(rig).num_captured == 3, "32 tokens for two steps, 16 tokens, 4 decoding rows"
+    assert len(graphs_of(rig).captured) == 3, "32 tokens for two steps, 16 tokens, 4 decoding rows"
     rig.decode(2, 1, 2, 3, 4, 6)
     check(rig, files)
     check_untouched(rig)

@@ -5,6 +5,7 @@ Ranks are threads; on the CPU a replay runs the step's code again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.devices.peers import Exchange, Peers
 from manylora.executor import graphs, plan
-from manylora.executor.graphs import Bucket, RankedGraphs, StepGraphs
+from manylora.executor.graphs import Bucket, StepGraphs
 from manylora.executor.ranks.process import _Rank
 from manylora.flags import build_settings
 from tests.executor.conftest import Files
@@ -36,7 +37,7 @@ def made(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threaded_ranks: list[RankThread]
 ) -> Callable[[str], RankedRig]:
     """Two ranks whose steps are padded, with all adapters."""
-    monkeypatch.setattr(plan, "pads_steps", lambda *_: True)
+    monkeypatch.setattr(plan.Plan, "task", functools.partialmethod(plan.Plan.task, pads=True))
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
 
@@ -63,8 +64,8 @@ def graphs_of(rank: _Rank) -> StepGraphs:
 def check_alike(threads: list[RankThread]) -> set[Bucket]:
     """The buckets that both have captured, and what they have exchanged, are the same."""
     first, second = ranks_of(threads)
-    captured = set(graphs_of(first)._captured)
-    assert set(graphs_of(second)._captured) == captured
+    captured = set(graphs_of(first).captured)
+    assert set(graphs_of(second).captured) == captured
     assert first._peers.digest == second._peers.digest
     assert first._peers.traffic == second._peers.traffic
     return captured
@@ -242,15 +243,15 @@ def test_ranks_of_which_one_replays_and_one_does_not(
     """Though their exchanges are alike, as they are where a bucket is full."""
     rig = made("replicated")
     open_all(rig, 1, 3)
-    run, is_second = RankedGraphs.run, at_the_second(threaded_ranks, 0)
+    run, is_second = StepGraphs.run, at_the_second(threaded_ranks, 0)
 
-    def running(self: RankedGraphs, *args: Any) -> Any:
+    def running(self: StepGraphs, *args: Any) -> Any:
         if not is_second():
             return run(self, *args)
         self.ran = None
         return None
 
-    monkeypatch.setattr(RankedGraphs, "run", running)
+    monkeypatch.setattr(StepGraphs, "run", running)
     with pytest.raises(RuntimeError, match="the ranks disagree about step"):
         rig.decode(1, 1, 3)
 

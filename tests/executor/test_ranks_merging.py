@@ -139,8 +139,15 @@ def test_weights_that_are_lost_on_one_rank_end_all(
     assert rank is not None
     merging: Any = rank._worker._merging  # type: ignore[union-attr]
 
+    tried = merging._tried
+
+    def fail() -> None:
+        raise RuntimeError("a bus fell off")
+
     failing.add(len(calls))
-    monkeypatch.setattr(merging, "_restore", lambda restore: setattr(merging, "_broken", "a bus fell off"))
+    monkeypatch.setattr(
+        merging, "_tried", lambda command, failed, write, _: tried(command, failed, write, fail)
+    )
     rig.open(1, PROMPT, 1)
 
     def go_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +62,7 @@ class Compilers:
 def compilers(threaded_ranks: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> Compilers:
     found = Compilers(threaded_ranks)
     monkeypatch.setattr(build, "compiling_ahead", found.compiling_ahead)
-    monkeypatch.setattr(plan, "pads_steps", lambda *_: True)
+    monkeypatch.setattr(plan.Plan, "task", functools.partialmethod(plan.Plan.task, pads=True))
     monkeypatch.setattr(graphs, "MIXED_TOKENS", (16, 32))
     monkeypatch.setattr(graphs, "RANK_CLASSES", (16,))
     return found

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from manylora.adapters.pack import layout_of, load_adapter
+from manylora.adapters.pack import layout_of, load_into
 from manylora.config.merging import MergeConfig
 from manylora.devices.device import Device
 from manylora.executor import reading
@@ -154,9 +154,9 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
     def slow(*arguments: Any) -> None:
         entered.set()
         leave.wait(60)
-        load_adapter(*arguments)
+        load_into(*arguments)
 
-    monkeypatch.setattr(reading, "load_adapter", slow)
+    monkeypatch.setattr(reading, "load_into", slow)
     pages = {
         adapter: rig.take(rig.direct.add_adapter(adapter, str(files.adapters[2])).num_pages)
         for adapter in range(20, 25)

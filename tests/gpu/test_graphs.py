@@ -107,14 +107,14 @@ def test_issuing_a_step_waits_for_nothing(padded: Rig) -> None:
 def test_captures_survive_a_cell_table_that_moves(padded: Rig, files: Files) -> None:  # noqa: F811
     open_all(padded)
     padded.decode(2, *PROMPTS)
-    before, tables = graphs_of(padded).num_captured, padded.worker._tables
+    before, tables = len(graphs_of(padded).captured), padded.worker._tables
     cells = tables.cells
     tables.cells = cells.new_zeros(2 * len(cells))
     tables.cells[: len(cells)] = cells
     cells.fill_(0)
     tables.version += 1
     padded.decode_overlapped(3, *PROMPTS)
-    assert graphs_of(padded).num_captured == before
+    assert len(graphs_of(padded).captured) == before
     check(padded, files)
 
 

@@ -93,13 +93,13 @@ def test_captured_graphs_stay_valid(rig: Rig, files: Files) -> None:  # noqa: F8
     for sequence in range(4):
         rig.open(sequence, PROMPT, sequence)
     rig.step(*(rig.row(sequence) for sequence in range(4)))
-    before = dict(graphs._captured)
+    before = dict(graphs.captured)
     for merged in (1, 2, BASE, 3):
         assert rig.merge(merged).ok
         rig.decode_overlapped(3, *may_run(merged))
         rig.decode(1, merged or 1)
-    assert all(graphs._captured[bucket] is captured for bucket, captured in before.items())
-    assert len(graphs._captured) == len(before)
+    assert all(graphs.captured[bucket] is captured for bucket, captured in before.items())
+    assert len(graphs.captured) == len(before)
     for held in rig.sequences.values():
         files.reference.check_greedy(PROMPT, held.generated, files.path(held.adapter))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from manylora.config.declaring import ConfigError
 from manylora.devices import free_memory
-from manylora.devices.cuda import CudaDevice
 from manylora.devices.device import open_device
 
 
@@ -57,17 +55,3 @@ def test_no_gpu_is_said_in_one_line() -> None:
     with pytest.raises(ConfigError, match="cuda was asked for") as raised:
         open_device("cuda")
     assert "\n" not in str(raised.value)
-
-
-def test_reads_of_many_adapters_take_few_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives out the same 32 in turn, among them the one that steps are captured on."""
-    streams: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "Stream", streams.append)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    device = CudaDevice.__new__(CudaDevice)
-    device.torch_device = torch.device("cuda", 77)  # that nobody has
-    device._num_writers = 0
-    for _ in range(40):
-        device.page_writer()
-    assert len(streams) == 2

@@ -82,10 +82,6 @@ def run_all(
         helper.result()
 
 
-WINDOW_BYTES = 32 * 2**20
-"""Pages are assembled in windows of this many bytes: large enough that a matrix is read from its file only a
-few times, and small beside the pool."""
-
 _JOB_BYTES = 2**21
 """The bytes of one job: one matrix in some layers. They stay in the processor's cache between two passes, and
 take under a millisecond, so that all threads end together."""
@@ -102,8 +98,6 @@ _KEPT = {torch.float32: loops.F32, torch.float16: loops.F16, torch.bfloat16: loo
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {4: np.dtype(np.uint32), 2: np.dtype(np.uint16)}
 """The types of the arrays that hold weights, by the bytes of an element."""
-
-WritePage = Callable[[int, torch.Tensor], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,33 +177,6 @@ def _table(layout: AdapterLayout, geometry: AdapterGeometry, begins: np.ndarray)
     return np.concatenate((cells[: layout.num_cells], across))
 
 
-def load_adapter(
-    spec: AdapterSpec,
-    layout: AdapterLayout,
-    geometry: AdapterGeometry,
-    dtype: torch.dtype,
-    write_page: WritePage,
-    helpers: Helpers = NO_HELPERS,
-) -> None:
-    """Read the weights, convert them to ``dtype`` and pass page images to ``write_page`` in order.
-
-    ``write_page(n, image)``: image ``[layers, slab_elements]`` of the adapter's page n, on the CPU, valid
-    during the call only; bytes that hold no row are zero. Holds about WINDOW_BYTES and, for each thread, one
-    tensor or some small ones. Raises AdapterError when the files changed since they were inspected or a
-    weight is not finite; the caller must then discard the pages written so far.
-    """
-    page = geometry.page
-    count = max(1, min(WINDOW_BYTES // page.page_bytes, layout.num_pages))
-    with _open_weights(spec, geometry) as weights:
-        loader = _Loader(layout, geometry, dtype, weights)
-        window = torch.zeros((count, page.layers, geometry.slab_elements), dtype=dtype)
-        for first in range(0, layout.num_pages, count):
-            images = window[: layout.num_pages - first].unbind()
-            loader.fill(first, images, lambda: None, helpers)
-            for number, image in enumerate(images, first):
-                write_page(number, image)
-
-
 def load_into(
     spec: AdapterSpec,
     layout: AdapterLayout,
@@ -224,13 +191,16 @@ def load_into(
 
     Reads each tensor once, and writes every byte of the pages, whatever they held. Any of the threads calls
     ``check`` now and then; it may raise to stop the loading. No helper works on the pages after the call. A
-    file that changes during the call is noticed only at the end. Raises AdapterError like ``load_adapter``,
-    and ValueError where the number of ``pages`` is not the layout's.
+    file that changes during the call is noticed only at the end. Raises AdapterError where the files changed
+    since they were inspected or a weight is not finite; the caller must then discard the pages. Raises
+    ValueError where the number of ``pages`` is not the layout's.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
+    if dtype.itemsize != geometry.itemsize:
+        raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
     with _open_weights(spec, geometry) as weights:
-        _Loader(layout, geometry, dtype, weights).fill(0, pages, check, helpers)
+        _Loader(layout, geometry, dtype, weights).fill(pages, check, helpers)
 
 
 def verify_weights(spec: AdapterSpec, geometry: AdapterGeometry, dtype: torch.dtype) -> None:
@@ -383,28 +353,31 @@ class _Loader:
         self._dtype = dtype
         self._weights = weights
 
-    def fill(
-        self, first_page: int, pages: Sequence[torch.Tensor], check: Callable[[], None], helpers: Helpers
-    ) -> None:
-        """Write every byte of the adapter's pages from ``first_page`` on."""
+    def fill(self, pages: Sequence[torch.Tensor], check: Callable[[], None], helpers: Helpers) -> None:
+        """Write every byte of the adapter's pages."""
         bits, page = _BITS[self._dtype.itemsize], self._geometry.page
         images = [image.view(torch.uint8).numpy().view(bits) for image in pages]
         job_bytes = max(_JOB_BYTES, len(images) * page.page_bytes // _MOST_JOBS)
         jobs: list[Callable[[_Scratch], None]] = []
-        for index in range(self._geometry.num_layer_projections):
-            for side, first, rank, length in self._matrices(index):
-                if blocks := self._blocks(images, first_page, first, rank, length):
-                    most_layers = max(1, job_bytes // (rank * length * self._dtype.itemsize))
-                    for layers in self._runs(index, side, most_layers):
-                        jobs.append(functools.partial(self._add, index, side, layers, blocks, check))
+        for index, side, layer_bytes, blocks in self._sides(images):
+            for layers in self._runs(index, side, max(1, job_bytes // layer_bytes)):
+                jobs.append(functools.partial(self._add, index, side, layers, blocks, check))
         per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
-        for number, image in enumerate(images, first_page):
+        for number, image in enumerate(images):
             used = max(0, min(per_page, self._layout.num_cells - number * per_page))
             jobs.append(functools.partial(_clear, image[:, used * size :]))
         run_all(jobs, helpers, _Scratch)
         if self._layout.num_across:
             # These cells are zero: the jobs above have cleared all cells after the layers' rows.
-            run_all(self._across(images, first_page, job_bytes, check), helpers, _Scratch)
+            run_all(self._across(images, job_bytes, check), helpers, _Scratch)
+
+    def _sides(self, images: Sequence[np.ndarray]) -> Iterator[tuple[int, Side, int, list[_Block]]]:
+        """Yield each A and B of the layers that has rows: its projection, its side, its bytes in a layer, and
+        its blocks."""
+        for index in range(self._geometry.num_layer_projections):
+            for side, first, rank, length in self._matrices(index):
+                if blocks := self._blocks(images, first, rank, length):
+                    yield index, side, rank * length * self._dtype.itemsize, blocks
 
     def _matrices(self, index: int) -> Iterator[tuple[Side, int, int, int]]:
         """Yield a projection's A and B: the side, its first cell in the adapter's table, its rows, and their
@@ -414,15 +387,13 @@ class _Loader:
         yield "A", first_a, rank, projection.in_features
         yield "B", first_b, rank, projection.out_features
 
-    def _blocks(
-        self, images: Sequence[np.ndarray], first_page: int, first_cell: int, rank: int, length: int
-    ) -> list[_Block]:
-        """Return the blocks of ``rank`` rows from ``first_cell`` on in these images, and zero the cells'
-        bytes past the rows' ends."""
+    def _blocks(self, images: Sequence[np.ndarray], first_cell: int, rank: int, length: int) -> list[_Block]:
+        """Return the blocks of ``rank`` rows from ``first_cell`` on, and zero the cells' bytes past the rows'
+        ends."""
         per_page, size = self._geometry.cells_per_page, self._geometry.cell_elements
         cells = self._geometry.cells(length)
         blocks = []
-        for number, image in enumerate(images, first_page):
+        for number, image in enumerate(images):
             begin = max(0, number * per_page - first_cell)
             end = min(rank * cells, (number + 1) * per_page - first_cell)
             while begin < end:
@@ -506,14 +477,12 @@ class _Loader:
     # ------------------------------------------------------------ the model's rows
 
     def _across(
-        self, images: Sequence[np.ndarray], first_page: int, job_bytes: int, check: Callable[[], None]
+        self, images: Sequence[np.ndarray], job_bytes: int, check: Callable[[], None]
     ) -> list[Callable[[_Scratch], None]]:
-        """Return jobs that fill the model's rows in these images. The images' cells of these rows must be
-        zero, since the jobs do not write behind a row's end."""
+        """Return jobs that fill the model's rows. The images' cells of these rows must be zero, since the jobs
+        do not write behind a row's end."""
         geometry, itemsize = self._geometry, self._dtype.itemsize
-        begins = np.full(self._layout.num_pages, -geometry.page_elements)  # negative: a page of another call
-        addresses = [image.ctypes.data // itemsize for image in images]
-        begins[first_page : first_page + len(images)] = addresses
+        begins = np.array([image.ctypes.data // itemsize for image in images])
         cells, size = itemsize * _table(self._layout, geometry, begins), geometry.cell_elements
         jobs: list[Callable[[_Scratch], None]] = []
         for index in range(geometry.num_layer_projections, len(geometry.projections)):
@@ -524,7 +493,7 @@ class _Loader:
                 row, cell = np.divmod(np.arange(len(places)), per_row)
                 for begin in range(0, per_row, step):
                     columns = range(begin * size, min((begin + step) * size, length))
-                    chosen = np.flatnonzero((places >= 0) & (cell // step == begin // step))
+                    chosen = np.flatnonzero(cell // step == begin // step)
                     column = cell[chosen] * size - columns.start
                     lengths = np.minimum(size, len(columns) - column)
                     words = places[chosen], row[chosen], column, 1, lengths, size * itemsize

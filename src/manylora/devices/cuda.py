@@ -1,7 +1,6 @@
 """Implements the device on CUDA. Only the ``devices`` package uses ``torch.cuda``.
 
-Steps run on the thread's current stream (torch's default stream); pages are written and copied on other
-streams.
+Steps run on the thread's current stream (torch's default stream); pages are copied on other streams.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -20,38 +19,9 @@ import numpy as np
 import torch
 
 from manylora.config.declaring import ConfigError
-from manylora.devices.device import CopyLane, Device, Elapsed, Mirror, PageWriter, Tensors, copy_bytes
+from manylora.devices.device import CopyLane, Device, Elapsed, Tensors
 from manylora.devices.preparation import PREPARATION
-from manylora.devices.staging import DownloadBuffers, Staged, borrowed, upload_buffers
-
-
-def write_by_stream(word: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
-    """Write the number into ``word``, int64 [1] on the device or in pinned memory, in the order of the
-    stream. All earlier work of the stream has ended by then, and is visible everywhere on the device. The
-    calling thread must have used the device before. Raises RuntimeError."""
-    status = _driver().cuStreamWriteValue64_v2(
-        ctypes.c_void_p(stream.cuda_stream),
-        ctypes.c_uint64(word.data_ptr()),
-        ctypes.c_uint64(number),
-        ctypes.c_uint(0),  # with the barrier
-    )
-    if status:
-        raise RuntimeError(f"the driver does not write a number in a stream: error {status}")
-
-
-@functools.cache
-def can_write(device: torch.device) -> bool:
-    """Return whether ``write_by_stream`` works on this device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
-    torch.cuda.synchronize(device)
-    try:
-        write_by_stream(word, 2**40 + 1, stream)
-        stream.synchronize()
-    except (AttributeError, OSError, RuntimeError):  # the driver is missing, lacks the function, or refuses
-        return False
-    return int(word.item()) == 2**40 + 1
+from manylora.devices.staging import DownloadBuffers, borrowed, upload_buffers
 
 
 @functools.cache
@@ -59,12 +29,6 @@ def _driver() -> ctypes.CDLL:
     # PyDLL keeps the interpreter's lock during calls: they take microseconds, and regaining it may take longer.
     return ctypes.PyDLL("libcuda.so.1")
 
-
-_STAGED_PAGES = 4
-"""The pinned pages of one writer: while one is filled, the others are under way."""
-
-_WRITING_STREAMS = 2
-"""The number of adapters that are read at the same time."""
 
 _CHUNK_BYTES, _CHUNKS_AHEAD = 128 * 2**20, 1
 """The bytes of a lane's chunk, and how many chunks may be under way before the lane waits. A chunk takes some
@@ -107,7 +71,6 @@ class CudaDevice(Device):
         self.launches_wait = launches_wait()
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
         self._captures: _Captures | None = None
-        self._num_writers = 0
         self._inbox = DownloadBuffers(self.torch_device)
 
     def free_bytes(self) -> int:
@@ -138,9 +101,6 @@ class CudaDevice(Device):
     def download(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return self._inbox.start(tensor)
 
-    def mirror(self, length: int) -> Mirror:
-        return _CudaMirror(length, self.torch_device)
-
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         if self._captures is None:
             self._captures = _Captures(self.torch_device)
@@ -148,10 +108,6 @@ class CudaDevice(Device):
 
     def captured_bytes(self) -> int:
         return 0 if self._captures is None else self._captures.num_bytes
-
-    def page_writer(self) -> PageWriter:
-        self._num_writers += 1
-        return _CudaPageWriter(self.torch_device, self._num_writers % _WRITING_STREAMS)
 
     def issued(self) -> object:
         event = torch.cuda.Event()
@@ -180,11 +136,16 @@ class CudaDevice(Device):
     def copy_lane(self) -> CopyLane:
         return _CudaCopyLane(self.torch_device)
 
-    def can_mark(self) -> bool:
-        return can_write(self.torch_device)
-
     def mark(self, word: torch.Tensor, number: int) -> None:
-        write_by_stream(word, number, torch.cuda.current_stream(self.torch_device))
+        # With the barrier, all earlier work of the stream is visible everywhere on the device.
+        status = _driver().cuStreamWriteValue64_v2(
+            ctypes.c_void_p(torch.cuda.current_stream(self.torch_device).cuda_stream),
+            ctypes.c_uint64(word.data_ptr()),
+            ctypes.c_uint64(number),
+            ctypes.c_uint(0),  # with the barrier
+        )
+        if status:
+            raise RuntimeError(f"the driver does not write a number in a stream: error {status}")
 
     def pin(self, memory: torch.Tensor) -> None:
         # Memory is taken before registration: the driver would take it while it holds locks that steps need.
@@ -211,14 +172,6 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@functools.cache
-def _writing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Return one of the streams for all page writers of a process. torch reuses the same 32 streams in turn.
-    If each writer had a stream of its own, some writer would get the capture stream, and its writes would
-    become part of the graph."""
-    return torch.cuda.Stream(device)
-
-
 class _Captures:
     """CUDA graphs that share one pool of memory, since they are replayed one after another."""
 
@@ -228,11 +181,8 @@ class _Captures:
         self._pool = torch.cuda.graph_pool_handle()
         self.num_bytes = 0
 
+    @PREPARATION.running()
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        with PREPARATION.running():
-            return self._capture(run)
-
-    def _capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         run()  # compiles kernels and loads modules, which is not allowed during a capture
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -261,62 +211,6 @@ class _Captures:
             return kept
 
         return replay
-
-
-class _CudaMirror(Mirror):
-    """A mirror that is filled through the thread's ``upload_buffers``."""
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        super().__init__(length, device)
-        self._staged: Staged | None = None
-
-    def stage(self) -> np.ndarray:
-        self._staged = upload_buffers(self.tensor.device).stage(len(self.tensor), torch.int64)
-        return self._staged.numbers
-
-    def send(self, count: int) -> None:
-        assert self._staged is not None, "nothing is staged"
-        self._staged.send(self.tensor[:count])
-
-
-class _CudaPageWriter(PageWriter):
-    """A writer with pinned pages used in turn, each with the event that records when it may be filled again.
-
-    Other writers may use the same stream at the same time; then each waits for the other's work too.
-    """
-
-    def __init__(self, device: torch.device, stream_number: int) -> None:
-        self._issued = torch.cuda.Event()
-        self._issued.record(torch.cuda.current_stream(device))
-        self._stream = _writing_stream(device, stream_number)
-        self._stages: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        self._num_writes = 0
-
-    def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
-        turn = self._num_writes % _STAGED_PAGES
-        if self._num_writes == 0:
-            self._stream.wait_event(self._issued)
-        if turn == len(self._stages):
-            self._stages.append((_pinned(image.nbytes), torch.cuda.Event()))
-        memory, landed = self._stages[turn]
-        landed.synchronize()
-        if memory.nbytes < image.nbytes:
-            memory = _pinned(image.nbytes)
-            self._stages[turn] = memory, landed
-        staged = memory[: image.nbytes].view(image.dtype).view(image.shape)
-        copy_bytes(staged, image)
-        with torch.cuda.stream(self._stream):
-            target.copy_(staged, non_blocking=True)
-            landed.record(self._stream)
-        self._num_writes += 1
-
-    def close(self) -> None:
-        self._stream.synchronize()
-        self._stages.clear()
-
-
-def _pinned(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _CudaCopyLane(CopyLane):
@@ -353,9 +247,6 @@ class _CudaCopyLane(CopyLane):
         if self._collected_bytes < _CHUNK_BYTES:
             return
         self._issue()
-        self._end_chunk()
-
-    def _end_chunk(self) -> None:
         mark = torch.cuda.Event(blocking=True)
         mark.record(self.stream)
         self._marks.append(mark)

@@ -36,44 +36,9 @@ def open_device(name: str) -> Device:
     raise ConfigError(f"device {name!r} is not known: use auto, cpu or cuda")
 
 
-class Mirror:
-    """Numbers for the device at one address, from which a captured step reads them. Used by the step loop's
-    thread."""
-
-    def __init__(self, length: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(length, dtype=torch.int64, device=device)
-        """The numbers on the device. The newest numbers are at the front."""
-
-    def stage(self) -> np.ndarray:
-        """Return where to write the next numbers before ``send``: int64, as long as ``tensor``, of any
-        content. Does not wait for the end of steps in flight, unless there are many."""
-        return np.asarray(self.tensor.numpy())
-
-    def send(self, count: int) -> None:
-        """Copy the first ``count`` staged numbers to the front of ``tensor``, after all work issued so far.
-        Does not wait for that work. Nothing may be written to the stage afterwards."""
-        return
-
-
-class PageWriter:
-    """A writer of page images into the pool while steps run. Made on the step loop's thread, used by one
-    other thread."""
-
-    def write(self, target: torch.Tensor, image: torch.Tensor) -> None:
-        """Copy ``image`` (host, contiguous) to ``target`` (device, same shape and dtype, contiguous).
-
-        ``image`` may be reused at once. The write waits for all work issued before the writer was made.
-        """
-        copy_bytes(target, image)
-
-    def close(self) -> None:
-        """Return when every write has landed. Raises errors of the writes."""
-        return
-
-
 class CopyLane:
-    """Ordered copies between host and device memory, beside the steps. Used by one thread, which has no other
-    work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
+    """Ordered copies between host and device memory, beside the steps. Used by one thread at a time, which
+    has no other work on the device. Within ``here`` another thread may use it, from ``begin`` to ``end``.
 
     On the CPU the calling thread makes the copies; large ones release the interpreter's lock.
     """
@@ -185,13 +150,9 @@ class Device:
         return lambda: found
 
     def sending_together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the step loop's thread sends by ``send``, mirrors and plans. At its end
+        """Return a context in which the step loop's thread sends by ``send`` and plans. At its end
         all these numbers are on their way."""
         return contextlib.nullcontext()
-
-    def mirror(self, length: int) -> Mirror:
-        """Allocate a ``Mirror`` of ``length`` numbers, zero at first."""
-        return Mirror(length, self.torch_device)
 
     def capture(self, run: Callable[[], Tensors]) -> Callable[[], Tensors]:
         """Run once, then record ``run``'s launches; return a function that launches them again.
@@ -206,10 +167,6 @@ class Device:
     def captured_bytes(self) -> int:
         """Return the bytes of device memory that captures hold."""
         return 0
-
-    def page_writer(self) -> PageWriter:
-        """Return a writer whose writes come after everything issued so far."""
-        return PageWriter()
 
     def issued(self) -> object:
         """Return a mark for everything issued so far, for ``CopyLane.begin``. Called on the step loop's
@@ -235,13 +192,10 @@ class Device:
         """Return a lane whose copies run beside steps and beside other lanes."""
         return CopyLane()
 
-    def can_mark(self) -> bool:
-        """Return whether ``mark`` works."""
-        return True
-
     def mark(self, word: torch.Tensor, number: int) -> None:
         """Write the number into ``word``, int64 [1], on the device or pinned, once all work issued so far has
-        ended. Another process that watches the word sees the number too."""
+        ended. Another process that watches the word sees the number too. Raises RuntimeError, or OSError or
+        AttributeError, where the driver cannot do so."""
         word.numpy()[:] = number
 
     def pin(self, memory: torch.Tensor) -> None:

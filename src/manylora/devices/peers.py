@@ -72,9 +72,6 @@ class Peers:
         """Replace the tensor, which is contiguous, by the first rank's."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Make no more exchanges. Idempotent."""
-
     def note(self, tensor: torch.Tensor, purpose: Purpose) -> None:
         """Count an exchange of this tensor, or list it inside ``listed``."""
         exchange = purpose, tensor.numel() * tensor.itemsize
@@ -168,7 +165,7 @@ class GroupPeers(Peers):
         if moved is not tensor:
             tensor.copy_(moved)
 
-    # No ``close``: to end the group would wait for the other ranks, which may be gone. It ends with the process.
+    # Nothing ends the group but the process's end: to end it would wait for the other ranks, which may be gone.
 
     def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
         planes = flat.new_empty((self.count, *flat.shape))

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,24 +37,17 @@ _UNIT = torch.int32
 _ALIGNMENT = 16
 
 
-class Staged(Protocol):
-    """A place for numbers that are written there and then sent once."""
+class Staged(NamedTuple):
+    """A place for numbers that are written there and then sent once. ``send(target)`` copies the first numbers
+    to ``target``, contiguous, on the device, of their type, after all work issued."""
 
-    @property
-    def numbers(self) -> np.ndarray: ...
-
-    def send(self, target: torch.Tensor) -> None: ...
-
-
-class _View(NamedTuple):
-    """A buffer as numbers of one type: as kernels of the device see it, and as an array."""
-
-    mapped: torch.Tensor
-    array: np.ndarray
+    numbers: np.ndarray
+    send: Callable[[torch.Tensor], None]
 
 
 class StagingBuffer:
     """A pinned buffer, with the event that records when the last copy from it or to it has landed.
+    ``numbers``: the numbers for which ``hold`` made room.
 
     Its views are made once for each type: each call into torch takes a microsecond, or ten after a pause.
     """
@@ -62,15 +56,8 @@ class StagingBuffer:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._num_bytes = 0
-        self._views: dict[torch.dtype, _View] = {}
+        self._views: dict[torch.dtype, tuple[torch.Tensor, np.ndarray]] = {}
         self._landed = torch.cuda.Event() if device.type == "cuda" else None
-        self._held = self._view(torch.uint8)
-        self._length = 0
-
-    @property
-    def numbers(self) -> np.ndarray:
-        """The numbers for which ``hold`` made room."""
-        return self._held.array[: self._length]
 
     def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
         """Make room for ``length`` numbers of this type, of any content. Waits for the last copy."""
@@ -80,20 +67,18 @@ class StagingBuffer:
             self._num_bytes = size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._landed is not None)
             self._views = {}
-        self._held, self._length = self._views.get(dtype) or self._view(dtype), length
+        if dtype not in self._views:
+            mapped = seen_by(self._device, self._memory).view(dtype)
+            self._views[dtype] = mapped, np.asarray(self._memory.view(dtype).numpy())
+        self.mapped, array = self._views[dtype]  # ``mapped``: the buffer as kernels of the device see it
+        self.numbers = array[:length]
         return self
-
-    def _view(self, dtype: torch.dtype) -> _View:
-        mapped = seen_by(self._device, self._memory) if self._num_bytes else self._memory
-        found = _View(mapped.view(dtype), np.asarray(self._memory.view(dtype).numpy()))
-        self._views[dtype] = found
-        return found
 
     def lend(self) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return the held numbers as the device's kernels see them, and a function. Call the function once
         the kernels that read the numbers are issued: then nothing is written here before these kernels have
         ended."""
-        return self._held.mapped[: self._length], self.note_copy
+        return self.mapped[: len(self.numbers)], self.note_copy
 
     def send(self, target: torch.Tensor) -> None:
         """Copy the first numbers to ``target``, contiguous, on the device, of this type, after all work
@@ -102,14 +87,14 @@ class StagingBuffer:
         Does not wait for the copy. Nothing may be written here until the next ``hold``.
         """
         target = target.view(-1)
-        copy_by_kernel(target, self._held.mapped[: target.numel()])
+        copy_by_kernel(target, self.mapped[: target.numel()])
         self.note_copy()
 
     def take(self, source: torch.Tensor) -> None:
         """Copy ``source``, contiguous, on the device, of this type, to the first numbers, after all work
         issued. They are here after ``settle``."""
         source = source.view(-1)
-        copy_by_kernel(self._held.mapped[: source.numel()], source)
+        copy_by_kernel(self.mapped[: source.numel()], source)
         self.note_copy()
 
     def settle(self) -> None:
@@ -124,51 +109,6 @@ class StagingBuffer:
             self._landed.record(torch.cuda.current_stream(self._device))
 
 
-class _Together:
-    """Parts of one buffer, which a single launch sends to their targets."""
-
-    def __init__(self, buffer: StagingBuffer) -> None:
-        self._buffer = buffer
-        self._mapped, _ = buffer.lend()
-        self._num_bytes = 0
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-
-    def part(self, length: int, dtype: torch.dtype) -> _Part | None:
-        """Return a part for ``length`` numbers; None where it does not fit, or for a type that cannot be sent
-        together."""
-        begin, size = self._num_bytes, length * dtype.itemsize
-        if dtype not in _ARRAYS or begin + size > _TOGETHER_BYTES:
-            return None
-        self._num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-        first, count = begin // _UNIT.itemsize, size // _UNIT.itemsize
-        numbers = self._buffer.numbers[first : first + count].view(_ARRAYS[dtype])
-        return _Part(self, numbers, self._mapped[first : first + count])
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Add a part to the next ``send``."""
-        target = target.view(-1).view(_UNIT)
-        self._targets.append(target)
-        self._sources.append(source[: target.numel()])
-
-    def send(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-            self._buffer.note_copy()
-
-
-class _Part:
-    """A part of a buffer that is sent together with others: a ``Staged``."""
-
-    def __init__(self, together: _Together, numbers: np.ndarray, mapped: torch.Tensor) -> None:
-        self._together = together
-        self._mapped = mapped
-        self.numbers = numbers
-
-    def send(self, target: torch.Tensor) -> None:
-        self._together.add(target, self._mapped)
-
-
 class UploadBuffers:
     """Pinned buffers, used in turn, for numbers that one thread sends to a device."""
 
@@ -176,21 +116,28 @@ class UploadBuffers:
         self._device = device
         self._stages: list[StagingBuffer] = []
         self._turn = -1
-        self._together: _Together | None = None
+        self._shared: StagingBuffer | None = None  # the buffer of numbers that are sent together
+        self._num_bytes = 0  # the bytes of ``_shared`` that are taken
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Send everything staged within by one launch, at the end. Each launch takes the host some
         microseconds, and tens of microseconds after a pause."""
-        if self._together is not None:
+        if self._shared is not None:
             yield
             return
-        self._together = together = _Together(self.hold(_TOGETHER_BYTES // _UNIT.itemsize, _UNIT))
+        self._shared = shared = self.hold(_TOGETHER_BYTES // _UNIT.itemsize, _UNIT)
+        self._num_bytes = 0
         try:
             yield
         finally:
-            self._together = None
-            together.send()
+            self._shared = None
+            targets, sources, self._targets, self._sources = self._targets, self._sources, [], []
+            if targets:
+                torch._foreach_copy_(targets, sources)
+                shared.note_copy()
 
     def stage(self, length: int, dtype: torch.dtype = torch.int32) -> Staged:
         """Return a place for the next numbers, to be written and sent at once: the place is reused a little
@@ -198,8 +145,20 @@ class UploadBuffers:
 
         Waits for numbers sent some time ago, but not for steps in flight, unless there are many.
         """
-        part = None if self._together is None else self._together.part(length, dtype)
-        return self.hold(length, dtype) if part is None else part
+        begin, size, shared = self._num_bytes, length * dtype.itemsize, self._shared
+        if shared is None or dtype not in _ARRAYS or begin + size > _TOGETHER_BYTES:
+            alone = self.hold(length, dtype)
+            return Staged(alone.numbers, alone.send)
+        self._num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+        part = slice(begin // _UNIT.itemsize, (begin + size) // _UNIT.itemsize)
+        numbers = shared.numbers[part].view(_ARRAYS[dtype])
+        return Staged(numbers, functools.partial(self._add, shared.mapped[part]))
+
+    def _add(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Add a part of the shared buffer to what is sent together."""
+        target = target.view(-1).view(_UNIT)
+        self._targets.append(target)
+        self._sources.append(source[: target.numel()])
 
     def hold(self, length: int, dtype: torch.dtype) -> StagingBuffer:
         """Return the next buffer with room for ``length`` numbers, which are sent by themselves. Waits like

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from manylora.adapters.pack import AdapterLayout, cell_offsets
-from manylora.executor.cold_rows import ColdAdapter, ColdStep
+from manylora.executor.cold_rows import ColdAdapter, ColdRows
 from manylora.executor.reading import Landed
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.shapes import AdapterGeometry
@@ -97,25 +97,22 @@ class Arrivals:
                 gate.answer(False)
             return
         if gate is not None and command.adapter is not None:
-            # Entered only once the copy is under way: for a large adapter, entering takes longer than the
-            # step.
+            # Entered before it lands, so that steps that await the copy find it. But only once the copy is under
+            # way: for a large adapter, entering takes longer than the step.
             try:
-                self._enter_ahead(self._landed(command, command.adapter), command.copy)
+                landed = self._landed(command, command.adapter)
+                self.enter()
+                self._tables.put(landed.adapter, landed.layout, landed.offsets)
+                self._ahead[landed.adapter] = command.copy
             except (AdapterError, RuntimeError, ValueError):
                 _log.exception("adapter %d has no entry", command.adapter)
                 gate.fail()
 
-    def _enter_ahead(self, landed: Landed, copy: CopyId) -> None:
-        """Enter an adapter before it lands, so that steps that await the copy find it."""
-        self.enter()
-        self._tables.put(landed.adapter, landed.layout, landed.offsets)
-        self._ahead[landed.adapter] = copy
-
     def _landed(self, command: commands.SwapPages, adapter: AdapterId) -> Landed:
         """Return the adapter as the copy will place it on the device. Raises AdapterError where the adapter
         is not known, and ValueError where the number of pages is wrong."""
-        pages = [destination for _, destination in command.pairs]
-        return Landed.at(adapter, self._layout_of(adapter), self._geometry, pages)
+        layout, pages = self._layout_of(adapter), [destination for _, destination in command.pairs]
+        return Landed(adapter, layout, cell_offsets(layout, self._geometry, pages))
 
     def _landing(self, command: commands.SwapPages, gate: CopyGate | None) -> Callable[[], None]:
         """Return the function that the copier's thread calls once the pages have landed. Raises AdapterError
@@ -143,7 +140,7 @@ class Arrivals:
         self._check_known(step)
         return Awaited([(self._gates[wanted.copy], wanted.sequences) for wanted in step.awaits])
 
-    def cold(self, step: commands.RunStep) -> ColdStep:
+    def cold(self, step: commands.RunStep) -> ColdRows:
         """Return the step's cold rows for the CPU, with the gates to pass where the CPU does not take them.
         Raises ValueError where the step names an unknown copy or one without an adapter. Raises AdapterError
         where an adapter was removed."""
@@ -157,7 +154,7 @@ class Arrivals:
             offsets = cell_offsets(layout, self._geometry, [source for source, _ in command.pairs])
             gate = self._gates[wanted.copy]
             found[command.adapter] = ColdAdapter(layout, offsets, gate, wanted.sequences)
-        return ColdStep(found)
+        return ColdRows(found)
 
     def _check_known(self, step: commands.RunStep) -> None:
         copies = [wanted.copy for wanted in step.awaits] + [served.copy for served in step.cpu]

@@ -21,7 +21,7 @@ from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AttentionRows, LoraSegments
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.protocol import commands
-from manylora.types import BASE, AdapterId, PageId, SamplingParams, SequenceId
+from manylora.types import BASE, AdapterId, SamplingParams, SequenceId
 
 _FIRST_SLOTS = 16
 _FIRST_TOKENS = 256
@@ -63,15 +63,6 @@ class Composition:
     num_samples: np.ndarray
     drawing: np.ndarray
     sampled_sequences: tuple[SequenceId, ...]
-
-    @staticmethod
-    def of(
-        sequences: tuple[SequenceId, ...], slots: np.ndarray, counts: np.ndarray, num_samples: np.ndarray
-    ) -> Composition:
-        drawing = np.flatnonzero(num_samples)
-        draw_all = len(drawing) == len(sequences)
-        sampled_sequences = sequences if draw_all else tuple(sequences[row] for row in drawing.tolist())
-        return Composition(sequences, slots, counts, num_samples, drawing, sampled_sequences)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -178,10 +169,13 @@ class SequenceTable:
         sequences, starts, *others, _ = zip(*rows)
         columns = (sequences, *others)
         if self._composition is None or columns != self._composition_columns:
-            held = self._sequences
-            slots = [held[sequence].slot for sequence in sequences]
-            arrays = (np.array(column, dtype=np.int64) for column in (slots, *others))
-            self._composition, self._composition_columns = Composition.of(sequences, *arrays), columns
+            places = [self._sequences[sequence].slot for sequence in sequences]
+            slots, counts, num_samples = (np.array(column, dtype=np.int64) for column in (places, *others))
+            drawing = np.flatnonzero(num_samples)
+            draw_all = len(drawing) == len(sequences)
+            sampled = sequences if draw_all else tuple(sequences[row] for row in drawing.tolist())
+            self._composition = Composition(sequences, slots, counts, num_samples, drawing, sampled)
+            self._composition_columns = columns
         return Rows(self._composition, np.array(starts, dtype=np.int64))
 
     def update_pages(self, rows: Iterable[commands.StepRow], undo: Undo) -> None:
@@ -189,7 +183,10 @@ class SequenceTable:
         for row in rows:
             if row.pages:
                 slot = self._sequences[row.sequence].slot
-                self._set_pages(slot, row.pages, undo)
+                self.pages = _widened(self.pages, max(index for index, _ in row.pages) + 1)
+                for index, page in row.pages:
+                    undo.append((slot, index, int(self.pages[slot, index])))
+                    self.pages[slot, index] = page
 
     def undo(self, changes: Undo) -> None:
         """Reverse changes to the page tables."""
@@ -233,12 +230,6 @@ class SequenceTable:
     def num_top(self, sequence: SequenceId) -> int:
         """Return how many alternatives to each prompt token the sequence's request asks for."""
         return self._sequences[sequence].drawing.params.prompt_logprobs or 0
-
-    def _set_pages(self, slot: int, changes: tuple[tuple[int, PageId], ...], undo: Undo) -> None:
-        self.pages = _widened(self.pages, max(index for index, _ in changes) + 1)
-        for index, page in changes:
-            undo.append((slot, index, int(self.pages[slot, index])))
-            self.pages[slot, index] = page
 
     def _add_slots(self) -> None:
         old = len(self.adapters)

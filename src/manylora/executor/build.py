@@ -158,7 +158,7 @@ class RankBuild:
             held = pool_bytes(device, own, task.activation_bytes, of_copy, share)
         ranked = self._ranked
         size = 0 if ranked is None else share_bytes(decoder.config, decoder.ops, ranked, self._dtype)
-        return Loaded(size, held, device.name, copy.place, copy.num_bytes)
+        return Loaded(size, held, device.name, copy)
 
     def _copy_of_weights(self, own_pool: int | None) -> CopyOfWeights:
         """Return the place and size of the copy that merging needs of this decoder's weights. ``own_pool``:
@@ -174,33 +174,31 @@ class RankBuild:
     def worker(self, limits: PolicyConfig, copy: CopyOfWeights) -> Worker:
         """Take the pools' memory and make the worker. Raises ConfigError where the system refuses the
         memory."""
-        task, device, share, dtype, decoder = (
-            self._task, self._device, self._share, self._dtype, self._decoder,
-        )  # fmt: skip
-        page, ranked = share.config.page_shape(*self._page_args), None
+        task, device, dtype, decoder = self._task, self._device, self._dtype, self._decoder
+        page = self._share.config.page_shape(*self._page_args)
         # Padded steps need one more page, which receives the writes of padding tokens.
         arena = Arena(limits.num_pages + task.pads_steps, page, dtype, device)
         self._host = HostPool(limits.num_host_pages, page, dtype, device)
+        sampling: RankedSampling | None = None
         if self._peers is not None:
             places = [RankPlace(rank, task.count) for rank in range(task.count)]
             vocabs = [ModelShare(self._config, place, task.is_sharded).vocab for place in places]
-            ranked = RankedSampling(self._peers, vocabs)
-        registry = registry_of(task, share.whole_geometry(*self._page_args), decoder.config.names.layer_prefix)
+            sampling = RankedSampling(self._peers, vocabs)
+        geometry = self._share.whole_geometry(*self._page_args)
+        registry = registry_of(task, geometry, decoder.config.names.layer_prefix)
         worker = Worker(
-            decoder, arena, self._host, self._geometry, device, registry, self.max_adapter_rank, ranked
+            decoder, arena, self._host, self._geometry, device, registry, self.max_adapter_rank, sampling
         )
         if task.settings.scheduler.merge.is_on:
             weights = [linear.weight for linear in decoder.linears]
             is_here = copy.place == "device"
             pristine = DevicePristine(weights) if is_here else HostPristine(weights, device)
-            worker.use_merging(pristine, self._ranked_merging())
+            merging: RankedMerging | None = None
+            if self._peers is not None:
+                share = ModelShare(self._config, self._share.place, is_sharded=False)
+                merging = RankedMerging(self._peers, share.geometry(*self._page_args), decoder.linears)
+            worker.use_merging(pristine, merging)
         return worker
-
-    def _ranked_merging(self) -> RankedMerging | None:
-        if self._peers is None:
-            return None
-        as_linears = ModelShare(self._config, self._share.place, is_sharded=False).geometry(*self._page_args)
-        return RankedMerging(self._peers, as_linears, self._decoder.linears)
 
     def prepare(self, worker: Worker, limits: PolicyConfig, progress: Progress | None = None) -> None:
         """Compile kernels, capture steps and warm up. ``progress(done, total)`` is called while steps are
@@ -210,7 +208,7 @@ class RankBuild:
             rehearse = ahead if peers is None else in_turn(ahead, peers)
             if task.pads_steps:
                 graphs = GraphLimits.of(limits, max_rank, task.graph_bytes)
-                worker.use_graphs(graphs, limits.num_pages, progress, rehearse, peers)
+                worker.use_graphs(graphs, progress, rehearse, peers)
             if task.device == "cuda":
                 warm_up(worker, limits, max_rank, rehearse)
 

@@ -42,14 +42,18 @@ class ColdAdapter:
     sequences: tuple[SequenceId, ...]
 
 
-class ColdStep:
-    """The cold rows of one step, grouped by adapter. Where the CPU does not take the step, the step awaits
-    the adapters' copies."""
+class ColdRows:
+    """The cold rows of one step, by adapter. The CPU serves them where it takes the step; else the step awaits
+    the adapters' copies. Used by the step loop's thread, layer after layer. ``others``: the segments of all
+    other adapters' rows, once the CPU has taken the step."""
 
     def __init__(self, adapters: dict[AdapterId, ColdAdapter]) -> None:
+        self.others: LoraSegments | None = None
         self._adapters = adapters
-        self._rows: ColdRows | None = None
+        self._handover: DeviceHandover | None = None
+        self._told: Callable[[], np.ndarray] | None = None
         self._awaited: Awaited | None = None
+        self._has_failed = False  # whether the CPU was late, which makes the rows invalid
         self._num_threads = 0
         self._cpu_s = self._waited_s = 0.0
 
@@ -60,22 +64,36 @@ class ColdStep:
         inputs: StepInputs,
         geometry: AdapterGeometry,
         device: Device,
-    ) -> ColdRows | None:
-        """Hand the step over to the CPU and return its rows. Where the CPU does not take the step, pass the
-        gates of all copies and return None. ``handover``: given where the device itself posts rows and takes
-        results."""
+    ) -> bool:
+        """Hand the step over to the CPU's threads. Where they do not take it, pass the gates of all copies and
+        return False. ``handover``: given where the device itself posts rows and takes results."""
         segments, names = inputs.lora, inputs.lora_adapters
         chosen = [place for place, name in enumerate(names) if name in self._adapters]
         self._num_threads = 0 if cpu is None else cpu.num_threads
         if cpu is not None and segments is not None and chosen:
+            self._cpu, self._handover = cpu, handover
+            starts, lengths = segments.start[chosen].tolist(), segments.length[chosen].tolist()
             adapters = [self._adapters[names[place]] for place in chosen]
-            rows = ColdRows(cpu, segments, chosen, adapters, geometry, device, handover)
-            if rows.begin():
-                self._rows = rows
-                return rows
+            self._widths, work = _described(lengths, adapters, geometry)
+            if self._is_taken(work):
+                self.others = _without(segments, chosen)
+                self._num_tokens = sum(lengths)
+                places = [np.arange(start, start + length) for start, length in zip(starts, lengths)]
+                self._rows = device.upload(np.concatenate(places).astype(np.int64))
+                return True
         self._awaited = Awaited([(adapter.gate, adapter.sequences) for adapter in self._adapters.values()])
         self._awaited.pass_all()
-        return None
+        return False
+
+    def _is_taken(self, work: ColdWork) -> bool:
+        if self._handover is not None and self._handover.is_busy:
+            return False
+        num_given = self._cpu.begin(work)
+        if num_given and self._handover is not None:
+            self._handover.begin(len(work.jobs), num_given)
+        return num_given > 0
+
+    # ------------------------------------------------------------ a step that the CPU has taken
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
@@ -90,72 +108,16 @@ class ColdStep:
         self._launched()
 
     def _launched(self) -> None:
-        if self._rows is not None:
-            self._rows.launched()
-
-    def end(self) -> None:
-        """Wait until the device has taken the CPU's results."""
-        if self._rows is not None:
-            self._cpu_s, self._waited_s = self._rows.end()
-
-    def fill_in(self, done: events.StepDone) -> None:
-        """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
-        spoilt = {*done.spoilt}
-        if self._awaited is not None:
-            spoilt.update(self._awaited.spoilt())
-            done.stall_s += self._awaited.stall_s
-        if self._rows is not None and self._rows.has_failed:
-            spoilt.update(*(adapter.sequences for adapter in self._adapters.values()))
-        done.spoilt = tuple(sorted(spoilt))
-        done.cpu_s = self._cpu_s
-        done.cpu_workers = self._num_threads
-        done.stall_s += self._waited_s
-
-
-class ColdRows:
-    """The cold rows of one step that the CPU serves. Used by the step loop's thread, layer after layer.
-    ``others``: the segments of all other adapters' rows. ``has_failed``: whether the CPU was late, which
-    makes the rows invalid."""
-
-    def __init__(
-        self,
-        cpu: CpuLora,
-        segments: LoraSegments,
-        chosen: list[int],
-        adapters: Sequence[ColdAdapter],
-        geometry: AdapterGeometry,
-        device: Device,
-        handover: DeviceHandover | None = None,
-    ) -> None:
-        """Describe the rows for the CPU. ``chosen``: the places of the adapters' segments, in the order of
-        ``adapters``."""
-        self.others = _without(segments, chosen)
-        self.has_failed = False
-        self._cpu = cpu
-        self._handover = handover
-        self._told: Callable[[], np.ndarray] | None = None
-        self._seconds = 0.0, 0.0
-        starts, lengths = segments.start[chosen].tolist(), segments.length[chosen].tolist()
-        self.num_tokens = sum(lengths)
-        places = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths)])
-        self._rows = device.upload(places.astype(np.int64))
-        self._widths, self._work = _described(lengths, adapters, geometry)
-
-    def begin(self) -> bool:
-        """Hand the step over to the CPU's threads. Return False where they do not take it."""
-        if self._handover is not None and self._handover.is_busy:
-            return False
-        num_given = self._cpu.begin(self._work)
-        if num_given and self._handover is not None:
-            self._handover.begin(len(self._work.jobs), num_given)
-        return num_given > 0
-
-    # ------------------------------------------------------------ during the forward pass
+        if self._handover is not None:
+            self._told = self._handover.issued()
+            return
+        self._cpu.end()
+        self._cpu_s, self._waited_s = self._cpu.busy_s(), self._cpu.waited_s
 
     def post(self, x: torch.Tensor, group: ProjectionGroup) -> bool:
         """Post the cold rows of x ``[T, in]`` to the CPU. Return False where no adapter of these rows adapts
         this group, or the CPU has been late."""
-        if self.has_failed or group.name not in self._widths:
+        if self._has_failed or group.name not in self._widths:
             return False
         rows = x.index_select(0, self._rows)
         if self._handover is not None:
@@ -169,34 +131,40 @@ class ColdRows:
         """Add the CPU's results to y ``[T, sum(out)]``. Where the CPU is late, the rows are invalid."""
         width = self._widths[group.name]
         if self._handover is not None:
-            y.index_add_(0, self._rows, self._handover.take(self.num_tokens, width).to(y.dtype))
+            y.index_add_(0, self._rows, self._handover.take(self._num_tokens, width).to(y.dtype))
             return
         try:
             self._cpu.wait()
         except CpuLoraLate:
-            self.has_failed = True
+            self._has_failed = True
             return
-        found = self._cpu.results(self.num_tokens, width)
+        found = self._cpu.results(self._num_tokens, width)
         y.index_add_(0, self._rows, found.to(y.device, y.dtype))
 
-    def launched(self) -> None:
-        """Note that the whole step has been launched, or that its launch has failed."""
-        if self._handover is not None:
-            self._told = self._handover.issued()
-            return
-        self._cpu.end()
-        self._seconds = self._cpu.busy_s(), self._cpu.waited_s
+    # ------------------------------------------------------------ the step's end
 
-    def end(self) -> tuple[float, float]:
-        """Wait until all results have been taken. Return the seconds that the CPU computed, and the seconds
-        that the step waited for it."""
+    def end(self) -> None:
+        """Wait until the device has taken the CPU's results."""
         if self._handover is None or self._told is None:
-            return self._seconds
+            return
         waited_ns, is_late = self._told().tolist()
-        self.has_failed = bool(is_late)
+        self._has_failed = bool(is_late)
         self._cpu.end()
         self._handover.is_busy = False
-        return self._cpu.busy_s(), waited_ns / 1e9
+        self._cpu_s, self._waited_s = self._cpu.busy_s(), waited_ns / 1e9
+
+    def fill_in(self, done: events.StepDone) -> None:
+        """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
+        spoilt = {*done.spoilt}
+        if self._awaited is not None:
+            spoilt.update(self._awaited.spoilt())
+            done.stall_s += self._awaited.stall_s
+        if self._has_failed:
+            spoilt.update(*(adapter.sequences for adapter in self._adapters.values()))
+        done.spoilt = tuple(sorted(spoilt))
+        done.cpu_s = self._cpu_s
+        done.cpu_workers = self._num_threads
+        done.stall_s += self._waited_s
 
 
 def _described(
@@ -227,13 +195,8 @@ def _without(segments: LoraSegments, cold: list[int]) -> LoraSegments | None:
     kept = np.setdiff1d(np.arange(len(segments.start)), cold)
     if len(kept) == 0:
         return None
-    return LoraSegments(
-        segments.start[kept],
-        segments.length[kept],
-        segments.records[kept],
-        segments.scales[kept],
-        segments.cells,
-    )
+    of_rows = segments.start[kept], segments.length[kept], segments.records[kept], segments.scales[kept]
+    return LoraSegments(*of_rows, segments.cells)
 
 
 # ---------------------------------------------------------------- handover by the device
@@ -244,15 +207,12 @@ def device_handover(cpu: CpuLora, ops: Ops, device: Device) -> DeviceHandover | 
     reason where the operations could wait on the device but the handover does not work."""
     if not ops.waits:
         return None
-    if not device.can_mark():
-        _log.warning("the host hands rows to the CPU's threads: the driver writes no numbers in streams")
-        return None
     found: DeviceHandover | None = None
     try:
         found = DeviceHandover(cpu, ops, device)
         found.try_out()
         return found
-    except (RuntimeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, ValueError) as error:
         _log.warning("the host hands rows to the CPU's threads: %s", first_line(error))
         if found is not None:
             found.close()

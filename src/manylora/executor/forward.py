@@ -54,13 +54,6 @@ class Outputs:
     pending_index: torch.Tensor
     scores: torch.Tensor | None = None
 
-    def first(self, count: int) -> Outputs:
-        """Return the outputs of the first ``count`` rows, with ``best`` and ``scores`` of all rows."""
-        if count == len(self.logits):
-            return self
-        rows = self.logits[:count], self.best, self.last[:count], self.pending_index[:count]
-        return Outputs(*rows, self.scores)
-
 
 class Scored(NamedTuple):
     """The prompt tokens whose logits score the next token, in parts of K tokens. The parts' logits are
@@ -73,8 +66,8 @@ class Scored(NamedTuple):
 
 
 class Forward:
-    """A decoder on one device, with the sampling of most likely tokens. ``pending`` int64 [PENDING_ENTRIES]:
-    the pending tokens."""
+    """A decoder on one device, with the sampling of most likely tokens. It keeps the last LoRA plan of an
+    eager step, because segments seldom change. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
 
     def __init__(
         self,
@@ -87,12 +80,13 @@ class Forward:
         """Set up the pending tokens. ``ranked``: given where the decoder is one rank's share of a model."""
         self.decoder = decoder
         self.ranked = ranked
-        self._greedy = greedy if ranked is None else ranked.greedy
-        self._score = score if ranked is None else ranked.score
+        self._greedy, self._score = (greedy, score) if ranked is None else (ranked.greedy, ranked.score)
         self.arena = arena
         self.geometry = geometry
         self.device = device
         self.pending = device.zeros((PENDING_ENTRIES,), torch.int64)
+        self._segments: LoraSegments | None = None
+        self._lora: Any | None = None
 
     def compute(
         self,
@@ -151,63 +145,46 @@ class Forward:
         """Replace pending tokens by sampled ones, int64, at the entries ``pending_index``."""
         self.pending.index_copy_(0, pending_index, tokens)
 
+    # ------------------------------------------------------------ eager steps
 
-class EagerSteps:
-    """A launcher of steps, one operation after the other, without capture. It keeps the last LoRA plan,
-    because segments seldom change."""
-
-    def __init__(self, forward: Forward, geometry: AdapterGeometry, device: Device) -> None:
-        self._forward = forward
-        self._geometry = geometry
-        self._device = device
-        self._segments: LoraSegments | None = None
-        self._lora: Any | None = None
-
-    def run(
-        self,
-        inputs: StepInputs,
-        before_layer: Callable[[int], None] | None = None,
-        cold: ColdRows | None = None,
-    ) -> Outputs:
-        """Send a step's inputs to the device, make its plans, and compute it. ``before_layer``, ``cold``: as
-        in StepBatch."""
-        ops, device = self._forward.decoder.ops, self._device.torch_device
+    def run(self, inputs: StepInputs, cold: ColdRows | None = None) -> Outputs:
+        """Run a step eagerly: send its inputs to the device, make its plans, and compute it. ``cold``: as in
+        StepBatch."""
         arrays = (
             inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
         )  # fmt: skip
-        packed = self._device.upload(np.concatenate(arrays))
+        packed = self.device.upload(np.concatenate(arrays))
         numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
-        if inputs.lora is not self._segments:
-            self._segments, self._lora = inputs.lora, None
-            if inputs.lora is not None:
-                self._lora = ops.plan_lora(inputs.lora, self._geometry.of_layers, device)
-        attention = ops.plan_attention(inputs.attention, self._geometry.page, device)
-        has_pending = bool((inputs.token_ids < 0).any())
-        lora, sampled = self._lora, None
-        if cold is None:
-            sampled = self._sampled_rows(inputs)
+        geometry, device = self.geometry, self.device.torch_device
+        attention = self.decoder.ops.plan_attention(inputs.attention, geometry.page, device)
+        if cold is not None:
+            lora, sampled = self._plan(cold.others, geometry.of_layers), None
         else:
-            others, geometry = cold.others, self._geometry.of_layers
-            lora = None if others is None else ops.plan_lora(others, geometry, device)
-        plans = attention, lora, has_pending, sampled, before_layer, cold
-        head = self._head_plan(inputs, inputs.sample_index)
-        return self._forward.compute(numbers, *plans, self._scored(inputs), head)
+            if inputs.lora is not self._segments:
+                self._segments, self._lora = inputs.lora, self._plan(inputs.lora, geometry.of_layers)
+            lora, sampled = self._lora, self._sampled_rows(inputs)
+        plans = attention, lora, bool((inputs.token_ids < 0).any()), sampled
+        scored, head = self._scored(inputs), self._head_plan(inputs, inputs.sample_index)
+        return self.compute(numbers, *plans, cold=cold, scored=scored, head=head)
+
+    def _plan(self, segments: LoraSegments | None, geometry: AdapterGeometry) -> Any | None:
+        """Return the LoRA plan of these segments; None where there are none."""
+        if segments is None:
+            return None
+        return self.decoder.ops.plan_lora(segments, geometry, self.device.torch_device)
 
     def _head_plan(self, inputs: StepInputs, tokens: np.ndarray) -> Any | None:
         """Return the LoRA plan of these tokens, ascending, at the output head. Return None where no adapter
         changes the head for them."""
         segments = None if inputs.head is None else inputs.head.of_tokens(tokens)
-        if segments is None:
-            return None
-        ops, geometry = self._forward.decoder.ops, self._geometry.of_model
-        return ops.plan_lora(segments, geometry, self._device.torch_device)
+        return self._plan(segments, self.geometry.of_model)
 
     def _scored(self, inputs: StepInputs) -> Scored | None:
         asked = inputs.scored
         if asked is None:
             return None
-        tokens, parts = self._device.upload(asked.tokens), []
-        size = max(1, LOGITS_AT_A_TIME // self._forward.decoder.config.vocab_size)
+        tokens, parts = self.device.upload(asked.tokens), []
+        size = max(1, LOGITS_AT_A_TIME // self.decoder.config.vocab_size)
         for first in range(0, tokens.shape[1], size):
             rows, targets = tokens[:, first : first + size]
             parts.append((rows, targets, self._head_plan(inputs, asked.tokens[0, first : first + size])))
@@ -220,7 +197,4 @@ class EagerSteps:
         if drawing == 0 or inputs.scored is not None or len(inputs.token_ids) - drawing < NARROWED:
             return None
         segments = None if inputs.lora is None else inputs.lora.of_tokens(inputs.sample_index)
-        if segments is None:
-            return SampledRows(None)
-        ops = self._forward.decoder.ops
-        return SampledRows(ops.plan_lora(segments, self._geometry.of_layers, self._device.torch_device))
+        return SampledRows(self._plan(segments, self.geometry.of_layers))

@@ -23,7 +23,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,6 @@ from manylora.kernels.ops import (
     LoraSegments,
     Ops,
 )
-from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.gates import Awaited, LandedWords
 from manylora.types import first_line
 
@@ -104,49 +102,33 @@ class Bucket:
 class GraphLimits:
     """The limits of steps: rows, tokens, tokens of a context, and adapter ranks (None: any). ``num_groups``:
     the groups of layers in which awaited copies land; 0: steps await nothing. ``max_bytes``: the device
-    memory that captures may hold."""
+    memory that captures may hold. ``scratch_page``: the pool's page for padding alone."""
 
     max_num_seqs: int
     max_batch_tokens: int
     max_model_len: int
-    max_adapter_rank: int | None = None
-    num_groups: int = 0
-    max_bytes: int = MAX_BYTES
+    max_adapter_rank: int | None
+    num_groups: int
+    max_bytes: int
+    scratch_page: int
 
     @classmethod
-    def of(
-        cls, limits: PolicyConfig, max_adapter_rank: int | None, max_bytes: int = MAX_BYTES
-    ) -> GraphLimits:
+    def of(cls, limits: PolicyConfig, max_adapter_rank: int | None, max_bytes: int) -> GraphLimits:
         """Return the limits of the steps that a policy with ``limits`` composes."""
-        return cls(
-            limits.max_num_seqs,
-            limits.max_batch_tokens,
-            limits.max_model_len,
-            max_adapter_rank,
-            limits.cold_start.num_groups,
-            max_bytes,
-        )
+        steps = limits.max_num_seqs, limits.max_batch_tokens, limits.max_model_len, max_adapter_rank
+        return cls(*steps, limits.cold_start.num_groups, max_bytes, limits.num_pages)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Prepared:
-    """A bucket's plans, filled with padding, and the function that runs a step of it. Nothing has run yet."""
+class Captured:
+    """A bucket's plans and the function that runs a step of it, launch by launch until it is captured.
+    ``cells``: the cell table that the step reads."""
 
     attention: AttentionPlan
     lora: LoraPlan | None
     cells: torch.Tensor
     pending_index: torch.Tensor
     run: Callable[[], Tensors]
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Captured:
-    """A bucket's plans and the replay of its capture. ``cells``: the cell table that the capture reads."""
-
-    attention: AttentionPlan
-    lora: LoraPlan | None
-    cells: torch.Tensor | None
-    replay: Callable[[], Outputs]
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -165,12 +147,6 @@ def graph_bytes(num_layers: int, num_ranks: int) -> int:
 
 NUMBERS = 2
 """The count of numbers that a step's gates read (``Awaited.numbers``)."""
-
-
-def step_gates(ops: Ops, words: LandedWords | None, device: Device) -> StepGates | None:
-    """Return the gates of captured steps. Return None without ``words``, or where kernels cannot wait on the
-    device."""
-    return StepGates(ops, words, device) if words is not None and ops.waits else None
 
 
 class StepGates:
@@ -195,7 +171,7 @@ class StepGates:
         return pass_gate
 
     def told(self) -> Callable[[], np.ndarray]:
-        """Start to download the reports of the last issued step's gates, for ``Awaited.passes_on_device``."""
+        """Start to download the reports of the last issued step's gates, for ``Awaited.told``."""
         return self._device.download(self._told)
 
 
@@ -210,23 +186,23 @@ class StepGraphs:
         self,
         forward: Forward,
         tables: AdapterTables,
-        geometry: AdapterGeometry,
-        device: Device,
         limits: GraphLimits,
-        scratch_page: int,
-        words: LandedWords | None = None,
+        words: LandedWords | None,
+        peers: Peers | None,
     ) -> None:
-        """Prepare the buckets without capturing any. ``scratch_page``: a page of the pool for padding alone.
-        ``words``: the words that gates in steps with prompts read; None: no gates. Raises ValueError where
-        the operations' kernels cannot be captured."""
-        if device.captures and not forward.decoder.ops.captures:
-            raise ValueError(f"{forward.decoder.ops.name} kernels cannot be captured")
+        """Prepare the buckets without capturing any. ``words``: the words that gates in steps with prompts
+        read; None: no gates. ``peers``: the connection to the other ranks, on one of several; then the tables'
+        cells must stay in place (``AdapterTables.fix``). Raises ValueError where the operations' kernels
+        cannot be captured."""
+        ops, device = forward.decoder.ops, forward.device
+        if device.captures and not ops.captures:
+            raise ValueError(f"{ops.name} kernels cannot be captured")
         self._forward = forward
         self._tables = tables
-        self._geometry = geometry
         self._device = device
         self._limits = limits
-        self._scratch_slot = scratch_page * geometry.page.page_tokens
+        self._peers = peers
+        self._scratch_slot = limits.scratch_page * forward.geometry.page.page_tokens
         self._sizes = bucket_sizes(limits.max_num_seqs)
         largest = limits.max_adapter_rank
         self._ranks = sorted({rank if largest is None else min(rank, largest) for rank in RANK_CLASSES})
@@ -234,10 +210,12 @@ class StepGraphs:
         self._size_of = [next(s for s in self._sizes if s >= n) for n in range(limits.max_num_seqs + 1)]
         self._mixed = [size for size in MIXED_TOKENS if size <= limits.max_batch_tokens]
         most_tokens = max([limits.max_num_seqs, *self._mixed])
-        self._mirror = device.mirror(3 * most_tokens + 2 * limits.max_num_seqs + NUMBERS)
-        self._gates = step_gates(forward.decoder.ops, words, device)
+        most = 3 * most_tokens + 2 * limits.max_num_seqs + NUMBERS
+        self._numbers, self._numbers_here = device.zeros((most,), torch.int64), np.zeros(most, np.int64)
+        # Not every kernel can wait on the device.
+        self._gates = None if words is None or not ops.waits else StepGates(ops, words, device)
         self._attention: dict[tuple[int, int], AttentionPlan] = {}
-        self._captured: dict[Bucket, Captured] = {}
+        self.captured: dict[Bucket, Captured] = {}
         self.is_full = False
         """Whether no more buckets are captured."""
         self._segments: LoraSegments | None = None
@@ -249,6 +227,7 @@ class StepGraphs:
         """Capture the buckets that steps are likely to need. ``progress(done, total)`` is called before each.
 
         Stops with one warning where the device refuses or its memory is short; other steps then run eagerly.
+        Several ranks capture in the same order, and nothing afterwards. Raises CapturingFailed.
         """
         began = time.perf_counter()
         buckets = self._ahead_of_time()
@@ -264,7 +243,7 @@ class StepGraphs:
         self._device.release_memory()
         _log.info(
             "captured %d of %d steps of up to %d decoding rows or %d tokens, ranks %s, in %.1f s and %.0f MiB",
-            len(self._captured),
+            len(self.captured),
             len(buckets),
             self._sizes[-1],
             max(self._mixed, default=0),
@@ -272,6 +251,7 @@ class StepGraphs:
             time.perf_counter() - began,
             self._device.captured_bytes() / 2**20,
         )
+        self.is_full = self.is_full or self._peers is not None
 
     def rehearsals(self, forward: Forward) -> tuple[list[Callable[[], object]], int]:
         """Return functions that run the steps of ``capture_all`` on padding, with ``forward``, a forward pass
@@ -299,10 +279,6 @@ class StepGraphs:
         wanted = {Bucket(*size, rank) for rank in self._common_ranks for size in sizes}
         return sorted(wanted, key=lambda each: (each.is_decoding, dataclasses.astuple(each)), reverse=True)
 
-    @property
-    def num_captured(self) -> int:
-        return len(self._captured)
-
     def run(self, inputs: StepInputs, awaited: Awaited | None = None) -> Outputs | None:
         """Run the step in its bucket, and return its outputs, whose first M rows are the drawing rows. Return
         None, with nothing run, where the step has to run eagerly. ``awaited``: the copies that must land
@@ -327,11 +303,11 @@ class StepGraphs:
             return None
         if awaited is not None:
             awaited.pass_all(but_marked=gates is not None)
-        outputs = captured.replay()
+        logits, best, last = captured.run()
         self.ran = bucket
         if awaited is not None and gates is not None:
-            awaited.passes_on_device(gates.told())
-        return outputs
+            awaited.told = gates.told()
+        return Outputs(logits, Best.within(best), last, captured.pending_index)
 
     # ------------------------------------------------------------ buckets
 
@@ -366,17 +342,15 @@ class StepGraphs:
         return None if bucket.is_decoding else self._gates
 
     def _send(self, inputs: StepInputs | None, bucket: Bucket, awaited: Awaited | None = None) -> None:
-        """Send all numbers of the step, in the order in which ``_numbers`` splits them. With ``inputs`` None,
+        """Send all numbers of the step, in the order in which ``_numbers_of`` splits them. With ``inputs`` None,
         send padding alone. With ``awaited`` None, the gates have nothing to wait for."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
         length = 3 * tokens + 2 * rows
         has_gates = self._gates_of(bucket) is not None
-        numbers = self._mirror.stage()[: length + NUMBERS * has_gates]
+        numbers = self._numbers_here[: length + NUMBERS * has_gates]
         numbers.fill(0)
-        of_tokens, of_rows = (
-            numbers[: 3 * tokens].reshape(3, tokens),
-            numbers[3 * tokens : length].reshape(2, rows),
-        )
+        of_tokens = numbers[: 3 * tokens].reshape(3, tokens)
+        of_rows = numbers[3 * tokens : length].reshape(2, rows)
         if has_gates and awaited is not None:
             numbers[length:] = awaited.numbers()
         of_tokens[2] = self._scratch_slot
@@ -387,13 +361,13 @@ class StepGraphs:
             of_tokens[2, :count] = inputs.slots
             of_rows[0, :drawing] = inputs.sample_index
             of_rows[1, :drawing] = inputs.pending_index
-        self._mirror.send(len(numbers))
+        self._device.send(numbers, self._numbers[: len(numbers)])
 
-    def _numbers(self, bucket: Bucket) -> tuple[Numbers, torch.Tensor]:
-        """Return views of the mirror for the bucket: the step's numbers, and the numbers for its gates."""
+    def _numbers_of(self, bucket: Bucket) -> tuple[Numbers, torch.Tensor]:
+        """Return views of ``_numbers`` for the bucket: the step's numbers, and the numbers for its gates."""
         tokens, rows = bucket.num_tokens, bucket.num_rows
         sizes = [tokens, tokens, tokens, rows, rows, NUMBERS]
-        *numbers, wanted = torch.split(self._mirror.tensor[: sum(sizes)], sizes)
+        *numbers, wanted = torch.split(self._numbers[: sum(sizes)], sizes)
         return Numbers(*numbers), wanted
 
     # ------------------------------------------------------------ captures
@@ -401,11 +375,11 @@ class StepGraphs:
     def _get(self, bucket: Bucket) -> Captured | None:
         """Return the bucket's capture, made now if necessary. Return None where no more buckets are
         captured."""
-        captured = self._captured.get(bucket)
+        captured = self.captured.get(bucket)
         if captured is not None and (captured.lora is None or captured.cells is self._tables.cells):
             return captured
         # There is none, or the cell table that it reads has moved.
-        self._captured.pop(bucket, None)
+        self.captured.pop(bucket, None)
         if self.is_full:
             return None
         try:
@@ -413,93 +387,30 @@ class StepGraphs:
                 captured = self._capture(bucket)
         except RuntimeError as error:
             self.is_full = True
-            count, why = len(self._captured), first_line(error)
+            count, why = len(self.captured), first_line(error)
             _log.warning("steps other than the %d captured ones run eagerly: %s", count, why)
             return None
-        self._captured[bucket] = captured
+        self.captured[bucket] = captured
         return captured
 
     def _capture(self, bucket: Bucket) -> Captured:
         """Capture a bucket. Raises RuntimeError where the device refuses or there is no room."""
+        if self._peers is not None:
+            return self._capture_together(bucket, self._peers)
         prepared = self._with_room(bucket)
-        return self._replaying(prepared, self._device.capture(prepared.run))
+        return dataclasses.replace(prepared, run=self._device.capture(prepared.run))
 
-    def _with_room(self, bucket: Bucket) -> Prepared:
-        """Prepare a bucket. Raises RuntimeError where there is no room for another capture."""
-        if self._device.captured_bytes() >= self._limits.max_bytes:
-            raise RuntimeError(f"captures hold {self._limits.max_bytes >> 20} MiB")
-        return self._prepared(bucket, self._forward)
-
-    def _replaying(self, prepared: Prepared, replay: Callable[[], Tensors]) -> Captured:
-        def outputs() -> Outputs:
-            logits, best, last = replay()
-            return Outputs(logits, Best.within(best), last, prepared.pending_index)
-
-        return Captured(prepared.attention, prepared.lora, prepared.cells, outputs)
-
-    def _prepared(self, bucket: Bucket, forward: Forward) -> Prepared:
-        ops, device, geometry = self._forward.decoder.ops, self._device.torch_device, self._geometry
-        tokens, rows = bucket.num_tokens, bucket.num_rows
-        attention = self._attention.get((tokens, rows))
-        if attention is None:
-            attention_room = AttentionLimits(tokens, rows, self._limits.max_model_len)
-            attention = ops.attention_plan(geometry.page, device, attention_room)
-            self._attention[tokens, rows] = attention
-        cells = self._tables.cells
-        lora = None
-        if bucket.max_rank:
-            lora = ops.lora_plan(geometry, device, LoraLimits(tokens, rows, bucket.max_rank, cells))
-        numbers, wanted = self._numbers(bucket)
-        gates = self._gates_of(bucket)
-        before_layer = None if gates is None else gates.before_layer(wanted)
-
-        def run() -> Tensors:
-            found = forward.compute(numbers, attention, lora, before_layer=before_layer)
-            return found.logits, found.best.packed, found.last
-
-        # The plans hold padding alone: a capture also runs the step, which must change no data.
-        attention.fill(_NO_ROWS)
-        if lora is not None:
-            lora.fill(None, tokens)
-        self._send(None, bucket)
-        return Prepared(attention, lora, cells, numbers.pending_index, run)
-
-
-# ---------------------------------------------------------------- several ranks
-
-ELSEWHERE = "another rank could not capture more"
-
-
-class CapturingFailed(Exception):
-    """The error of a rank that has failed where other ranks wait for it."""
-
-
-class RankedGraphs(StepGraphs):
-    """The ``StepGraphs`` of one of several ranks. The table of cells must stay in place
-    (``AdapterTables.fix``)."""
-
-    def __init__(self, *args: Any, peers: Peers) -> None:
-        """Take the arguments of ``StepGraphs``, and the connection to the other ranks."""
-        super().__init__(*args)
-        self._peers = peers
-
-    def capture_all(self, progress: Progress | None = None) -> None:
-        """Capture as ``StepGraphs`` does, in the same order on every rank; nothing is captured afterwards.
-        Raises CapturingFailed."""
-        super().capture_all(progress)
-        self.is_full = True
-
-    def _capture(self, bucket: Bucket) -> Captured:
+    def _capture_together(self, bucket: Bucket, peers: Peers) -> Captured:
         """Capture a bucket on all ranks. Raises RuntimeError on all ranks where one cannot capture it. Raises
         CapturingFailed where this rank could not even run the step, so that the others wait for its
         exchanges."""
-        prepared: Prepared | None = None
+        prepared: Captured | None = None
         why = ELSEWHERE
         try:
             prepared = self._with_room(bucket)
         except RuntimeError as error:
             why = first_line(error)
-        if not self._all(prepared is not None) or prepared is None:
+        if not _all(peers, prepared is not None) or prepared is None:
             raise RuntimeError(why)
 
         exchanges: list[Exchange] = []
@@ -507,7 +418,7 @@ class RankedGraphs(StepGraphs):
 
         def run() -> Tensors:
             nonlocal num_runs
-            with self._peers.listed(exchanges):
+            with peers.listed(exchanges):
                 tensors = prepared.run()
             num_runs += 1
             return tensors
@@ -521,7 +432,7 @@ class RankedGraphs(StepGraphs):
                 raise CapturingFailed(
                     f"a step could not be run to be captured, and --cuda-graphs auto does without: {why}"
                 ) from error
-        if not self._all(replay is not None) or replay is None:
+        if not _all(peers, replay is not None) or replay is None:
             raise RuntimeError(why)
         made = replay
 
@@ -529,14 +440,59 @@ class RankedGraphs(StepGraphs):
             try:
                 return made()
             finally:
-                self._peers.note_all(exchanges)
+                peers.note_all(exchanges)
 
-        return self._replaying(prepared, noted)
+        return dataclasses.replace(prepared, run=noted)
 
-    def _all(self, can: bool) -> bool:
-        """Return whether ``can`` is true on every rank."""
-        found = self._peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
-        return all(bool(one.item()) for one in found)
+    def _with_room(self, bucket: Bucket) -> Captured:
+        """Prepare a bucket. Raises RuntimeError where there is no room for another capture."""
+        if self._device.captured_bytes() >= self._limits.max_bytes:
+            raise RuntimeError(f"captures hold {self._limits.max_bytes >> 20} MiB")
+        return self._prepared(bucket, self._forward)
+
+    def _prepared(self, bucket: Bucket, forward: Forward) -> Captured:
+        """Prepare a bucket to be captured, with plans that hold padding alone. Nothing has run yet."""
+        ops, geometry = self._forward.decoder.ops, self._forward.geometry.of_layers
+        device = self._device.torch_device
+        tokens, rows = bucket.num_tokens, bucket.num_rows
+        attention = self._attention.get((tokens, rows))
+        if attention is None:
+            attention_room = AttentionLimits(tokens, rows, self._limits.max_model_len)
+            attention = ops.attention_plan(geometry.page, device, attention_room)
+            self._attention[tokens, rows] = attention
+        cells = self._tables.cells
+        lora = None
+        if bucket.max_rank:
+            lora = ops.lora_plan(geometry, device, LoraLimits(tokens, rows, bucket.max_rank, cells))
+        numbers, wanted = self._numbers_of(bucket)
+        gates = self._gates_of(bucket)
+        before_layer = None if gates is None else gates.before_layer(wanted)
+
+        def run() -> Tensors:
+            found = forward.compute(numbers, attention, lora, before_layer=before_layer)
+            return found.logits, found.best.packed, found.last
+
+        # The plans hold padding alone: a capture also runs the step, which must change no data.
+        attention.fill(_NO_ROWS)
+        if lora is not None:
+            lora.fill(None, tokens)
+        self._send(None, bucket)
+        return Captured(attention, lora, cells, numbers.pending_index, run)
+
+
+# ---------------------------------------------------------------- several ranks
+
+ELSEWHERE = "another rank could not capture more"
+
+
+class CapturingFailed(Exception):
+    """The error of a rank that has failed where other ranks wait for it."""
+
+
+def _all(peers: Peers, can: bool) -> bool:
+    """Return whether ``can`` is true on every rank."""
+    found = peers.gather(torch.tensor([int(can)], dtype=torch.int64), "start")
+    return all(bool(one.item()) for one in found)
 
 
 # ---------------------------------------------------------------- construction
@@ -546,19 +502,16 @@ def steps_of_fixed_sizes(
     forward: Forward,
     tables: AdapterTables,
     limits: GraphLimits,
-    scratch_page: int,
     words: LandedWords | None,
-    *,
-    progress: Progress | None = None,
-    rehearse: Rehearse | None = None,
-    peers: Peers | None = None,
+    progress: Progress | None,
+    rehearse: Rehearse | None,
+    peers: Peers | None,
 ) -> StepGraphs | None:
     """Make and capture the steps for ``Worker.use_graphs``. Return None, with a warning, where the
     operations' kernels cannot be captured. Raises CapturingFailed."""
     arena, geometry, device = forward.arena, forward.geometry, forward.device
-    kind = StepGraphs if peers is None else functools.partial(RankedGraphs, peers=peers)
     try:
-        graphs = kind(forward, tables, geometry, device, limits, scratch_page, words)
+        graphs = StepGraphs(forward, tables, limits, words, peers)
     except ValueError as error:
         _log.warning("decoding steps run eagerly: %s", error)
         return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -31,14 +32,14 @@ from manylora.adapters.pack import cell_offsets, layout_for
 from manylora.config.declaring import ConfigError
 from manylora.devices.device import Device, Elapsed
 from manylora.devices.peers import Peers
+from manylora.executor.forward import Forward
 from manylora.executor.tables import AdapterTables
 from manylora.kernels.ops import AdaptedLinear, MergedLayer, MergePlan, Weight, of_adapters
 from manylora.kernels.shapes import AdapterGeometry, Projection, RankPlace
 from manylora.memory.budget import in_mib
 from manylora.memory.copier import TRANSFER_BYTES, Copier, one_line
-from manylora.memory.pool import Arena, shared_memory
+from manylora.memory.pool import shared_memory
 from manylora.models.layers import RankedLinear
-from manylora.models.model import Model
 from manylora.models.share import LinearShare
 from manylora.protocol import commands, events
 from manylora.types import BASE, AdapterId, first_line
@@ -52,26 +53,23 @@ class MergedWeights:
 
     def __init__(
         self,
-        decoder: Model,
+        forward: Forward,
         pristine: DevicePristine | HostPristine,
-        arena: Arena,
         tables: AdapterTables,
-        geometry: AdapterGeometry,
-        device: Device,
         copier: Copier,
         ranked: RankedMerging | None = None,
     ) -> None:
-        """Start with no adapter merged. ``pristine``: the copy of the weights of ``decoder.linears``, in
+        """Start with no adapter merged. ``pristine``: the copy of the weights of the decoder's linears, in
         their order. ``ranked``: given where the decoder is one rank's share."""
-        self._linears = decoder.linears
-        self._ops = decoder.ops
+        self._linears = forward.decoder.linears
+        self._ops = forward.decoder.ops
         self._pristine = pristine
-        self._arena = arena
+        self._arena = forward.arena
         self._tables = tables
-        self._geometry = geometry
+        self._geometry = geometry = forward.geometry
         self._ranked = ranked
         self._of_weights = geometry if ranked is None else ranked.geometry
-        self._device = device
+        self._device = forward.device
         self._copier = copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-merge")
         self._merged: AdapterId = BASE
@@ -113,12 +111,8 @@ class MergedWeights:
             args = pristine, command, rows, failed, self._device.issued(), elapsed, report
             self._beside = command.adapter, self._thread.submit(self._switch_beside, *args)
             return
-        failed = self._tried(
-            command,
-            failed,
-            lambda: self._write(rows, pristine),
-            lambda: self._write(self._rows(BASE), pristine),
-        )
+        write = functools.partial(self._write, rows, pristine)
+        failed = self._tried(command, failed, write, lambda: self._write(self._rows(BASE), pristine))
         self._note(command.adapter, failed)
         self._thread.submit(self._answer, command, elapsed(), failed, report)
         self.settle()
@@ -141,18 +135,16 @@ class MergedWeights:
         try:
             write()
         except Exception as error:
-            wrong = self._failed(command, error)
-            self._restore(restore)
-        found = self._agreed(wrong)
-        if found and not wrong:
-            self._restore(restore)
-        return failed or found
-
-    def _restore(self, restore: Callable[[], None]) -> None:
-        try:
-            restore()
-        except Exception as lost:
-            self._broken = one_line(lost)
+            if not self._closing:
+                _log.error("adapter %d could not be merged", command.adapter, exc_info=error)
+            wrong = one_line(error)
+        wrong = self._agreed(wrong)
+        if wrong:
+            try:
+                restore()
+            except Exception as lost:
+                self._broken = one_line(lost)
+        return failed or wrong
 
     def _agreed(self, failed: str) -> str:
         """Return this rank's error, else that another rank failed, else an empty text."""
@@ -247,11 +239,6 @@ class MergedWeights:
                         layers.append(MergedLayer(linear.layer, data, source))
                     self._ops.merge_linears(layers, pool, group, plan)
         self._differs = adapted
-
-    def _failed(self, command: commands.SetMerged, error: Exception) -> str:
-        if not self._closing:
-            _log.error("adapter %d could not be merged", command.adapter, exc_info=error)
-        return one_line(error)
 
 
 ELSEWHERE = "it failed on another rank"
@@ -430,13 +417,10 @@ class HostPristine:
                 f"the system refuses to pin {in_mib(len(memory))} for a copy of the base's weights: {why}"
             ) from error
         self._memory: torch.Tensor | None = memory
-        self._copies = []
-        begin = 0
-        for weight, size in zip(weights, sizes):
-            copy = memory[begin : begin + weight.data.nbytes]
+        parts = torch.split(memory[: sum(sizes)], sizes)
+        self._copies = [part[: weight.data.nbytes] for weight, part in zip(weights, parts)]
+        for weight, copy in zip(weights, self._copies):
             copy.copy_(_as_bytes(weight.data))
-            self._copies.append(copy)
-            begin += size
         self._closing = threading.Event()
         self._waiting = device.copy_lane()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-restore")

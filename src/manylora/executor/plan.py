@@ -89,22 +89,16 @@ class Plan(NamedTuple):
         where the device can capture them and the settings allow it."""
         config, limits = self.config, self.limits
         if pads is None:
-            pads = pads_steps(self.settings, self.device is None or self.device.captures)
+            captures = self.device is None or self.device.captures
+            pads = captures and self.settings.cuda_graphs != "off"
         captured, activations = graph_bytes(config.num_layers, self.num_ranks), 0
         if self.kind == "cuda":
             activations = activation_bytes(config, self.dtype, limits.max_num_seqs, limits.max_batch_tokens)
             activations += captured if pads else 0
-        return RankTask(
-            self.settings,
-            self.kind,
-            self.num_ranks,
-            self.sharding == "sharded",
-            pads,
-            limits.max_model_len,
-            activations,
-            captured,
-            None if registry_path is None else str(registry_path),
-        )
+        sizes = limits.max_model_len, activations, captured
+        path = None if registry_path is None else str(registry_path)
+        is_sharded = self.sharding == "sharded"
+        return RankTask(self.settings, self.kind, self.num_ranks, is_sharded, pads, *sizes, path)
 
 
 class CopyOfWeights(NamedTuple):
@@ -125,13 +119,12 @@ class CopyOfWeights(NamedTuple):
 class Loaded(msgspec.Struct, tag=True):
     """A rank's report once its weights are loaded. ``weight_bytes``: the size of its weights, 0 for a single
     rank; ``pool_bytes``: the bytes that its part of the pool may take on a GPU, 0 on a CPU; ``device``: the
-    device's name; ``copy_place``, ``copy_bytes``: the place and size of the copy of the base's weights."""
+    device's name."""
 
     weight_bytes: int
     pool_bytes: int
     device: str
-    copy_place: Literal["device", "host"]
-    copy_bytes: int
+    copy: CopyOfWeights
 
 
 def planned(settings: EngineSettings) -> Plan:
@@ -173,29 +166,14 @@ def _device(settings: EngineSettings, config: ModelConfig) -> tuple[Device | Non
     count, wanted = settings.tensor_parallel_size, settings.model.device
     if count > 1:
         check_count(config, count)
-        if kind_of(wanted, count) == "cuda":
-            return None, "cuda"
-        wanted = "cpu"
-    device = open_device(wanted)
-    return device, "cuda" if device.torch_device.type == "cuda" else "cpu"
-
-
-def kind_of(wanted: str, count: int) -> Kind:
-    """Return the kind of device for ``count`` ranks. Raises ConfigError where there are too few GPUs."""
-    if wanted == "cpu" or (wanted == "auto" and not cuda_is_available()):
-        return "cpu"
-    if not cuda_is_available():
-        open_device(wanted)  # raises the reason
+    if count == 1 or wanted == "cpu" or not cuda_is_available():
+        device = open_device(wanted)  # raises the reason where there is no such device
+        return device, "cuda" if device.torch_device.type == "cuda" else "cpu"
     if count > len(visible_gpus()):
         raise ConfigError(
             f"--tensor-parallel-size {count} needs as many GPUs, and {len(visible_gpus())} can be seen here"
         )
-    return "cuda"
-
-
-def pads_steps(settings: EngineSettings, captures: bool) -> bool:
-    """Return whether steps run at fixed sizes: the device can capture them and the settings allow it."""
-    return captures and settings.cuda_graphs != "off"
+    return None, "cuda"
 
 
 def with_gates(settings: EngineSettings, kind: Kind, launches_wait: bool) -> EngineSettings:
@@ -217,8 +195,8 @@ def sized(plan: Plan, loaded: Sequence[Loaded]) -> tuple[PolicyConfig, CopyOfWei
     """Return the policy's limits, now that all weights are loaded, and the place and total size of the copy
     of the base's weights. Raises ConfigError where a pool does not fit or is too small."""
     cache, kind, count, size = plan.settings.cache, plan.kind, plan.num_ranks, plan.page.page_bytes
-    is_on_host = any(one.copy_place == "host" for one in loaded)
-    copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy_bytes for one in loaded))
+    is_on_host = any(one.copy.place == "host" for one in loaded)
+    copy = CopyOfWeights("host" if is_on_host else "device", sum(one.copy.num_bytes for one in loaded))
     pool = count * min(one.pool_bytes for one in loaded)
     if kind == "cpu":
         assert plan.device is not None

@@ -30,46 +30,6 @@ _ANSWER_S = 600.0
 """The longest time that an answer may take, in seconds."""
 
 
-class _Direct:
-    """A driver that connects to an executor, sends it commands one by one, and waits for each answer."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._answers: queue.SimpleQueue[DeviceEvent] = queue.SimpleQueue()
-        executor.connect(self._answers.put)
-
-    def run_step(self, step: commands.RunStep) -> events.StepDone:
-        """Run a step and forget its sequences."""
-        self._executor.obey(step)
-        if self._answers.empty():  # an answer is there already where the step could not be issued
-            self._executor.wait_step()
-        answer = self._answer()
-        for row in step.rows:
-            self._executor.obey(commands.EndSequence(row.sequence))
-        assert isinstance(answer, StepResult)
-        return answer.done
-
-    def set_merged(self, command: commands.SetMerged) -> events.SwitchDone:
-        """Merge an adapter into the base's weights, or with BASE restore the weights."""
-        self._executor.obey(command)
-        self._executor.flush()
-        answer = self._answer()
-        assert isinstance(answer, events.SwitchDone)
-        return answer
-
-    def evict_adapter(self, adapter: AdapterId) -> None:
-        """Drop the adapter's entry."""
-        self._executor.obey(commands.EvictAdapter(adapter))
-
-    def _answer(self) -> DeviceEvent:
-        """Wait for the next answer. Raises RuntimeError where the executor is lost, and ``queue.Empty`` after
-        ``_ANSWER_S``."""
-        answer = self._answers.get(timeout=_ANSWER_S)
-        if isinstance(answer, ExecutorLost):
-            raise RuntimeError(answer.reason)
-        return answer
-
-
 class Pretends(Executor, Protocol):
     """An executor that can enter pretended adapters, so that steps can be measured."""
 
@@ -78,23 +38,79 @@ class Pretends(Executor, Protocol):
         pool has no room for an adapter of this rank."""
 
 
-def _run_step(
-    direct: _Direct,
-    page_tokens: int,
-    prompts: Iterable[tuple[AdapterId, int, int]],
-    params: SamplingParams = _GREEDY,
-    number: int = 0,
-    merged: AdapterId = BASE,
-) -> events.StepDone:
-    """Run one step of prompts, each given as (adapter, length, number of tokens at its end to compute). All
-    prompts share the same pages, since no later request reads what they write."""
-    starts, rows = [], []
-    for sequence, (adapter, length, count) in enumerate(prompts, 1):
-        tokens, pages = (0,) * length, tuple(range(-(-length // page_tokens)))
-        where = length - count, pages
-        starts.append(commands.SequenceStart(sequence, 0, adapter, tokens, length, *where, params, ()))
-        rows.append(commands.StepRow(sequence, length - count, count, 1))
-    return direct.run_step(commands.RunStep(number, tuple(starts), tuple(rows), merged))
+class _Rig:
+    """A set-up that sends commands to an executor one by one, and waits for each answer. ``longest``: the tokens
+    of the longest prompt."""
+
+    def __init__(self, executor: Executor, limits: PolicyConfig) -> None:
+        self.longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
+        self._executor = executor
+        self._page_tokens = limits.page_tokens
+        self._merged: AdapterId = BASE
+        self._numbers = itertools.count(1)
+        self._answers: queue.SimpleQueue[DeviceEvent] = queue.SimpleQueue()
+        executor.connect(self._answers.put)
+
+    def run_step(
+        self, prompts: Iterable[tuple[AdapterId, int, int]], params: SamplingParams = _GREEDY
+    ) -> events.StepDone:
+        """Run one step of prompts, each given as (adapter, length, number of tokens at its end to compute), and
+        forget its sequences. All prompts share the same pages, since no later request reads what they
+        write."""
+        starts, rows = [], []
+        for sequence, (adapter, length, count) in enumerate(prompts, 1):
+            tokens, pages = (0,) * length, tuple(range(-(-length // self._page_tokens)))
+            where = length - count, pages
+            starts.append(commands.SequenceStart(sequence, 0, adapter, tokens, length, *where, params, ()))
+            rows.append(commands.StepRow(sequence, length - count, count, 1))
+        step = commands.RunStep(next(self._numbers), tuple(starts), tuple(rows), self._merged)
+        self._executor.obey(step)
+        if self._answers.empty():  # an answer is there already where the step could not be issued
+            self._executor.wait_step()
+        answer = self._answer()
+        for row in rows:
+            self._executor.obey(commands.EndSequence(row.sequence))
+        assert isinstance(answer, StepResult)
+        return answer.done
+
+    def step_s(self, num_rows: int, num_tokens: int, adapter: AdapterId) -> float:
+        """Return the median seconds of a step with this adapter alone: decoding rows, or one prompt chunk.
+        Raises RuntimeError where a step fails."""
+        is_chunk = num_rows < num_tokens
+        length = min(num_tokens if is_chunk else _CONTEXT, self.longest)
+        prompts = [(adapter, length, length if is_chunk else 1)] * num_rows
+        seconds = []
+        for _ in range(1 + _ROUNDS):
+            done = self.run_step(prompts)
+            if not done.ok:
+                raise RuntimeError(done.error)
+            seconds.append(done.device_s)
+        return statistics.median(seconds[1:])
+
+    def switch(self, adapter: AdapterId) -> float:
+        """Merge an adapter into the base's weights, or with BASE restore the weights, and return the seconds
+        that it took. Raises RuntimeError where it fails."""
+        self._executor.obey(commands.SetMerged(next(self._numbers), adapter))
+        self._executor.flush()
+        done = self._answer()
+        assert isinstance(done, events.SwitchDone)
+        if not done.ok:
+            raise RuntimeError(done.error)
+        self._merged = adapter
+        return done.switch_s
+
+    def evict(self, adapters: Iterable[AdapterId]) -> None:
+        """Drop the adapters' entries."""
+        for adapter in adapters:
+            self._executor.obey(commands.EvictAdapter(adapter))
+
+    def _answer(self) -> DeviceEvent:
+        """Wait for the next answer. Raises RuntimeError where the executor is lost, and ``queue.Empty`` after
+        ``_ANSWER_S``."""
+        answer = self._answers.get(timeout=_ANSWER_S)
+        if isinstance(answer, ExecutorLost):
+            raise RuntimeError(answer.reason)
+        return answer
 
 
 # ---------------------------------------------------------------- warming up
@@ -130,9 +146,8 @@ def warm_up(
     holds yet. A failed step is logged and ends the warm-up, because such a step would fail requests.
     """
     began = time.perf_counter()
-    direct = _Direct(worker)
-    longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
-    most = min(limits.max_batch_tokens, limits.max_num_seqs * longest)
+    rig = _Rig(worker, limits)
+    most = min(limits.max_batch_tokens, limits.max_num_seqs * rig.longest)
     sizes = {min(_LONG, most), most}
     steps = [(size, params, BASE, BASE) for size in sorted(sizes) for params in (_GREEDY, _SAMPLED)]
     pretended = [
@@ -147,10 +162,9 @@ def warm_up(
 
     def run(size: int, params: SamplingParams, adapter: AdapterId, beside: AdapterId) -> events.StepDone:
         # The short prompts have an adapter of their own; else they would share a segment with the long ones.
-        long, short = _lengths(size, longest, limits.max_num_seqs)
-        each = [(adapter, length) for length in long] + [(beside, length) for length in short]
-        prompts = [(whose, length, length) for whose, length in each]
-        return _run_step(direct, limits.page_tokens, prompts, params)
+        long, short = _lengths(size, rig.longest, limits.max_num_seqs)
+        prompts = [(adapter, length, length) for length in long]
+        return rig.run_step(prompts + [(beside, length, length) for length in short], params)
 
     try:
         if rehearse is not None:
@@ -163,8 +177,7 @@ def warm_up(
                 _log.warning("a step of %d tokens failed before serving began: %s", step[0], done.error)
                 return sorted(sizes)
     finally:
-        for adapter in _PRETENDED:
-            direct.evict_adapter(adapter)
+        rig.evict(_PRETENDED)
     _log.info("warmed up with steps of %s tokens in %.1f s", sorted(sizes), time.perf_counter() - began)
     return sorted(sizes)
 
@@ -240,14 +253,17 @@ def measure_merging(
         for num_rows, num_tokens in _sizes(limits):
             if steps and time.perf_counter() - steps_began > _MOST_S:
                 break
-            steps.append(_times(rig, num_rows, num_tokens))
+            unmerged_s = rig.step_s(num_rows, num_tokens, _MERGED)
+            rig.switch(_MERGED)
+            merged_s = rig.step_s(num_rows, num_tokens, _MERGED)
+            steps.append(StepTimes(num_rows, num_tokens, unmerged_s, merged_s))
+            rig.switch(BASE)
     except RuntimeError as error:
         _log.warning("merging was not measured: %s", error)
         return MergeTimes(steps_wait)
     finally:
         rig.switch(BASE)
-        for adapter in (_MERGED, _OTHER):
-            rig.direct.evict_adapter(adapter)
+        rig.evict((_MERGED, _OTHER))
     _log.info(
         "an adapter is merged in %.1f ms and taken off in %.1f; measured in %.1f s",
         1e3 * merge_s,
@@ -265,47 +281,3 @@ def _sizes(limits: PolicyConfig) -> Iterator[tuple[int, int]]:
     chunk = min(_CHUNK, limits.max_batch_tokens, limits.max_model_len)
     if chunk > 1:
         yield 1, chunk
-
-
-def _times(rig: _Rig, num_rows: int, num_tokens: int) -> StepTimes:
-    unmerged_s = rig.steps(num_rows, num_tokens, _MERGED)
-    rig.switch(_MERGED)
-    merged_s = rig.steps(num_rows, num_tokens, _MERGED)
-    rig.switch(BASE)
-    return StepTimes(num_rows, num_tokens, unmerged_s, merged_s)
-
-
-class _Rig:
-    """A set-up that runs switches and steps on a worker, and measures their times."""
-
-    def __init__(self, worker: Pretends, limits: PolicyConfig) -> None:
-        self.direct = _Direct(worker)
-        self._limits = limits
-        self._merged: AdapterId = BASE
-        self._numbers = itertools.count(1)
-
-    def switch(self, adapter: AdapterId) -> float:
-        """Switch to the adapter and return the seconds that it took. Raises RuntimeError where it fails."""
-        done = self.direct.set_merged(commands.SetMerged(next(self._numbers), adapter))
-        if not done.ok:
-            raise RuntimeError(done.error)
-        self._merged = adapter
-        return done.switch_s
-
-    def steps(self, num_rows: int, num_tokens: int, adapter: AdapterId) -> float:
-        """Return the median seconds of a step with this adapter alone: decoding rows, or one prompt chunk.
-        Raises RuntimeError where a step fails."""
-        limits = self._limits
-        longest = min(limits.max_model_len, limits.num_pages * limits.page_tokens)
-        length = min(num_tokens, longest) if num_rows < num_tokens else min(_CONTEXT, longest)
-        chunk = length if num_rows < num_tokens else 1
-        prompts = [(adapter, length, chunk)] * num_rows
-        seconds = []
-        for round_number in range(1 + _ROUNDS):
-            number = next(self._numbers)
-            done = _run_step(self.direct, limits.page_tokens, prompts, number=number, merged=self._merged)
-            if not done.ok:
-                raise RuntimeError(done.error)
-            if round_number:
-                seconds.append(done.device_s)
-        return statistics.median(seconds)

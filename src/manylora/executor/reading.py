@@ -7,14 +7,15 @@ gets. Does not touch the adapter tables: it only reports which adapters have lan
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +28,12 @@ from manylora.adapters.pack import (
     Helpers,
     cell_offsets,
     layout_of,
-    load_adapter,
     load_into,
     verify_weights,
 )
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
-from manylora.devices.device import Device, PageWriter
+from manylora.devices.device import Device
 from manylora.kernels.shapes import AdapterGeometry
 from manylora.memory.copier import one_line
 from manylora.memory.pool import Arena, HostPool
@@ -61,13 +61,13 @@ class Inspections:
 
     def spec(self, adapter: AdapterId) -> AdapterSpec:
         """Return the adapter's spec. Raises AdapterError where the adapter is not known."""
-        return self._found_of(adapter)[0]
+        return self._known_of(adapter)[0]
 
     def layout(self, adapter: AdapterId) -> AdapterLayout:
         """Return the ``layout_of`` the adapter's spec. Raises AdapterError where the adapter is not known."""
-        return self._found_of(adapter)[1]
+        return self._known_of(adapter)[1]
 
-    def _found_of(self, adapter: AdapterId) -> tuple[AdapterSpec, AdapterLayout]:
+    def _known_of(self, adapter: AdapterId) -> tuple[AdapterSpec, AdapterLayout]:
         known = self._known.get(adapter)
         if known is None:
             raise AdapterError("the adapter is not known")
@@ -92,38 +92,35 @@ class Inspections:
         """Carry out InspectAdapter: check the adapter's headers and record its spec. Return the answer; a
         failed check is an answer too."""
 
-        def inspect() -> AdapterChecked:
+        def inspect() -> AdapterSpec:
             spec = self._registry.inspect(Path(command.path), self._max_rank)
             self.learn(command.adapter, spec)
             for warning in spec.warnings:
                 _log.warning("adapter in %s: %s", spec.path, warning)
-            return self._found(command.adapter, spec)
+            return spec
 
-        return _checked(command.adapter, inspect)
+        return self._checked(command.adapter, inspect)
 
     def verify(self, command: commands.VerifyAdapter) -> AdapterChecked:
         """Carry out VerifyAdapter: read and check all weights of a known adapter, and return the answer."""
 
-        def verify() -> AdapterChecked:
+        def verify() -> AdapterSpec:
             spec = self.spec(command.adapter)
             verify_weights(spec, self._geometry, self._dtype)
-            return self._found(command.adapter, spec)
+            return spec
 
-        return _checked(command.adapter, verify)
+        return self._checked(command.adapter, verify)
 
-    def _found(self, adapter: AdapterId, spec: AdapterSpec) -> AdapterChecked:
-        return AdapterChecked(adapter, True, self._layout_of(spec).num_pages, spec.rank)
-
-
-def _checked(adapter: AdapterId, check: Callable[[], AdapterChecked]) -> AdapterChecked:
-    """Return the answer of ``check``, or an answer with the reason why it failed."""
-    try:
-        return check()
-    except AdapterError as error:
-        return AdapterChecked(adapter, False, error=str(error), status=error.status)
-    except Exception as error:
-        _log.exception("checking adapter %d failed", adapter)
-        return AdapterChecked(adapter, False, error=one_line(error), status=503)
+    def _checked(self, adapter: AdapterId, check: Callable[[], AdapterSpec]) -> AdapterChecked:
+        """Return an answer with the spec that ``check`` finds, or with the reason why it failed."""
+        try:
+            spec = check()
+            return AdapterChecked(adapter, True, self._layout_of(spec).num_pages, spec.rank)
+        except AdapterError as error:
+            return AdapterChecked(adapter, False, error=str(error), status=error.status)
+        except Exception as error:
+            _log.exception("checking adapter %d failed", adapter)
+            return AdapterChecked(adapter, False, error=one_line(error), status=503)
 
 
 READERS = 2
@@ -135,21 +132,12 @@ _MOST_HELPERS = 7
 more threads."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Landed:
+class Landed(NamedTuple):
     """An adapter whose weights are in its device pages. ``offsets``: the ``cell_offsets`` of these pages."""
 
     adapter: AdapterId
     layout: AdapterLayout
     offsets: np.ndarray
-
-    @classmethod
-    def at(
-        cls, adapter: AdapterId, layout: AdapterLayout, geometry: AdapterGeometry, pages: Sequence[PageId]
-    ) -> Landed:
-        """Return the adapter as it is placed in ``pages``. Raises ValueError where the layout takes another
-        number of pages."""
-        return cls(adapter, layout, cell_offsets(layout, geometry, pages))
 
 
 class _Closing(Exception):
@@ -175,27 +163,22 @@ class AdapterReader:
         self._host = host
         self._geometry = geometry
         self._device = device
+        self._lane, self._copying = device.copy_lane(), threading.Lock()
         self._note_landed = landed
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
-        self._helpers = NO_HELPERS
         # Half of the cores are left for the steps and for other processes.
         count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
+        self._helpers = NO_HELPERS
         if count > 0:
-            self._helpers = Helpers(
-                ThreadPoolExecutor(count, thread_name_prefix="manylora-adapter-part"), count
-            )
+            self._helpers = Helpers(ThreadPoolExecutor(count, "manylora-adapter-part"), count)
         self._closing = False
 
     def start(
-        self,
-        spec: AdapterSpec,
-        command: commands.ReadAdapter,
-        done: Callable[[events.AdapterRead], None],
+        self, spec: AdapterSpec, command: commands.ReadAdapter, done: Callable[[events.AdapterRead], None]
     ) -> None:
         """Read the adapter into the command's pages. ``done`` is called once, with the answer, on a reading
         thread. Raises RuntimeError after ``close``; then ``done`` is not called."""
-        writer = self._device.page_writer() if command.tier == "device" else None
-        self._threads.submit(self._run, spec, command, writer, done)
+        self._threads.submit(self._run, spec, command, self._device.issued(), done)
 
     def close(self) -> None:
         """Stop reads under way, answer every read that is left, and end the threads. Idempotent."""
@@ -208,13 +191,13 @@ class AdapterReader:
         self,
         spec: AdapterSpec,
         command: commands.ReadAdapter,
-        writer: PageWriter | None,
+        issued: object,
         done: Callable[[events.AdapterRead], None],
     ) -> None:
         began = time.perf_counter()
         error, is_at_fault = "", False
         try:
-            self._read(spec, command, writer)
+            self._read(spec, command, issued)
         except _Closing:
             error = "the engine is closing"
         except AdapterError as failure:
@@ -227,25 +210,32 @@ class AdapterReader:
         read_s = time.perf_counter() - began
         done(events.AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
-    def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, writer: PageWriter | None) -> None:
+    def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, issued: object) -> None:
         layout = layout_of(spec, self._geometry)
         self._check_open()
-        if writer is None:
+        landed = None
+        if command.tier == "host":
             pages = [self._host.page(page) for page in command.pages]
-            load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
-            return
-        landed = Landed.at(command.adapter, layout, self._geometry, command.pages)
+        else:
+            landed = Landed(command.adapter, layout, cell_offsets(layout, self._geometry, command.pages))
+            sizes = layout.num_pages, self._arena.shape.layers, self._arena.shape.slab_elements
+            pages = list(torch.empty(sizes, dtype=self._arena.dtype))
+        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+        if landed is not None:
+            self._copy(pages, command.pages, issued)
+            self._note_landed(landed)
 
-        def write_page(number: int, image: torch.Tensor) -> None:
-            self._check_open()
-            writer.write(self._arena.page(command.pages[number]), image)
-
-        try:
-            load_adapter(spec, layout, self._geometry, self._arena.dtype, write_page, self._helpers)
-        finally:
-            # Also after a failure: the pages get new owners, whose data a late write must not overwrite.
-            writer.close()
-        self._note_landed(landed)
+    def _copy(self, images: Sequence[torch.Tensor], pages: Sequence[PageId], issued: object) -> None:
+        """Copy page images to the device's pages, after the work that ``issued`` marks."""
+        with self._copying:
+            self._lane.begin(issued)
+            try:
+                for image, page in zip(images, pages):
+                    self._check_open()
+                    self._lane.copy(self._arena.page(page), image)
+            finally:
+                # Also after a failure: the pages get new owners, whose data a late copy must not overwrite.
+                self._lane.end()()
 
     def _check_open(self) -> None:
         if self._closing:

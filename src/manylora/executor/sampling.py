@@ -587,7 +587,7 @@ class RankedSampling:
         values = torch.stack([best.values for best in found])
         # The first of the largest values, with NaN larger than any number.
         which = torch.where(values.isnan(), torch.inf, values)
-        first = _first_largest(which)[None]
+        first = (which == which.amax(0)).to(torch.uint8).argmax(0)[None]
         best = Best.within(torch.empty_like(own.packed))
         best.tokens.copy_(torch.stack([one.tokens for one in found]).gather(0, first)[0])
         best.values.copy_(values.gather(0, first)[0])
@@ -604,7 +604,7 @@ class RankedSampling:
             return draws
         first = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         self._peers.broadcast(first, "sampling")
-        return Draws(first, first, _first_draws)
+        return Draws(first, first, lambda tokens: Results([(token,) for token in tokens.tolist()], None, []))
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
         """Score from all ranks' logits as ``score`` does. Only the first rank's result has rows."""
@@ -618,13 +618,3 @@ class RankedSampling:
         own[:, : logits.shape[1]] = logits
         parts = self._peers.gather(own, "sampling")
         return torch.cat([part[:, : len(vocab)] for part, vocab in zip(parts, self._vocabs)], dim=1)
-
-
-def _first_largest(values: torch.Tensor) -> torch.Tensor:
-    """Return the first place of the largest of ``values`` [N, M] along N; int64 [M]."""
-    largest = values == values.amax(0)
-    return largest.to(torch.uint8).argmax(0)
-
-
-def _first_draws(packed: np.ndarray) -> Results:
-    return Results([(token,) for token in packed.tolist()], None, [])

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +22,10 @@ from manylora.devices.device import Device
 from manylora.devices.peers import Peers
 from manylora.devices.preparation import PREPARATION
 from manylora.executor.arrivals import Arrivals
-from manylora.executor.batch import Expected, InputBuilder, Rows, SequenceTable, StepInputs, Undo
-from manylora.executor.cold_rows import ColdStep, DeviceHandover
+from manylora.executor.batch import Expected, InputBuilder, SequenceTable, StepInputs, Undo
+from manylora.executor.cold_rows import ColdRows, DeviceHandover
 from manylora.executor.cpu_lora import CpuLora
-from manylora.executor.forward import EagerSteps, Forward, Outputs
+from manylora.executor.forward import Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs, steps_of_fixed_sizes
 from manylora.executor.merging import MergedWeights, Pristine, RankedMerging
 from manylora.executor.reading import AdapterReader, Inspections
@@ -45,30 +44,35 @@ from manylora.types import BASE, AdapterId, CopyId, SequenceId, TokenLogprobs
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Sampled:
-    """The outputs of a step that is in flight. ``rows``: the drawing rows' places in the step, in the batch's
-    order. ``scored``: the batch's scored prompt tokens, if any. ``results`` and ``scores`` wait for the
-    device and return the draws, and the scores of these tokens."""
+class _InFlight(NamedTuple):
+    """A step in flight. ``rows``: the drawing rows' places in the step, in the batch's order; ``sequences``:
+    the drawing rows' sequences, in the step's order, like ``expected``. ``scored``: the batch's scored prompt
+    tokens, if any. ``results`` and ``scores`` wait for the device and return the draws, and the scores of these
+    tokens."""
 
+    step: commands.RunStep
+    began: float
+    awaited: Awaited | None
+    cold: ColdRows | None
+    sequences: tuple[SequenceId, ...]
+    expected: Expected
     rows: np.ndarray
     results: Callable[[], Results]
     scored: ScoredTokens | None
     scores: Callable[[], np.ndarray] | None
 
-    def read(self, step: int, sequences: Sequence[SequenceId]) -> StepResult:
-        """Wait for the device and return the step's result. ``sequences``: the sequences of the rows that
-        drew, in the step's order."""
+    def result(self) -> StepResult:
+        """Wait for the device and return the step's result."""
         results, order = self.results(), np.argsort(self.rows).tolist()
-        tokens = tuple((name, tuple(results.tokens[row])) for name, row in zip(sequences, order))
+        tokens = tuple((name, tuple(results.tokens[row])) for name, row in zip(self.sequences, order))
         logprobs: dict[tuple[SequenceId, int], TokenLogprobs] = {}
-        for name, row in zip(sequences, order if results.logprobs else ()):
+        for name, row in zip(self.sequences, order if results.logprobs else ()):
             told = enumerate(results.logprobs[row] if results.logprobs else ())
             logprobs |= {(name, sample): item for sample, item in told if item is not None}
         bad = set(results.unsound)
-        unsound = tuple(name for name, row in zip(sequences, order) if row in bad) if bad else ()
+        unsound = tuple(name for name, row in zip(self.sequences, order) if row in bad) if bad else ()
         prompts = {} if self.scored is None or self.scores is None else self.scored.read(self.scores())
-        return StepResult(events.StepDone(step, True, tokens, unsound=unsound), logprobs, prompts)
+        return StepResult(events.StepDone(self.step.step, True, tokens, unsound=unsound), logprobs, prompts)
 
 
 class Worker:
@@ -94,7 +98,7 @@ class Worker:
         ``geometry`` must be made of the pools' page shape and the decoder's groups. ``ranked``: given where
         the decoder is one rank's share of a model.
         """
-        self._forward: Forward | None = Forward(decoder, arena, geometry.of_layers, device, ranked)
+        self._forward: Forward | None = Forward(decoder, arena, geometry, device, ranked)
         self._is_rank = ranked is not None  # ranks forget copies by command, all alike
         self._graphs: StepGraphs | None = None
         self._arena = arena
@@ -109,10 +113,9 @@ class Worker:
         self._cpu_lora: CpuLora | None = None
         self._handover: DeviceHandover | None = None
         self._inputs = InputBuilder(self._sequences, self._tables, geometry)
-        self._eager: EagerSteps | None = EagerSteps(self._forward, geometry, device)
         self._handlers = commands.handlers(self, commands.DEVICE_COMMANDS)
         self._report: Callable[[DeviceEvent], None] = unheard
-        self._in_flight: collections.deque[Callable[[], StepResult]] = collections.deque()  # oldest first
+        self._in_flight: collections.deque[_InFlight] = collections.deque()  # oldest first
         self._ended_s = 0.0
         # A device without captures runs a step within the call that launches it, so work put off until after
         # the launch would wait for the whole step.
@@ -134,7 +137,7 @@ class Worker:
     def wait_step(self) -> None:
         self._copier.flush()
         if self._in_flight:
-            result = self._in_flight.popleft()()
+            result = self._finish(self._in_flight.popleft())
             if not self._is_rank:
                 self._arrivals.step_ended()
             self._report(result)
@@ -151,16 +154,7 @@ class Worker:
         ``pristine``: the copy of the weights of the decoder's linears, which the worker closes. ``ranked``:
         given on one of several ranks."""
         assert self._forward is not None
-        self._merging = MergedWeights(
-            self._forward.decoder,
-            pristine,
-            self._arena,
-            self._tables,
-            self._geometry,
-            self._device,
-            self._copier,
-            ranked,
-        )
+        self._merging = MergedWeights(self._forward, pristine, self._tables, self._copier, ranked)
 
     def settle_merged(self) -> None:
         """Wait for a switch that runs beside the step loop. Raises RuntimeError where the base's weights are
@@ -195,27 +189,23 @@ class Worker:
     def use_graphs(
         self,
         limits: GraphLimits,
-        scratch_page: int,
         progress: Progress | None = None,
         rehearse: Rehearse | None = None,
         peers: Peers | None = None,
     ) -> None:
         """Run steps at fixed sizes from now on, captured where the device can. Call it before the first step.
 
-        ``scratch_page``: a page of the device's pool that holds no data. ``peers``: the connection to the
-        other ranks, on one of several. Only logs a warning where the operations' kernels cannot be captured.
-        Raises CapturingFailed.
+        ``peers``: the connection to the other ranks, on one of several. Only logs a warning where the
+        operations' kernels cannot be captured. Raises CapturingFailed.
         """
         assert self._forward is not None
         words = None
         if limits.num_groups and self._device.captures:
-            ops, places = self._forward.decoder.ops, (self._arena, self._host, self._device)
-            bringer = bringer_of(ops, *places, limits.num_groups)
-            if bringer is not None:
-                self._copier.use_kernel(bringer)
-                words = bringer.words
-        steps = self._forward, self._tables, limits, scratch_page, words
-        self._graphs = steps_of_fixed_sizes(*steps, progress=progress, rehearse=rehearse, peers=peers)
+            pools = self._arena, self._host, self._device
+            self._copier.bringer = bringer_of(self._forward.decoder.ops, *pools, limits.num_groups)
+            words = None if self._copier.bringer is None else self._copier.bringer.words
+        steps = self._forward, self._tables, limits, words
+        self._graphs = steps_of_fixed_sizes(*steps, progress, rehearse, peers)
 
     @property
     def bucket(self) -> Bucket | None:
@@ -240,16 +230,7 @@ class Worker:
                 self._sequences.start(start)
                 started.append(start.sequence)
             self._sequences.update_pages(step.rows, changes)
-            rows = self._sequences.rows(step.rows)
-            awaited = self._arrivals.awaited(step) if step.awaits else None
-            cold = self._arrivals.cold(step) if step.cpu else None
-            sampled = self._run(rows, awaited, cold)
-            # ``expect`` adds only the first sample's token: other samples return with their own
-            # SequenceStart.
-            expected = self._sequences.expect(rows)
-            sequences = rows.composition.sampled_sequences
-            finish = functools.partial(self._finish, step, sequences, sampled, expected, began, awaited, cold)
-            self._in_flight.append(finish)
+            self._in_flight.append(self._launched(step, began))
         except Exception as error:
             PREPARATION.give_up()
             self._sequences.undo(changes)
@@ -258,67 +239,66 @@ class Worker:
             self._report(self._failed(step, error, began))
         self._copier.flush()
 
-    def _run(self, rows: Rows, awaited: Awaited | None, cold: ColdStep | None) -> _Sampled:
-        forward, eager = self._forward, self._eager
-        if forward is None or eager is None:
+    def _launched(self, step: commands.RunStep, began: float) -> _InFlight:
+        """Launch a step whose sequences and page tables are up to date."""
+        forward = self._forward
+        if forward is None:
             raise RuntimeError("the executor is closed")
+        rows = self._sequences.rows(step.rows)
+        awaited = self._arrivals.awaited(step) if step.awaits else None
+        cold = self._arrivals.cold(step) if step.cpu else None
         with torch.inference_mode():
             inputs = self._inputs.build(rows)
-            outputs = None
-            if cold is None and self._graphs is not None:
-                outputs = self._graphs.run(inputs, awaited)
-            if outputs is None:
-                self._tables.send()
-                if awaited is not None:
-                    awaited.pass_all()
-            if cold is not None:
-                outputs = self._run_cold(eager, inputs, cold)
-            elif outputs is None:
-                outputs = eager.run(inputs)
+            outputs = self._outputs(forward, inputs, awaited, cold)
             count = len(inputs.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, [1] * count)
             else:
-                outputs = outputs.first(count)
                 drawn = draw if forward.ranked is None else forward.ranked.draw
-                draws = drawn(outputs.logits, inputs.sampled, outputs.best, outputs.last)
+                draws = drawn(outputs.logits[:count], inputs.sampled, outputs.best, outputs.last[:count])
             if draws.first is not outputs.best.tokens:
-                forward.redraw(outputs.pending_index, draws.first)
+                forward.redraw(outputs.pending_index[:count], draws.first)
             arrived = self._device.download(draws.packed)
             scores = None if outputs.scores is None else self._device.download(outputs.scores)
-        return _Sampled(inputs.sampled_rows, lambda: draws.read(arrived()), inputs.scored, scores)
+        # ``expect`` adds only the first sample's token: other samples return with their own SequenceStart.
+        sequences, expected = rows.composition.sampled_sequences, self._sequences.expect(rows)
+        given = step, began, awaited, cold, sequences, expected, inputs.sampled_rows
+        return _InFlight(*given, lambda: draws.read(arrived()), inputs.scored, scores)
 
-    def _run_cold(self, eager: EagerSteps, inputs: StepInputs, cold: ColdStep) -> Outputs:
-        """Run a step with cold rows eagerly; the CPU serves these rows if it takes the step."""
-        rows = cold.begin(self._cpu_lora, self._handover, inputs, self._geometry, self._device)
+    def _outputs(
+        self, forward: Forward, inputs: StepInputs, awaited: Awaited | None, cold: ColdRows | None
+    ) -> Outputs:
+        """Run the step in its bucket where it has one. Else run it eagerly, once the copies that it awaits have
+        been issued; the CPU serves its cold rows if it takes the step."""
+        if cold is None and self._graphs is not None:
+            outputs = self._graphs.run(inputs, awaited)
+            if outputs is not None:
+                return outputs
+        self._tables.send()
+        if awaited is not None:
+            awaited.pass_all()
+        given = self._cpu_lora, self._handover, inputs, self._geometry, self._device
+        if cold is None or not cold.begin(*given):
+            return forward.run(inputs)
         with cold.launching():
-            return eager.run(inputs, cold=rows)
+            return forward.run(inputs, cold)
 
-    def _finish(
-        self,
-        step: commands.RunStep,
-        sampled_sequences: tuple[SequenceId, ...],
-        sampled: _Sampled,
-        expected: Expected,
-        began: float,
-        awaited: Awaited | None,
-        cold: ColdStep | None,
-    ) -> StepResult:
-        """Wait for the step's end and return its result. ``sampled_sequences``: the sequences of the rows
-        that drew, in the step's order, like ``expected``."""
+    def _finish(self, flight: _InFlight) -> StepResult:
+        """Wait for the step's end and return its result."""
+        step, awaited, cold = flight.step, flight.awaited, flight.cold
         try:
             if cold is not None:
                 cold.end()
-            result = sampled.read(step.step, sampled_sequences)
+            result = flight.result()
         except Exception as error:
-            self._sequences.forget(expected)
-            return self._failed(step, error, began)
+            self._sequences.forget(flight.expected)
+            return self._failed(step, error, flight.began)
         done = result.done
         if awaited is not None:
             done.spoilt = awaited.spoilt()
             done.stall_s = awaited.stall_s
-        self._sequences.settle(expected, [tokens[0] for _, tokens in done.tokens])
-        done.device_s = self._step_s(began)
+        self._sequences.settle(flight.expected, [tokens[0] for _, tokens in done.tokens])
+        done.device_s = self._step_s(flight.began)
         if cold is not None:
             cold.fill_in(done)
         return result
@@ -424,7 +404,7 @@ class Worker:
             _log.exception("the device failed before it was closed")
         if self._handover is not None:
             self._handover.close()
-        self._forward = self._graphs = self._eager = None
+        self._forward = self._graphs = None
         del self._inputs  # it holds tensors of the last step
         self._tables.close()
         self._arena.close()

@@ -31,9 +31,7 @@ def bringer_of(ops: Ops, arena: Arena, host: HostPool, device: Device, num_group
     operations have no such kernel, the host pool is empty, or a slab is not a whole number of words."""
     if not ops.brings or host.num_pages == 0 or host.shape.slab_bytes % _WORD:
         return None
-    bringer = Bringer(ops, arena, host, device, num_groups)
-    bringer.compile()
-    return bringer
+    return Bringer(ops, arena, host, device, num_groups)
 
 
 class Bringer:
@@ -59,12 +57,8 @@ class Bringer:
         slab_words = host.shape.slab_bytes // _WORD
         self._groups = [(first * slab_words, (end - first) * slab_words) for first, end in self.words.groups]
         self._num_copies = 0
-
-    def compile(self) -> None:
-        """Compile the kernel before the first copy, by an empty copy from memory that need not be the
-        pool's."""
-        staged = _staged(self._tables[0], _NOTHING)
-        table, was_issued = staged.lend()
+        # Compiles the kernel, by an empty copy from memory that need not be the pool's.
+        table, was_issued = _staged(self._tables[0], _NOTHING).lend()
         self._launch(self._scratch.view(-1), table)
         was_issued()
 

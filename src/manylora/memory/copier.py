@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -42,7 +43,7 @@ class _Lane:
         self.put_off: list[tuple[ThreadPoolExecutor, Callable[[], object]]] = []
         """The tasks that ``flush`` submits to the threads, in order."""
         for pool in (self.issuing, self.answering):
-            pool.submit(_begin)
+            pool.submit(lambda: None)  # starts the thread, so that a later submission cannot fail to start it
 
     def flush(self) -> None:
         """Submit the tasks that were put off."""
@@ -54,6 +55,19 @@ class _Lane:
         self.flush()
         self.issuing.shutdown(wait=True)
         self.answering.shutdown(wait=True)
+
+
+class _Copy(NamedTuple):
+    """A copy under way. ``after``: the mark of the work for which it waits. ``landed``, ``done``, ``gate``: as
+    in ``Copier.start``. ``bringer``: None where the lane's thread issues the copy."""
+
+    lane: _Lane
+    command: commands.SwapPages
+    after: object
+    landed: Callable[[], None]
+    done: Callable[[events.CopyDone], None]
+    gate: CopyGate | None
+    bringer: Bringer | None
 
 
 class Copier:
@@ -77,12 +91,9 @@ class Copier:
         self._settled = device.issued()
         self._puts_off = puts_off
         self._closing = False
-        self._bringer: Bringer | None = None
-
-    def use_kernel(self, bringer: Bringer) -> None:
-        """Let ``bringer`` make the copies with gates, where it can, on the step loop's thread. Call it before
-        the first such copy."""
-        self._bringer = bringer
+        self.bringer: Bringer | None = None
+        """The maker of copies with gates, where it can, on the step loop's thread. Set before the first such
+        copy."""
 
     def settle(self) -> None:
         """Make later copies to the device wait for all work issued so far.
@@ -110,37 +121,37 @@ class Copier:
         lane = self._lanes[command.to_device]
         after = self._settled if command.to_device else self._device.issued()
         bringer = None if gate is None else self._bringer_for(lane, command)
-        given = lane, command, after, landed, done, gate, bringer
+        copy = _Copy(lane, command, after, landed, done, gate, bringer)
         if bringer is not None:
             with lane.copies.here():
-                self._issue(*given)
+                self._issue(copy)
         elif self._puts_off and not command.to_device and not self._closing:
-            lane.put_off.append((lane.issuing, functools.partial(self._issue, *given)))
+            lane.put_off.append((lane.issuing, functools.partial(self._issue, copy)))
         else:
             lane.flush()  # keeps the order of answers
-            lane.last = lane.issuing.submit(self._issue, *given)
+            lane.last = lane.issuing.submit(self._issue, copy)
 
     def move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Future[Callable[[], float]]:
         """Copy to the device after the work that ``issued`` marks, in turn with copies of pages. May be
         called from any thread, but not beside copies that have gates. The arguments are as for
         ``CopyLane.copy``; the result is as for ``CopyLane.end``. Raises RuntimeError after ``close``."""
-        return self._lanes[True].issuing.submit(self._move, target, source, issued)
-
-    def _move(self, target: torch.Tensor, source: torch.Tensor, issued: object) -> Callable[[], float]:
         lane = self._lanes[True]
-        lane.copies.begin(issued)
-        lane.copies.copy(target, source)
-        return lane.copies.end()
+
+        def issue() -> Callable[[], float]:
+            lane.copies.begin(issued)
+            lane.copies.copy(target, source)
+            return lane.copies.end()
+
+        return lane.issuing.submit(issue)
 
     def _bringer_for(self, lane: _Lane, command: commands.SwapPages) -> Bringer | None:
         """Return the bringer for this copy; None where the lane's thread issues the copy, which then lands
         whole. A kernel's copy would overtake copies that the thread has not issued yet, so the lane must be
         idle."""
-        bringer = self._bringer
-        if bringer is None or self._closing:
+        bringer, is_idle = self.bringer, lane.last is None or lane.last.done()
+        if bringer is None or self._closing or not is_idle or not bringer.can_bring(command.pairs):
             return None
-        is_idle = lane.last is None or lane.last.done()
-        return bringer if is_idle and bringer.can_bring(command.pairs) else None
+        return bringer
 
     def flush(self) -> None:
         """Begin the work that was put off. Call it when a step has been launched, or when none will be
@@ -153,25 +164,16 @@ class Copier:
         self._closing = True
         for lane in self._lanes.values():
             lane.close()
-        self._bringer = None  # it holds views of the pools
+        self.bringer = None  # it holds views of the pools
 
-    def _issue(
-        self,
-        lane: _Lane,
-        command: commands.SwapPages,
-        after: object,
-        landed: Callable[[], None],
-        done: Callable[[events.CopyDone], None],
-        gate: CopyGate | None,
-        bringer: Bringer | None,
-    ) -> None:
-        error, wait = "", None
+    def _issue(self, copy: _Copy) -> None:
+        lane, gate, error, wait = copy.lane, copy.gate, "", None
         try:
-            lane.copies.begin(after)
-            if gate is not None and bringer is not None:
-                bringer.bring(lane.copies, command.pairs, gate)
+            lane.copies.begin(copy.after)
+            if gate is not None and copy.bringer is not None:
+                copy.bringer.bring(lane.copies, copy.command.pairs, gate)
             else:
-                error = self._transfer(lane, command)
+                error = self._transfer(lane.copies, copy.command)
                 if gate is not None and not error:
                     gate.open(lane.copies.landing())
         except Exception as failure:
@@ -183,49 +185,40 @@ class Copier:
             error = error or one_line(failure)
         if error and gate is not None:
             gate.fail()
-        answer = functools.partial(self._answer, command, error, wait, landed, done, gate)
-        if self._puts_off and bringer is not None:
+        answer = functools.partial(self._answer, copy, error, wait)
+        if self._puts_off and copy.bringer is not None:
             lane.put_off.append((lane.answering, answer))
         else:
             lane.answering.submit(answer)
 
-    def _transfer(self, lane: _Lane, command: commands.SwapPages) -> str:
+    def _transfer(self, copies: CopyLane, command: commands.SwapPages) -> str:
         """Start the copy's transfers. Return the reason where they were stopped, else an empty text."""
         most_pages = max(1, TRANSFER_BYTES // self._host.shape.page_bytes)
-        for source, destination, count in merged(
-            command.pairs, command.to_device, most_pages, self._host.chunk_pages
-        ):
+        runs = merged(command.pairs, command.to_device, most_pages, self._host.chunk_pages)
+        for source, destination, count in runs:
             if self._closing:
                 return _CLOSING
             if command.to_device:
-                lane.copies.copy(self._arena.run(destination, count), self._host.run(source, count))
+                copies.copy(self._arena.run(destination, count), self._host.run(source, count))
             else:
-                lane.copies.copy(self._host.run(destination, count), self._arena.run(source, count))
+                copies.copy(self._host.run(destination, count), self._arena.run(source, count))
         return ""
 
-    def _answer(
-        self,
-        command: commands.SwapPages,
-        error: str,
-        wait: Callable[[], float] | None,
-        landed: Callable[[], None],
-        done: Callable[[events.CopyDone], None],
-        gate: CopyGate | None,
-    ) -> None:
+    def _answer(self, copy: _Copy, error: str, wait: Callable[[], float] | None) -> None:
         seconds = 0.0
         try:
             seconds = wait() if wait else 0.0
             if not error:
-                landed()
+                copy.landed()
         except Exception as failure:
             error = error or one_line(failure)
-        if error and gate is not None:
-            gate.fail()
+        if error and copy.gate is not None:
+            copy.gate.fail()
         if error and error != _CLOSING:
-            _log.warning("copy %d failed: %s", command.copy, error)
-        done(events.CopyDone(command.copy, not error, seconds, error))
-        if gate is not None:
-            gate.answer(not error)
+            _log.warning("copy %d failed: %s", copy.command.copy, error)
+        copy.done(events.CopyDone(copy.command.copy, not error, seconds, error))
+        if copy.gate is not None:
+            copy.gate.answer(not error)
 
 
 def merged(
@@ -247,11 +240,6 @@ def merged(
                 continue
         runs.append((source, destination, 1))
     return runs
-
-
-def _begin() -> None:
-    """Do nothing. As its first task this starts a thread of the lane, so that a later submission cannot fail
-    to start it."""
 
 
 def one_line(error: Exception) -> str:

@@ -113,14 +113,13 @@ class Awaited:
     """The gates of one step's copies, each with the sequences that read the copied pages. Used by one
     thread."""
 
-    def __init__(
-        self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]], late_s: float = LATE_S
-    ) -> None:
+    def __init__(self, gates: Sequence[tuple[CopyGate, tuple[SequenceId, ...]]]) -> None:
         self._gates = gates
-        self._late_s = late_s
         self._until: float | None = None
         self._late: set[SequenceId] = set()
-        self._told: Callable[[], np.ndarray] | None = None
+        self.told: Callable[[], np.ndarray] | None = None
+        """Given where the step's gates are on the device. It waits for the step and returns int64: for how many
+        nanoseconds the gates were shut, and whether a copy was late."""
         self.stall_s = 0.0
         """Seconds that the thread has waited at gates; after ``spoilt`` the device's waits are included."""
 
@@ -134,17 +133,12 @@ class Awaited:
         """Return the input for gates on the device: the longest wait in nanoseconds, and the number of the
         last copy that has not been answered (0: none)."""
         unanswered = (gate.number for gate, _ in self._gates if not gate.is_answered)
-        return int(self._late_s * 1e9), max(unanswered, default=0)
-
-    def passes_on_device(self, told: Callable[[], np.ndarray]) -> None:
-        """Note that the step's gates are on the device. ``told`` waits for the step and returns int64: for
-        how many nanoseconds the gates were shut, and whether a copy was late."""
-        self._told = told
+        return int(LATE_S * 1e9), max(unanswered, default=0)
 
     def _pass(self, gate: CopyGate, sequences: tuple[SequenceId, ...]) -> None:
         began = time.monotonic()
         if self._until is None:
-            self._until = began + self._late_s
+            self._until = began + LATE_S
         if not gate.pass_whole(self._until):
             self._late.update(sequences)
         self.stall_s += time.monotonic() - began
@@ -153,8 +147,8 @@ class Awaited:
         """Wait until every copy has been answered. Return the sequences whose copies failed or came too late;
         where a gate on the device was late, the sequences of all gates."""
         found = set(self._late)
-        if self._told is not None:
-            shut_ns, is_late = self._told().tolist()
+        if self.told is not None:
+            shut_ns, is_late = self.told().tolist()
             self.stall_s += shut_ns / 1e9
             if is_late:
                 found.update(*(sequences for _, sequences in self._gates))

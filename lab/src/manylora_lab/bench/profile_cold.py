@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import statistics
 import tempfile
@@ -143,15 +144,15 @@ def _time_all(
 @contextlib.contextmanager
 def _watching(worker: Worker, note: Callable[[int], None]) -> Iterator[None]:
     """Have steps run eagerly, and ``note`` called before each layer."""
-    eager, graphs = worker._eager, worker._graphs
-    assert eager is not None
+    forward, graphs = worker._forward, worker._graphs
+    assert forward is not None
     worker._graphs = None
-    worker._eager = copy.copy(eager)
-    worker._eager.run = lambda inputs, *_: eager.run(inputs, note)  # type: ignore[method-assign]
+    worker._forward = copy.copy(forward)
+    worker._forward.compute = functools.partial(forward.compute, before_layer=note)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        worker._eager, worker._graphs = eager, graphs
+        worker._forward, worker._graphs = forward, graphs
 
 
 def _group_shares(worker: Worker, rig: ProfileRig, policy: PolicyConfig) -> tuple[float, ...]:

@@ -51,7 +51,7 @@ class StepRun:
         self.steps.run(self.steps.decoding(starts, 1))
         graphs = self.rig.worker._graphs
         assert graphs is not None
-        replay = graphs._captured[Bucket(len(starts), len(starts), RANK if adapted else 0)].replay
+        replay = graphs.captured[Bucket(len(starts), len(starts), RANK if adapted else 0)].run
         begin, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
         replay()
         begin.record()
@@ -100,7 +100,7 @@ def run(rig: EngineRig, batches: Sequence[int], report: RunReport) -> Row:
     found: Row = {"start_s": rig.build_s}
     graphs, parts, steps = rig.worker._graphs, report.args.parts.split(","), report.args.steps
     if graphs is not None:
-        found["captured"] = graphs.num_captured
+        found["captured"] = len(graphs.captured)
         found["captured_mib"] = round(rig.worker._device.captured_bytes() / 2**20)
     bench = StepRun(rig, batches)
     found["adapters_s"] = bench.adapters_s

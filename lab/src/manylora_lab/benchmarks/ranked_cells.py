@@ -93,7 +93,7 @@ class CellRun:
         ]
         row: Row = {"start_s": self.rig.build_s, "num_pages": self.rig.policy.num_pages, "ranks_hold": held}
         if not held and self.rig.worker._graphs is not None:
-            row["captured"] = self.rig.worker._graphs.num_captured
+            row["captured"] = len(self.rig.worker._graphs.captured)
         self.note("starts", row)
 
     # ------------------------------------------------------------ steps

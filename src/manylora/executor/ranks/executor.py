@@ -57,6 +57,9 @@ STOPPED_LOOKS = 10
 processes are stopped together, the process that looks is stopped too."""
 
 
+_Landed = events.AdapterRead | events.CopyDone | events.SwitchDone
+
+
 class RanksLost(RuntimeError):
     """The error that a rank has ended, or differs from the others."""
 
@@ -68,10 +71,6 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     channel: Channel
-
-    def kill(self) -> None:
-        """End the process at once, whatever it is doing."""
-        self.process.kill()
 
 
 class StoppedProcesses:
@@ -131,12 +130,11 @@ class RankedExecutor:
         self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._steps: collections.deque[_Step] = collections.deque()  # oldest first
-        self._answers: dict[commands.Ask, dict[int, events.AdapterRead | events.CopyDone | events.SwitchDone]] = {}
+        self._answers: dict[commands.Ask, dict[int, _Landed]] = {}
         # Adapters that only some ranks have brought to the device; they are evicted before the next command.
         self._evictions: collections.deque[AdapterId] = collections.deque()
-        self._brings: dict[
-            commands.Ask, AdapterId
-        ] = {}  # the adapters that commands in flight bring to the device
+        # The adapters that commands in flight bring to the device.
+        self._brings: dict[commands.Ask, AdapterId] = {}
         self._awaitable: set[CopyId] = set()  # copies in flight that steps may await
         # Awaitable copies answered since the last step's end, and those answered in the interval before; each
         # with whether it went well.
@@ -162,7 +160,10 @@ class RankedExecutor:
     def obey(self, command: commands.DeviceCommand) -> None:
         match command:
             case commands.ReportState():
-                self._report_state()
+                pinned = min(one.pages_pinned for one in self._status)
+                preparation_s = max(one.preparation_s for one in self._status)
+                traffic = tuple(one.traffic for one in self._status)
+                self._report(ExecutorState(pinned, preparation_s, traffic))
                 return
             case commands.InspectAdapter():
                 found = self._inspections.inspect(command)
@@ -229,7 +230,7 @@ class RankedExecutor:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.0, ends_s - time.monotonic()))
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()
         for rank in self._ranks:
             rank.process.wait()
         for thread in self._threads:
@@ -237,8 +238,7 @@ class RankedExecutor:
                 thread.join()
         for rank in self._ranks:
             rank.channel.close()
-        for ask in list(self._answers):
-            self._answers.pop(ask)
+        self._answers.clear()
         self._registry.close()
 
     # ------------------------------------------------------------ commands
@@ -265,15 +265,6 @@ class RankedExecutor:
         """Raise RanksLost where the ranks are lost."""
         if self._lost is not None:
             raise RanksLost(self._lost)
-
-    def _report_state(self) -> None:
-        self._report(
-            ExecutorState(
-                host_pages_pinned=min(one.pages_pinned for one in self._status),
-                preparation_s=max(one.preparation_s for one in self._status),
-                traffic=tuple(one.traffic for one in self._status),
-            )
-        )
 
     # ------------------------------------------------------------ answers
 
@@ -347,7 +338,7 @@ class RankedExecutor:
         )
         return StepResult(done, result.logprobs, result.prompt_logprobs)
 
-    def _hear_landed(self, rank: int, answer: events.AdapterRead | events.CopyDone | events.SwitchDone) -> None:
+    def _hear_landed(self, rank: int, answer: _Landed) -> None:
         """Collect the ranks' answers to a read, a copy or a switch, and report one answer once all have
         arrived.
 
@@ -399,7 +390,7 @@ class RankedExecutor:
                 return
             self._lost = reason
             for rank in self._ranks:
-                rank.kill()
+                rank.process.kill()
             self._changed.notify_all()
         _log.error("the ranks are lost: %s", reason)
         self._report(ExecutorLost(reason))

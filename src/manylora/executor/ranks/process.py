@@ -159,7 +159,12 @@ class _Rank:
         worker = self._worker
         assert worker is not None
         while True:
-            self._end_steps(worker)
+            # Answer the steps in flight as they end, until a command arrives or no step is left.
+            while self._begun and not self._channel.has_some():
+                if self._device.has_passed(self._begun[0].issued):
+                    worker.wait_step()
+                else:
+                    os.sched_yield()
             command = self._channel.receive()
             match command:
                 case None:
@@ -184,26 +189,12 @@ class _Rank:
         before = self._peers.num_exchanges
         self._failed: StepResult | None = None
         worker.obey(step)
-        begun = _Begun(
-            step.step,
-            len(step.rows),
-            worker.bucket,
-            self._peers.num_exchanges - before,
-            self._peers.digest,
-            self._device.issued(),
-        )
+        exchanges = self._peers.num_exchanges - before, self._peers.digest
+        begun = _Begun(step.step, len(step.rows), worker.bucket, *exchanges, self._device.issued())
         if self._failed is None:
             self._begun.append(begun)
         else:
             self._answer(self._failed, begun)
-
-    def _end_steps(self, worker: Worker) -> None:
-        """Answer the steps in flight as they end, until a command arrives or no step is left."""
-        while self._begun and not self._channel.has_some():
-            if self._device.has_passed(self._begun[0].issued):
-                worker.wait_step()
-            else:
-                os.sched_yield()
 
     def _report(self, event: DeviceEvent) -> None:
         if not isinstance(event, StepResult):
@@ -218,19 +209,9 @@ class _Rank:
         drew = [(sequence, tokens[0]) for sequence, tokens in done.tokens]
         size = f"{begun.num_rows} {begun.bucket}"
         said = f"{done.step} {done.ok} {size} {begun.num_exchanges} {begun.digest} {drew}"
-        tells = self._number == 0 or not done.ok
-        self._channel.send(
-            StepAnswer(
-                done.step,
-                done.ok,
-                zlib.crc32(said.encode()),
-                begun.num_exchanges,
-                self._status(),
-                result if tells else None,
-                done.spoilt,
-                done.stall_s,
-            )
-        )
+        found = begun.num_exchanges, self._status(), result if self._number == 0 or not done.ok else None
+        digest = zlib.crc32(said.encode())
+        self._channel.send(StepAnswer(done.step, done.ok, digest, *found, done.spoilt, done.stall_s))
 
     # ------------------------------------------------------------ beside the work
 

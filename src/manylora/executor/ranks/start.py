@@ -28,15 +28,7 @@ from manylora.devices.cuda import visible_gpus
 from manylora.executor.build import registry_of, with_merge_times
 from manylora.executor.plan import Loaded, RankTask, engine_info, planned, sized
 from manylora.executor.ranks.executor import LOOK_S, RankedExecutor, RankProcess, StoppedProcesses
-from manylora.executor.ranks.wire import (
-    Begin,
-    Channel,
-    Pools,
-    RankFailed,
-    RankLoading,
-    RankReady,
-    RankStatus,
-)
+from manylora.executor.ranks.wire import Begin, Channel, Pools, RankFailed, RankLoading, RankReady, RankStatus
 from manylora.executor.reading import Inspections
 from manylora.types import EngineInfo
 
@@ -135,7 +127,7 @@ def _process(
 
 def _end(ranks: list[RankProcess]) -> None:
     for rank in ranks:
-        rank.kill()
+        rank.process.kill()
     for rank in ranks:
         rank.process.wait()
         rank.channel.close()

@@ -174,11 +174,10 @@ class Channel:
 
     def receive(self) -> Any:
         """Wait for the next message and return it. Return None where the other end is closed."""
-        while True:
-            if (message := self._whole()) is not None:
-                return message
+        while (message := self._whole()) is None:
             if not self._fill():
                 return None
+        return message
 
     def arrived(self) -> list[Any] | None:
         """Wait until there is something to read, and return the complete messages, perhaps none. Return None
