@@ -148,11 +148,6 @@ EXPECTED: tuple[type[Exception], ...] = (
 """The exceptions of an endpoint that become an error body."""
 
 
-def bug(request_id: str) -> ApiError:
-    """Return the answer 500 for an unexpected exception."""
-    return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
-
-
 def clipped(text: str, limit: int = 200) -> str:
     """Shorten a client's own words so that they can be quoted."""
     return text if len(text) <= limit else text[:limit] + "..."

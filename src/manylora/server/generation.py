@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -22,15 +23,9 @@ from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.server.logprobs import PackedLogprobs, check_packed
 from manylora.server.models import Chosen
 from manylora.server.requests import SamplingFields
-from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode, error_events, merged
-from manylora.text.generate import (
-    GenerationFailed,
-    TextDelta,
-    TextOutput,
-    TextStream,
-    add_delta,
-    generate_text,
-)
+from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode
+from manylora.text import generate
+from manylora.text.generate import GenerationFailed, TextDelta, TextOutput
 from manylora.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
@@ -58,6 +53,7 @@ class Job:
     chosen: Chosen
     requests: Sequence[GenerationRequest]
     start_s: float
+    created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def params(self) -> SamplingParams:
@@ -68,6 +64,11 @@ class Job:
     def n(self) -> int:
         """The number of samples of each prompt."""
         return self.params.n
+
+    def identity(self, kind: str) -> dict[str, Any]:
+        """Return the fields that open an answer, and every chunk of one. ``kind``: OpenAI's name of what they
+        open."""
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.chosen.name}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class GenerationResponse(Response):
                 raise
             if not self._plan.is_on:
                 raise Disconnected from error  # an error cannot be written into half of an answer
-            ending = error_events(known)
+            ending = b"data: " + known.body() + b"\n\n" + DONE
         if self._plan.is_on or self._has_begun:
             await self._begin(send)
             ending = b"".join([*self._unsent, ending])
@@ -153,16 +154,15 @@ class GenerationResponse(Response):
     async def _deltas(self) -> Deltas:
         """Submit all prompts, and yield every choice's deltas with its index. Deltas are recorded. Raises
         GenerationFailed."""
-        job, service, recorders = self._job, self._service, []
+        job, service, streams, recorders = self._job, self._service, [], []
         check_packed(job.requests, service.client.info.max_model_len, self._plan.is_on)
-        streams: list[TextStream] = []
         try:
             for request in job.requests:
-                streams.append(generate_text(service.client, job.chosen.text.tokenizer, request))
+                streams.append(generate.generate_text(service.client, job.chosen.text.tokenizer, request))
                 recorders.append(service.metrics.request(request, job.start_s))
             if len(streams) > 1:
                 await asyncio.sleep(0)  # to listen to thousands of streams takes as long as to submit them
-            async with contextlib.aclosing(merged(streams)) as deltas:
+            async with contextlib.aclosing(generate.merged(streams)) as deltas:
                 async for number, delta in deltas:
                     recorders[number].observe(delta)
                     if delta.error is not None:
@@ -220,7 +220,7 @@ class GenerationResponse(Response):
         async for index, delta in deltas:
             output, logprobs = outputs[index]
             logprobs.add(delta.logprobs)
-            add_delta(output, delta._replace(token_ids=(), logprobs=()))
+            generate.add_delta(output, delta._replace(token_ids=(), logprobs=()))
         for part in self._parts(outputs):
             piece += part
             if len(piece) >= PIECE_BYTES:

@@ -112,11 +112,9 @@ class Lifecycle:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open. Returns False if some still are after ``timeout_s``."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     def interruptible(self, receive: Receive | None = None) -> Interruptible:
         """Make a block that ends early on ``interrupt_all`` and, given ``receive``, when the client disconnects.
@@ -185,16 +183,7 @@ class Interruptible:
 class _Server(uvicorn.Server):
     """A server of uvicorn without its signal handling: ours still answers 503 while requests drain."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def hang_up(self) -> None:
-        """Abort all connections whose clients do not read their answers. Their requests end as if the clients
-        had disconnected."""
-        for connection in list(self.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
 
 async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
@@ -239,7 +228,10 @@ async def serve(
         elif lifecycle.died.is_set():
             await asyncio.sleep(_DEATH_ANSWERS_S)
         if not await lifecycle.wait_idle(_LAST_WORDS_S):
-            server.hang_up()
+            # Clients do not read their answers. Requests end as if the clients had disconnected.
+            for each in list(server.server_state.connections):
+                if each.transport is not None:
+                    each.transport.abort()
         server.should_exit = True
         await serving
         watch.cancel()

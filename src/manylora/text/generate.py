@@ -5,9 +5,10 @@ Used by the HTTP server and by the in-process classes alike; knows neither.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple, Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from manylora.engine.client import NO_TIMING, Delta, EngineClient, GenerationRequest, Timing
 from manylora.text.detokenize import Detokenizer
@@ -211,3 +212,48 @@ def add_delta(output: TextOutput, delta: TextDelta) -> None:
         output.prompt_logprobs = delta.prompt_logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason
+
+
+_Part = TypeVar("_Part")
+
+
+async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Yield the deltas of all streams, each with its stream's number. Closes the streams at the end."""
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield 0, delta
+        else:
+            async for pair in interleaved(streams):
+                yield pair
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def interleaved(
+    streams: Sequence[AsyncIterator[_Part]],
+) -> AsyncGenerator[tuple[int, _Part], None]:
+    """Read all streams at once, each on a task of its own, and yield their parts with their numbers."""
+    queue: asyncio.Queue[tuple[int, _Part] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[_Part]) -> None:
+        try:
+            async for part in stream:
+                queue.put_nowait((number, part))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        for _ in tasks:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A stream must not be closed while a task still waits inside it.
+        await asyncio.gather(*tasks, return_exceptions=True)
