@@ -27,8 +27,8 @@ from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
-from manylora.text.generate import GenerationFailed, collect, generate_text, interleaved
-from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
+from manylora.text.generate import GenerationFailed, TextStream, collect, interleaved
+from manylora.text.prompts import check_priority, encode_texts, fit_params, require_tokenizer
 from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams
@@ -188,7 +188,7 @@ class AsyncLLM:
             if not isinstance(params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if isinstance(prompt, str):
-                ids = await encode_text(text.tokenizer, prompt, add_special_tokens=adds, info=info)
+                (ids,) = await encode_texts(text.tokenizer, [prompt], add_special_tokens=adds, info=info)
             else:
                 ids = tuple(prompt)
             params = fit_params(ids, params, info, is_max_tokens_explicit=False)
@@ -234,7 +234,7 @@ class AsyncLLM:
 
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
-        stream = generate_text(self._connected(), job.tokenizer, asked)
+        stream = TextStream(self._connected(), job.tokenizer, asked)
         return RecordedStream(stream, self._metrics.request(asked, start_s))
 
     def _room(self) -> asyncio.Semaphore:

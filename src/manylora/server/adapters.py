@@ -89,11 +89,7 @@ def _invalid(message: str, param: str) -> ApiError:
 
 
 def operations(
-    client: EngineClient,
-    settings: ServerSettings,
-    models: Models,
-    lifecycle: Lifecycle,
-    metrics: Metrics,
+    client: EngineClient, settings: ServerSettings, models: Models, lifecycle: Lifecycle, metrics: Metrics
 ) -> list[Operation]:
     """List the operations /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, and /v1/loras, as in
     Dynamo."""

@@ -158,7 +158,7 @@ class GenerationResponse(Response):
         check_packed(job.requests, service.client.info.max_model_len, self._plan.is_on)
         try:
             for request in job.requests:
-                streams.append(generate.generate_text(service.client, job.chosen.text.tokenizer, request))
+                streams.append(generate.TextStream(service.client, job.chosen.text.tokenizer, request))
                 recorders.append(service.metrics.request(request, job.start_s))
             if len(streams) > 1:
                 await asyncio.sleep(0)  # to listen to thousands of streams takes as long as to submit them

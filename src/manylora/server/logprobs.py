@@ -98,7 +98,7 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int
     detokenizer, offset, offsets = tokenizer.detokenizer(skip_special_tokens=False), 0, []
     for token in prompt:
         offsets.append(offset)
-        if tokenizer.is_special(token) and not text.startswith(tokenizer.decode([token], False), offset):
+        if token in tokenizer.special_ids and not text.startswith(tokenizer.decode([token], False), offset):
             continue
         added, piece = detokenizer.add(token), tokenizer.token_text(token)
         # The text keeps a space at its beginning, which detokenizing its tokens would drop.
@@ -148,11 +148,7 @@ class ChatLogprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._names.bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LOWEST),
-            "bytes": list(raw),
-        }
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
 
 
 def choice_parts(

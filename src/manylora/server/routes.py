@@ -26,7 +26,7 @@ from manylora.server.requests import ChatBody, CompletionBody, run_beside
 from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.chat import render_chat, within
 from manylora.text.generate import TextDelta, TextOutput
-from manylora.text.prompts import check_priority, encode_text, encode_texts, fit_params, require_tokenizer
+from manylora.text.prompts import check_priority, encode_texts, fit_params, require_tokenizer
 from manylora.text.texts import ModelText
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams, TokenLogprobs
@@ -280,7 +280,8 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
             written = await asyncio.to_thread(within, TEMPLATE_S, rendered, tokenizer, body)
         # The template has written the special tokens already.
         adds = bool(body.add_special_tokens)
-        prompt = await encode_text(tokenizer, written, add_special_tokens=adds, param="messages", info=info)
+        encoding = encode_texts(tokenizer, [written], add_special_tokens=adds, param="messages", info=info)
+        (prompt,) = await encoding
         is_explicit = bodies.max_chat_tokens(body) is not None
         params = fit_params(prompt, params, info, is_max_tokens_explicit=is_explicit, param="messages")
         job = job_of(asked, "chatcmpl", [prompt], [params])

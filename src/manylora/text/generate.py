@@ -58,23 +58,17 @@ class GenerationFailed(Exception):
         self.error = error
 
 
-def generate_text(
-    client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest
-) -> TextStream:
-    """Submit a request now, and return the stream of its text. Without a tokenizer all text is empty.
-
-    Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
-    """
-    if tokenizer is None and request.params.stop:
-        raise InvalidRequest("this model has no tokenizer: use stop_token_ids in place of stop", "stop")
-    return TextStream(client, tokenizer, request)
-
-
 class TextStream:
     """The deltas of one request. The stream ends when all samples have ended; ``aclose`` before that aborts
     the rest."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest) -> None:
+        """Submit the request now. Without a tokenizer all text is empty.
+
+        Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
+        """
+        if tokenizer is None and request.params.stop:
+            raise InvalidRequest("this model has no tokenizer: use stop_token_ids in place of stop", "stop")
         self._client = client
         self._request = request
         params = request.params
@@ -133,12 +127,17 @@ class _Sample:
             if position < num_shown:
                 text += self._add(token)
             if self._checker and self._checker.found is not None:
-                return self._finish_at_stop(delta, position + 1, text)
+                self.is_finished, end = True, position + 1
+                return TextDelta(
+                    delta.sample, text, delta.tokens[:end], delta.logprobs[:end], "stop", self._checker.found,
+                    None, delta.timing, delta.prompt_logprobs,
+                )  # fmt: skip
         stop_reason: int | str | None = None
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             self.is_finished = True
-            text += self._flush()
+            tail = self._detokenizer.finish() if self._detokenizer else ""
+            text += self._checker.feed(tail) + self._checker.finish() if self._checker else tail
             if self._checker and self._checker.found is not None:
                 finish_reason, stop_reason = "stop", self._checker.found
             elif delta.stop_token and delta.tokens[-1] in self._params.stop_token_ids:
@@ -156,25 +155,6 @@ class _Sample:
         if self._checker is None or not text or self._num_tokens <= self._params.min_tokens:
             return text
         return self._checker.feed(text)
-
-    def _flush(self) -> str:
-        text = self._detokenizer.finish() if self._detokenizer else ""
-        if self._checker is None:
-            return text
-        return self._checker.feed(text) + self._checker.finish()
-
-    def _finish_at_stop(self, delta: Delta, num_tokens: int, text: str) -> TextDelta:
-        self.is_finished = True
-        return TextDelta(
-            delta.sample,
-            text,
-            delta.tokens[:num_tokens],
-            delta.logprobs[:num_tokens],
-            "stop",
-            self._checker.found if self._checker else None,
-            timing=delta.timing,
-            prompt_logprobs=delta.prompt_logprobs,
-        )
 
 
 class TextDeltas(Protocol):
@@ -231,9 +211,7 @@ async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Tex
             await stream.aclose()
 
 
-async def interleaved(
-    streams: Sequence[AsyncIterator[_Part]],
-) -> AsyncGenerator[tuple[int, _Part], None]:
+async def interleaved(streams: Sequence[AsyncIterator[_Part]]) -> AsyncGenerator[tuple[int, _Part], None]:
     """Read all streams at once, each on a task of its own, and yield their parts with their numbers."""
     queue: asyncio.Queue[tuple[int, _Part] | Exception | None] = asyncio.Queue()
 

@@ -17,16 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.text.tokenizer import (
-    MissingTokenizer,
-    Tokenizer,
-    TokenizerError,
-    chat_templates_of,
-    files_fault,
-    read_json,
-    special_config,
-    special_tokens_of,
-)
+from manylora.text import tokenizer as files
+from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from manylora.types import AdapterCard, AdapterId, InvalidRequest, SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
@@ -85,7 +77,7 @@ def read_base(
 
 def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Read the end tokens and the defaults of a folder's generation_config.json. Raises TokenizerError."""
-    written = read_json(folder / GENERATION_CONFIG)
+    written = files.read_json(folder / GENERATION_CONFIG)
     found = written.get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     defaults = {name: written[key] for key, name in _DEFAULTS.items() if written.get(key) is not None}
@@ -152,16 +144,16 @@ class Texts:
             _log.warning("adapter %r: no folder %s here: its text is the base's", name, folder)
         if not held and template is None:
             return base
-        with files_fault(folder):
+        with files.files_fault(folder):
             for file in held:
                 if (folder / file).stat().st_size > TEXT_FILES[file]:
                     raise TokenizerError(f"{file} is larger than {TEXT_FILES[file]} bytes")
             eos_ids, defaults = read_generation(folder)
-            config = special_config(folder)
+            config = files.special_config(folder)
             tokenizer, warnings = self._tokenizer_of(folder, config)
             if tokenizer is not None:
-                own = chat_templates_of(folder, config) if template is None else {"default": template}
-                tokenizer = tokenizer.described(special_tokens_of(config), own)
+                own = files.chat_templates_of(folder, config) if template is None else {"default": template}
+                tokenizer = tokenizer.described(files.special_tokens_of(config), own)
                 eos_ids += tokenizer.eos_ids
         defaults = {**base.defaults, **defaults} if self._has_defaults else {}
         return ModelText(tokenizer, tuple(dict.fromkeys((*base.eos_ids, *eos_ids))), defaults, warnings)
@@ -188,7 +180,7 @@ class Texts:
     @functools.cached_property
     def _base_identity(self) -> bytes:
         assert self._tokenizer_folder is not None
-        return _identity(self._tokenizer_folder, special_config(self._tokenizer_folder))
+        return _identity(self._tokenizer_folder, files.special_config(self._tokenizer_folder))
 
     def _compared(self, own: Tokenizer) -> tuple[Tokenizer, tuple[str, ...]]:
         base = self.base.tokenizer
@@ -199,12 +191,11 @@ class Texts:
         if _is_same(own, base):
             return base, ()
         assert self._folder is not None
-        rows = read_json(self._folder / "config.json").get("vocab_size", own.vocab_size)
+        rows = files.read_json(self._folder / "config.json").get("vocab_size", own.vocab_size)
         known = {*base.vocabulary, own.special_tokens.get("pad_token")}
         lacking = [token for token, row in own.vocabulary.items() if row >= rows and token not in known]
-        warning = (
-            f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
-        )
+        such = min(lacking, default="")
+        warning = f"the model has no row for {len(lacking)} of its tokens, such as {such!r}"
         # The base's decoder is used: an adapter may add tokens, but not change how tokens become text.
         return own.decoding_like(base), (warning,) if lacking else ()
 
@@ -253,14 +244,11 @@ def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
 
 def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
     """Return whether two tokenizers that do not contradict each other give the same ids for every text."""
-    pipeline, original = own.pipeline, base.pipeline
-    return own.vocabulary == base.vocabulary and all(
-        _effective(pipeline[part]) == _effective(original[part])
-        for part in ("post_processor", "added_tokens")
-    )
+    parts = [(each.pipeline["post_processor"], each.pipeline["added_tokens"]) for each in (own, base)]
+    return own.vocabulary == base.vocabulary and _effective(parts[0]) == _effective(parts[1])
 
 
 def _effective(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _effective(v) for k, v in value.items() if k not in _NOT_IDS and v not in ("", None)}
-    return [_effective(item) for item in value] if isinstance(value, list) else value
+    return [_effective(item) for item in value] if isinstance(value, list | tuple) else value
