@@ -162,19 +162,9 @@ class Outbox:
         timing = Timing(now_s - sample.began_s if sample.began_s else 0.0)
         if entry.timing is not None:
             timing, entry.timing = entry.timing._replace(spread_s=timing.spread_s), None
+        tokens, reason = tuple(sample.tokens), sample.finish_reason
+        is_stop = reason == "stop" and bool(tokens) and tokens[-1] in entry.request.stop_ids
         return Delta(
-            request=entry.request.id,
-            sample=index,
-            tokens=tuple(sample.tokens),
-            logprobs=tuple(sample.logprobs),
-            finish_reason=sample.finish_reason,
-            stop_token=sample.finish_reason == "stop"
-            and bool(sample.tokens)
-            and sample.tokens[-1] in entry.request.stop_ids,
-            error=sample.error,
-            timing=timing,
-            serial=entry.serial,
-            attempt=entry.attempt,
-            start=sample.start,
-            prompt_logprobs=entry.prompt_logprobs(),
-        )
+            entry.request.id, index, tokens, tuple(sample.logprobs), reason, is_stop, sample.error, timing,
+            entry.serial, entry.attempt, sample.start, entry.prompt_logprobs(),
+        )  # fmt: skip

@@ -14,14 +14,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.engine.client import (
-    CacheScopes,
-    EngineBusy,
-    EngineClient,
-    EngineDead,
-    EngineSilent,
-    EngineStats,
-)
+from manylora.engine.client import CacheScopes, EngineBusy, EngineClient, EngineDead, EngineSilent
 from manylora.metrics.requests import Metrics
 from manylora.server import adapters, docs, errors, models, requests, routes
 from manylora.server.connection import ServerSettings
@@ -51,10 +44,7 @@ def create_app(
     ``more``: operations beside those of every server; ``scopes``: the cache scopes that all servers of one
     cluster share.
     """
-    lifecycle = Lifecycle()
-    if metrics is None:
-        metrics = Metrics(settings.served_model_name, client.info)
-
+    lifecycle, metrics = Lifecycle(), metrics or Metrics(settings.served_model_name, client.info)
     served = models.Models(client, texts, settings)
     service = Service(client, lifecycle, metrics, scopes or CacheScopes())
     show = page or functools.partial(_engine_page, client, metrics)
@@ -93,7 +83,7 @@ def create_app(
 
 async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
     """Render the /metrics page of one engine, without its gauges where it does not answer."""
-    snapshot: EngineStats | None = None
+    snapshot = None
     with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
         snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
     # With thousands of adapters the page takes milliseconds to write.

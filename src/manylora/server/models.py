@@ -16,6 +16,11 @@ from manylora.server.errors import ApiError, clipped
 from manylora.text.texts import ModelText, Texts
 from manylora.types import AdapterCard
 
+_PERMITTED = {
+    "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False,
+    "allow_view": True, "allow_fine_tuning": False, "organization": "*", "group": None, "is_blocking": False,
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
@@ -121,20 +126,8 @@ class Models:
         return self._card(card.name, card.created_s, card.path, self._settings.served_model_name)
 
     def _card(self, name: str, created_s: int, root: str, parent: str | None) -> dict[str, Any]:
-        permission = {
-            "id": f"modelperm-{name}",
-            "object": "model_permission",
-            "created": created_s,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
+        number = f"modelperm-{name}"
+        permission = {"id": number, "object": "model_permission", "created": created_s, **_PERMITTED}
         return {
             "id": name,
             "object": "model",

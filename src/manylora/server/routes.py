@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from manylora.engine.client import GenerationRequest
 from manylora.server import logprobs as scores
 from manylora.server import requests as bodies
 from manylora.server.docs import EVENTS, JSON, Operation
-from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan
+from manylora.server.generation import GenerationResponse, Job, Service
 from manylora.server.models import Chosen, Models, note_model
 from manylora.server.requests import ChatBody, CompletionBody, run_beside
 from manylora.server.streaming import ChunkWriter, Usage, encode
@@ -202,20 +203,14 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         # KV is shared among requests of one API key (where keys are set) and one ``cache_salt``.
         scope = service.scopes.scope(getattr(state, "api_key", None), asked.body.cache_salt)
         answer_id = f"{prefix}-{state.request_id}"
+        client, priority, ends = getattr(state, "api_key_place", 0), asked.priority, chosen.text.eos_ids
+        made = functools.partial(
+            GenerationRequest, adapter=chosen.adapter, cache_scope=scope, priority=priority, client=client
+        )
+        # Clients choose ids that repeat, and a cluster has several front ends.
         requests = [
-            GenerationRequest(
-                # Clients choose ids that repeat, and a cluster has several front ends.
-                f"{answer_id}-{secrets.token_hex(8)}",
-                prompt,
-                its_params,
-                chosen.adapter,
-                cache_scope=scope,
-                more=number < len(prompts),
-                priority=asked.priority,
-                client=getattr(state, "api_key_place", 0),
-                eos_ids=chosen.text.eos_ids,
-            )
-            for number, (prompt, its_params) in enumerate(zip(prompts, params, strict=True), 1)
+            made(f"{answer_id}-{secrets.token_hex(8)}", prompt, its, more=number < len(prompts), eos_ids=ends)
+            for number, (prompt, its) in enumerate(zip(prompts, params, strict=True), 1)
         ]
         return Job(answer_id, chosen, requests, asked.start_s)
 
@@ -249,7 +244,7 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         params = await run_beside(asked.raw, fitted, text, body, token_ids)
         job = job_of(asked, "cmpl", token_ids, params)
         shape = CompletionShape(job, body, text.tokenizer, echoes(text, body, prompts))
-        return GenerationResponse(service, job, shape, StreamPlan.of(body))
+        return GenerationResponse(service, job, shape, body)
 
     # ------------------------------------------------------------ chat
 
@@ -285,7 +280,7 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         is_explicit = bodies.max_chat_tokens(body) is not None
         params = fit_params(prompt, params, info, is_max_tokens_explicit=is_explicit, param="messages")
         job = job_of(asked, "chatcmpl", [prompt], [params])
-        return GenerationResponse(service, job, ChatShape(job, body, tokenizer), StreamPlan.of(body))
+        return GenerationResponse(service, job, ChatShape(job, body, tokenizer), body)
 
     answers, errors = (JSON, EVENTS), (404, 409, 429)
     completions, chats = "/v1/completions", "/v1/chat/completions"
