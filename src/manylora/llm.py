@@ -505,18 +505,6 @@ def _no_prompt(found: Any) -> InvalidRequest:
     return InvalidRequest(f"prompts must be text, token ids or a list of either, got {kind}", "prompt")
 
 
-def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """Repeat one value for all prompts, or check that a list has one value for each. Raises InvalidRequest."""
-    if value is None or isinstance(value, str | int | SamplingParams):
-        return [value] * count
-    if not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
-    listed = list(value)
-    if len(listed) != count:
-        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
-    return listed
-
-
 class _Given(NamedTuple):
     """The arguments of a call beside its prompts, each one value for all prompts or a list of one for each."""
 
@@ -527,7 +515,16 @@ class _Given(NamedTuple):
 
     def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
         """Return the arguments of each of ``count`` prompts. Raises InvalidRequest."""
-        return list(zip(*(_spread(value, count, name) for name, value in zip(self._fields, self))))
+        columns: list[Iterable[Any]] = []
+        for name, value in zip(self._fields, self):
+            is_one = value is None or isinstance(value, str | int | SamplingParams)
+            if not is_one and not isinstance(value, Iterable):
+                raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
+            listed = [value] * count if is_one else list(value)
+            if len(listed) != count:
+                raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
+            columns.append(listed)
+        return list(zip(*columns))
 
 
 # ---------------------------------------------------------------- the interpreter's end

@@ -131,6 +131,12 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
     sender.send(wire.EngineReady(driver.info, os.getpid()))
     sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
+
+    def loaded(call: int, done: concurrent.futures.Future[AdapterCard]) -> None:
+        loads.pop(call)
+        if not done.cancelled():
+            sender.send(_answer_of(call, done))
+
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.
     loader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
     while (message := wire.read_from_server(sock)) is not None:
@@ -143,7 +149,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                 sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
             case wire.Call(call, "add", name, path):
                 future = loads[call] = loader.submit(driver.add_adapter, name, path)
-                future.add_done_callback(functools.partial(_loaded, call, loads, sender))
+                future.add_done_callback(functools.partial(loaded, call))
             case wire.Call():
                 _answer(message, driver, sender)
             case wire.DropCall(call):
@@ -156,17 +162,6 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
     loader.shutdown(wait=False, cancel_futures=True)  # nothing waits for a load any more
     driver.close(frees=False)
     return 1 if died.is_set() else 0
-
-
-def _loaded(
-    call: int,
-    loads: dict[int, concurrent.futures.Future[AdapterCard]],
-    sender: Sender,
-    done: concurrent.futures.Future[AdapterCard],
-) -> None:
-    loads.pop(call)
-    if not done.cancelled():
-        sender.send(_answer_of(call, done))
 
 
 def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:

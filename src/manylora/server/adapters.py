@@ -176,26 +176,18 @@ def operations(
         await remove(request, name)
         return _dynamo_answer(name, "unloaded")
 
-    def operation(
-        method: str,
-        path: str,
-        endpoint: Endpoint,
-        summary: str,
-        body: type[msgspec.Struct] | None = None,
-        answer: str = JSON,
-    ) -> Operation:
-        guarded = same_origin(endpoint)
-        return Operation(method, path, guarded, "adapters", summary, body, (answer,), (404, 409, 429))
-
     ends = "Stop serving an adapter; answers once it is gone"
     begins = "Serve an adapter from the permitted folder"
-    listed = "The adapters that are served, as Dynamo lists them"
+    rows: list[tuple[str, str, Endpoint, str, type[msgspec.Struct] | None, str]] = [
+        ("POST", "/v1/load_lora_adapter", load, begins, LoadAdapterBody, TEXT),
+        ("POST", "/v1/unload_lora_adapter", unload, ends, UnloadAdapterBody, TEXT),
+        ("GET", "/v1/loras", list_loras, "The adapters that are served, as Dynamo lists them", None, JSON),
+        ("POST", "/v1/loras", load_lora, f"{begins}, as Dynamo is asked to", LoraBody, JSON),
+        ("DELETE", "/v1/loras/{name:path}", unload_lora, ends, None, JSON),
+    ]
     return [
-        operation("POST", "/v1/load_lora_adapter", load, begins, LoadAdapterBody, TEXT),
-        operation("POST", "/v1/unload_lora_adapter", unload, ends, UnloadAdapterBody, TEXT),
-        operation("GET", "/v1/loras", list_loras, listed),
-        operation("POST", "/v1/loras", load_lora, f"{begins}, as Dynamo is asked to", LoraBody),
-        operation("DELETE", "/v1/loras/{name:path}", unload_lora, ends),
+        Operation(method, path, same_origin(endpoint), "adapters", summary, body, (answer,), (404, 409, 429))
+        for method, path, endpoint, summary, body, answer in rows
     ]
 
 
