@@ -58,13 +58,9 @@ class LineFile:
 
     def __init__(self, path: Path, what: str) -> None:
         self._what = what
-        self._file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
+        self.file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
+        """None once it is closed or cannot be written."""
         self._has_news = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file can still be written."""
-        return self._file is not None
 
     def write(self, line: str) -> None:
         """Append a line; it may stay in the buffer."""
@@ -80,19 +76,19 @@ class LineFile:
     def close(self) -> None:
         """Write all buffered lines. Idempotent."""
         self._try(lambda file: file.close())
-        self._file = None
+        self.file = None
 
     def _try(self, act: Callable[[TextIO], object]) -> None:
-        if self._file is not None:
+        if self.file is not None:
             try:
-                act(self._file)
+                act(self.file)
             except OSError as error:
                 self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
         """Log why the file ends here, and close it."""
         log.error("the %s ends here, it cannot be written: %s", self._what, error)
-        file, self._file = self._file, None
+        file, self.file = self.file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
@@ -241,7 +237,7 @@ class JournalWriter:
         self._num_bytes += len(line) + 1
 
     def _begin_part(self) -> None:
-        if not self._file.is_open:
+        if self._file.file is None:
             return
         try:
             part = LineFile(_part(self._path, self._num_parts), "journal")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,11 +21,13 @@ class LocalEngine:
         self.info = driver.info
         self._loop = asyncio.get_running_loop()
         self._mailboxes = Mailboxes()
-        driver.start(
-            functools.partial(self._on_loop, self._mailboxes.dispatch),
-            functools.partial(self._on_loop, self._mailboxes.die),
-            is_watched=True,
-        )
+        driver.start(self._deliver, self._died, is_watched=True)
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        self._on_loop(self._mailboxes.dispatch, deltas)
+
+    def _died(self, reason: str) -> None:
+        self._on_loop(self._mailboxes.die, reason)
 
     def _on_loop(self, call: Callable[[Any], None], argument: object) -> None:
         try:

@@ -81,7 +81,8 @@ class Outbox:
 
     def refuse(self, request: Request, asked: GenerationRequest, error: RequestError) -> None:
         """Refuse a request that the policy never gets; a live one of its id goes on."""
-        self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
+        entry = _Open(request, False, asked.serial, self._clock(), attempt=asked.attempt)
+        self._end(entry, 0, "error", error)
 
     def admitted(self, command: commands.Admitted, now: float) -> None:
         """Take Admitted."""
@@ -111,7 +112,7 @@ class Outbox:
 
     def reject(self, command: commands.Reject, now: float) -> None:
         """Take Reject."""
-        self._reject(self._live.pop(command.request), command.error)
+        self._end(self._live.pop(command.request), 0, "error", command.error)
 
     def released(self, command: commands.Released, now: float) -> None:
         """Take Released."""
@@ -137,9 +138,6 @@ class Outbox:
             sample.logprobs.append(self.logprobs[command.sampled_by])
         if entry.stream:
             self._ready[entry, command.sample] = None
-
-    def _reject(self, entry: _Open, error: RequestError) -> None:
-        self._end(entry, 0, "error", error)
 
     def _end(self, entry: _Open, index: int, reason: str, error: RequestError | None) -> None:
         sample = entry.samples.setdefault(index, _Sample())

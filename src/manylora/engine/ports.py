@@ -322,8 +322,10 @@ class EnginePorts:
 
     def _name_of(self, adapter: AdapterId) -> str:
         """Return an adapter's name, or the base's; "" if the name was removed."""
+        if adapter == BASE:
+            return self._info.model
         card = self.catalog.card(adapter)
-        return self._info.model if adapter == BASE else "" if card is None else card.name
+        return "" if card is None else card.name
 
     # ------------------------------------------------------------ each adapter's state
 

@@ -78,23 +78,22 @@ def _states(field: str) -> Callable[[_View], Samples]:
     return lambda view: [((use.name, get(use)), 1) for use in view.stats.gauges.adapters]
 
 
-def _on(use: AdapterUse) -> Iterator[str]:
-    """Yield the tiers that an adapter is in, named as in the coming metric standard: ``gpu`` is the tier that
-    steps read from, ``cpu`` is the host's. An adapter may be in both."""
-    if use.state == "resident":
-        yield "gpu"
-    if use.host_state == "held":
-        yield "cpu"
+_HOLDS: dict[str, Callable[[AdapterUse], bool]] = {
+    "gpu": lambda use: use.state == "resident",
+    "cpu": lambda use: use.host_state == "held",
+}
+"""Whether a tier holds an adapter, by the tier's name in the coming metric standard: ``gpu`` is the tier that
+steps read from, ``cpu`` is the host's. An adapter may be in both."""
 
 
 def _loaded(view: _View) -> Samples:
-    uses = view.stats.gauges.adapters
-    for level in ("gpu", "cpu"):
-        yield from (((use.name, level, "false", str(use.rank)), 1) for use in uses if level in _on(use))
+    for level, holds in _HOLDS.items():
+        held = filter(holds, view.stats.gauges.adapters)
+        yield from (((use.name, level, "false", str(use.rank)), 1) for use in held)
 
 
 def _num_loaded(level: str) -> Callable[[_View], Samples]:
-    return lambda view: [((view.base,), sum(level in _on(use) for use in view.stats.gauges.adapters))]
+    return lambda view: [((view.base,), sum(map(_HOLDS[level], view.stats.gauges.adapters)))]
 
 
 def _pages(view: _View) -> Samples:

@@ -146,10 +146,12 @@ class Metrics:
     def forget(self, adapter: str) -> None:
         """Drop the series of an adapter that is no longer served."""
         counters = self._adapter_requests, self._adapter_prompt, self._adapter_generated
-        series = [(metric, adapter) for metric in (*counters, self._adapter_first_token_s)]
-        for metric, *labels in (*series, *((self._adapter_part_s, adapter, part) for part in PARTS)):
+        for metric in (*counters, self._adapter_first_token_s):
             with contextlib.suppress(KeyError):
-                metric.remove(*labels)
+                metric.remove(adapter)
+        for part in PARTS:
+            with contextlib.suppress(KeyError):
+                self._adapter_part_s.remove(adapter, part)
 
     def render(self, stats: EngineStats | None) -> bytes:
         """Return the page to scrape. ``stats`` None: the engine does not answer, and its last snapshot is

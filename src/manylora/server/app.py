@@ -21,7 +21,7 @@ from manylora.server.connection import ServerSettings
 from manylora.server.docs import TEXT, Operation
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
+from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog
 from manylora.text.texts import Texts
 
 # A scrape must be answered even when the engine is too busy to answer, or dead.
@@ -61,8 +61,7 @@ def create_app(
         routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
         # The first middleware is the outermost.
         middleware=[
-            Middleware(RootPath, root=settings.root_path),
-            Middleware(RequestLog),
+            Middleware(RequestLog, root=settings.root_path),
             Middleware(AllowedHosts, patterns=settings.allowed_hosts),
             Middleware(Gate, lifecycle=lifecycle),
             Middleware(ApiKeys, settings=settings),

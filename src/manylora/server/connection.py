@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import fcntl
 import logging
 import math
@@ -20,7 +19,7 @@ import sys
 import termios
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -118,14 +117,6 @@ def connections_allowed(wanted: int) -> int:
     return min(wanted, num_files - min(_RESERVED_FILES, num_files // 2))
 
 
-class _Part(enum.Enum):
-    """The part of a request that is expected next."""
-
-    NOTHING = enum.auto()
-    HEAD = enum.auto()
-    BODY = enum.auto()
-
-
 def log_request(
     request_id: str, model: str | None, status: int, duration_s: float, method: str = "-", path: str = "-"
 ) -> None:
@@ -167,8 +158,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**given)
         self._limits = limits
         self._uploads = uploads
-        self._is_for_probes = False
-        self._part = _Part.NOTHING
+        self._part: Literal["head", "body"] | None = None  # of a request: it is expected next
         self._num_begun = 0
         self._num_unanswered = 0
         # Bytes since the parser last reached the end of a head, a piece of body, or a request.
@@ -221,7 +211,7 @@ class Connection(HttpToolsProtocol):
                 self.refuse(ApiError(400, "the request is not valid HTTP"))
             else:
                 if self._num_unseen >= most:
-                    what = "trailers" if self._part is _Part.BODY else "headers"
+                    what = "trailers" if self._part == "body" else "headers"
                     self.refuse(ApiError(431, f"the request's {what} are over the limit of {most} bytes"))
         self._watch(is_new=(self._part, self._num_begun) != before)
 
@@ -239,7 +229,7 @@ class Connection(HttpToolsProtocol):
         """Begin a request, at its first byte."""
         self._unset_keepalive_if_required()
         self._num_begun += 1
-        self._part = _Part.HEAD
+        self._part = "head"
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
@@ -262,7 +252,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             _end_by_closing(self.cycle)
-        self._part = _Part.BODY
+        self._part = "body"
         self._num_unanswered += 1
         if len(self.pipeline) > MAX_AHEAD:
             self.refuse(ApiError(400, f"more than {MAX_AHEAD} requests were sent ahead"))
@@ -281,7 +271,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._num_unseen = 0
-        self._part = _Part.NOTHING
+        self._part = None
         self._uploads.end(self)
         super().on_message_complete()
 
@@ -305,11 +295,11 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
-        if self._part is _Part.BODY and self._num_unanswered <= 1:
+        if self._part == "body" and self._num_unanswered <= 1:
             if is_new or (self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes):
                 self._num_body_bytes = 0
                 self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
-        elif self._part is _Part.HEAD and not self._num_unanswered:
+        elif self._part == "head" and not self._num_unanswered:
             if is_new:
                 self._set_deadline(self._head_s)
         elif self._num_begun:
@@ -323,16 +313,16 @@ class Connection(HttpToolsProtocol):
     def _deadline_passed(self) -> None:
         if self._refusal is not None:
             self.transport.abort()
-        elif self._part is _Part.BODY and not self._num_unanswered:
+        elif self._part == "body" and not self._num_unanswered:
             self.transport.close()  # the rest of the body has been dropped for long enough
-        elif self._part is _Part.BODY and self.flow.read_paused:
+        elif self._part == "body" and self.flow.read_paused:
             self._watch(is_new=True)
-        elif self._part is _Part.BODY:
+        elif self._part == "body":
             come = f"{self._num_body_bytes} bytes of the body came in {self._limits.body_s:g} s"
             self.refuse(ApiError(408, f"{come}, not {self._limits.least_body_bytes}"))
         elif self._is_for_probes:
             self.refuse(_no_room())
-        elif self._part is _Part.HEAD:
+        elif self._part == "head":
             self.refuse(ApiError(408, f"the headers were not complete within {self._limits.head_s:g} s"))
         else:
             self.transport.close()
@@ -385,7 +375,7 @@ class Connection(HttpToolsProtocol):
         self._refusal = error
         self._uploads.end(self)
         self._set_deadline(None)
-        if self._part is _Part.BODY:
+        if self._part == "body":
             if self.pipeline:
                 self.pipeline.popleft()  # the newest request, which will never be complete
                 self._num_unanswered -= 1
@@ -401,7 +391,7 @@ class Connection(HttpToolsProtocol):
         """Send the refusal, and close so that a client that is still sending can read it."""
         if self.transport.is_closing() or self._refusal is None:
             return
-        if self._part is _Part.BODY and self.cycle.response_complete and not self.pipeline:
+        if self._part == "body" and self.cycle.response_complete and not self.pipeline:
             self.transport.close()  # the request at fault has had its answer
             return
         self._write(self._refusal)

@@ -180,12 +180,6 @@ class Interruptible:
         self.interrupt(Disconnected())
 
 
-class _Server(uvicorn.Server):
-    """A server of uvicorn without its signal handling: ours still answers 503 while requests drain."""
-
-    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
-
-
 async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
     """Wait for the engine's death, then end the requests that still hang."""
     reason = await client.wait_dead()
@@ -216,7 +210,9 @@ async def serve(
         app, loop="none", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=_HANG_UP_S,
     )  # fmt: skip
-    server = _Server(config)
+    server = uvicorn.Server(config)
+    # Without its signal handling: ours still answers 503 while requests drain.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     with _handled(signals, lifecycle):
         watch = asyncio.create_task(_watch_engine(client, lifecycle))
         serving = asyncio.create_task(server.serve(sockets=[sock]))

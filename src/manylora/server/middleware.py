@@ -36,10 +36,11 @@ _PORT = re.compile(r":\d*$")
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class RootPath:
-    """Removes the path at which a proxy serves the app from a request's path, where the proxy has not done so.
+class RequestLog:
+    """Gives each request its id (the client's own if it sent one) and writes one log line at its end.
 
-    Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
+    Removes ``root``, the path at which a proxy serves the app, from a request's path, where the proxy has not done
+    so. Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -48,20 +49,9 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        start_s = time.perf_counter()
         if scope["path"].startswith(self._root + "/"):
             scope["path"] = scope["path"].removeprefix(self._root)
-        await self._app(scope, receive, send)
-
-
-class RequestLog:
-    """Gives each request its id (the client's own if it sent one) and writes one log line at its end."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        start_s = time.perf_counter()
         scope["path"] = scope["path"].rstrip("/") or "/"  # a trailing slash is ignored
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
