@@ -13,26 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from manylora import flags
 from manylora._version import VERSION
 from manylora.aliases import ALIASES, CLUSTER_ALIASES, FOREIGN, REMOVED, add_removed, check_removed
 from manylora.cluster.command import add_cluster
 from manylora.config.cluster import TLS_OPTIONS
 from manylora.config.declaring import ConfigError, naming_what_is_missing
 from manylora.config.named import LAB, AddParser, find_commands
-from manylora.flags import (
-    CLUSTER_FLAGS,
-    FLAGS,
-    SIZING,
-    add_flag,
-    add_settings,
-    build_http,
-    build_settings,
-    canonical,
-    key_of_environment,
-    read_config_file,
-    settings_of,
-    split_cluster,
-)
+from manylora.flags import CLUSTER_FLAGS, FLAGS, SIZING
 from manylora.progress import announce_compilation
 
 _SERVE_EXAMPLES = """\
@@ -73,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except ConfigError as error:
-        return _refuse(error)
+        print(f"manylora: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nmanylora: interrupted", file=sys.stderr)
         return 130
@@ -102,12 +91,6 @@ def _dashed(word: str) -> str:
     """Replace underscores in an option's name by dashes, as vLLM does."""
     option, equals, value = word.partition("=")
     return option.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def _refuse(reason: object) -> int:
-    """Print in one line what is wrong with the input, and return the exit code."""
-    print(f"manylora: error: {reason}", file=sys.stderr)
-    return 2
 
 
 def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
@@ -140,19 +123,18 @@ def _add_serve(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
-    serve.add_argument(
-        "--model", "--model-path", dest="named", metavar="MODEL", help="vLLM, SGLang: the same as MODEL"
-    )
+    same = "vLLM, SGLang: the same as MODEL"
+    serve.add_argument("--model", "--model-path", dest="named", metavar="MODEL", help=same)
     serve.add_argument("--config", metavar="FILE", help="a YAML or JSON file that sets the same names")
     for flag in FLAGS:
-        add_flag(serve, flag)
+        flags.add_flag(serve, flag)
     for alias in ALIASES:
         if alias.of is None:
             text = f"{alias.engines}: always on, {alias.means}"
             serve.add_argument(alias.option, action=argparse.BooleanOptionalAction, help=text)
     cluster = serve.add_argument_group("several replicas behind one port")
     for flag in CLUSTER_FLAGS:
-        add_flag(cluster, flag)
+        flags.add_flag(cluster, flag)
     cluster.add_argument("--router-help", metavar="NAME", help="name a router's parameters, and end")
     others = serve.add_argument_group("flags of other engines that do nothing here, or cannot be had")
     for foreign in FOREIGN:
@@ -172,7 +154,7 @@ def _serve(args: argparse.Namespace) -> int:
     if args.model is not None and args.named is not None:
         raise ConfigError("MODEL and --model are one setting: give one of them")
     args.model = args.model or args.named
-    settings = read_config_file(args.config) if args.config else {}
+    settings = flags.read_config_file(args.config) if args.config else {}
     names = (
         "model",
         *(flag.name for flag in (*FLAGS, *CLUSTER_FLAGS)),
@@ -184,8 +166,8 @@ def _serve(args: argparse.Namespace) -> int:
     if "model" not in {*settings, *given} and len(given.get("served_model_name", ())) > 1:
         given["model"] = given["served_model_name"].pop()  # MODEL, written after the names
     check_removed({**settings, **given})
-    cluster, layers = split_cluster(key_of_environment(settings, given), settings, given)
-    engine, http = build_settings(canonical(*layers))
+    cluster, layers = flags.split_cluster(flags.key_of_environment(settings, given), settings, given)
+    engine, http = flags.build_settings(flags.canonical(*layers))
     _leave_when_told()
     if cluster is not None:
         from manylora.cluster.supervisor import run_cluster
@@ -202,26 +184,20 @@ def _add_frontend(commands: Any) -> None:
         help="join a cluster as one more front end, here or on another machine",
         description="Join a cluster that manylora serve --replicas has started, as one more front end.",
     )
-    frontend.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="the cluster's model on this machine (default: the path there)",
-    )
+    model, secret = "the cluster's model on this machine (default: the path there)", "the cluster's folder"
+    frontend.add_argument("model", nargs="?", metavar="MODEL", help=model)
     frontend.add_argument("--connect", required=True, metavar="HOST:PORT", help="the cluster's router")
-    frontend.add_argument(
-        "--secret-file", required=True, metavar="FILE", help="the secret of the cluster's folder"
-    )
+    frontend.add_argument("--secret-file", required=True, metavar="FILE", help=f"the secret of {secret}")
     for flag in CLUSTER_FLAGS:
         if flag.option in TLS_OPTIONS:
-            add_flag(frontend, flag)
-    add_settings(frontend, _HTTP_FLAGS)
+            flags.add_flag(frontend, flag)
+    flags.add_settings(frontend, _HTTP_FLAGS)
     frontend.set_defaults(run=_frontend)
 
 
 def _frontend(args: argparse.Namespace) -> int:
-    given = settings_of(args, _HTTP_FLAGS)
-    http = build_http({**key_of_environment(given), **given})
+    given = flags.settings_of(args, _HTTP_FLAGS)
+    http = flags.build_http({**flags.key_of_environment(given), **given})
     _leave_when_told()
     from manylora.cluster.frontend import run_frontend
 
@@ -255,7 +231,7 @@ def _add_adapters(commands: Any) -> None:
         action = actions.add_parser(name, help=help_text, description=about)
         action.add_argument("path", metavar="PATH", help=path_help)
         action.add_argument("--model", required=True, metavar="MODEL", help="the base: a folder, or a hub id")
-        add_settings(action, _ADAPTERS_FLAGS)
+        flags.add_settings(action, _ADAPTERS_FLAGS)
         action.add_argument("--json", action="store_true", help="print JSON")
         action.set_defaults(run=_adapters, action=name)
 
@@ -263,7 +239,7 @@ def _add_adapters(commands: Any) -> None:
 def _adapters(args: argparse.Namespace) -> int:
     from manylora.inspection import check_adapter, list_adapters
 
-    settings, _ = build_settings(settings_of(args, ("model", *_ADAPTERS_FLAGS)))
+    settings, _ = flags.build_settings(flags.settings_of(args, ("model", *_ADAPTERS_FLAGS)))
     report = list_adapters if args.action == "list" else check_adapter
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A folder's path may contain bytes that the terminal cannot show, or that are no text.
@@ -282,7 +258,7 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("model", nargs="?", metavar="MODEL", help="a local folder, or a hub id")
     add_removed(warmup, _WARMUP_REMOVED)
     engine = warmup.add_argument_group("settings of the engine, as for manylora serve")
-    add_settings(engine, _WARMUP_FLAGS)
+    flags.add_settings(engine, _WARMUP_FLAGS)
     warmup.set_defaults(run=_warmup)
 
 
@@ -292,7 +268,7 @@ def _warmup(args: argparse.Namespace) -> int:
     check_removed({name: getattr(args, name) for name in _WARMUP_REMOVED})
     if args.model is None:
         raise ConfigError("warmup needs a MODEL")
-    run(settings_of(args, ("model", *_WARMUP_FLAGS)))
+    run(flags.settings_of(args, ("model", *_WARMUP_FLAGS)))
     return 0
 
 

@@ -127,8 +127,15 @@ def _facts(settings: EngineSettings, looks: _Geometries, folder: Path) -> dict[s
     limit = settings.adapters.max_adapter_rank
     spec = inspect_adapter(folder, looks.whole, looks.config.names.layer_prefix, limit, looks.texts)
     facts = describe(spec, layout_of(spec, looks.first), looks.first)
-    if settings.tensor_parallel_size > 1:
-        facts |= of_ranks(facts, settings.tensor_parallel_size, looks.is_sharded)
+    count = settings.tensor_parallel_size
+    if count > 1:  # each rank has a part of every page
+        facts |= {
+            "tensor_parallel_size": count,
+            "lora_sharding": "sharded" if looks.is_sharded else "replicated",
+            "pages_per_rank": [facts["pages"]] * count,
+            "pool_bytes": facts["pool_bytes"] * count,
+            "pool_bytes_per_rank": [facts["pool_bytes"]] * count,
+        }
     return facts
 
 
@@ -165,20 +172,6 @@ def describe(spec: AdapterSpec, layout: AdapterLayout, geometry: AdapterGeometry
         "pages": layout.num_pages,
         "pool_bytes": pool_bytes,
         "slack": 1.0 - held * geometry.itemsize / pool_bytes,
-    }
-
-
-def of_ranks(facts: dict[str, Any], count: int, is_sharded: bool) -> dict[str, Any]:
-    """Return the facts to add to ``facts``, or to replace in them, for ``count`` ranks.
-
-    ``facts``: ``describe``'s, about the first rank. Each rank has a part of every page.
-    """
-    return {
-        "tensor_parallel_size": count,
-        "lora_sharding": "sharded" if is_sharded else "replicated",
-        "pages_per_rank": [facts["pages"]] * count,
-        "pool_bytes": facts["pool_bytes"] * count,
-        "pool_bytes_per_rank": [facts["pool_bytes"]] * count,
     }
 
 

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from manylora.aliases import check_removed
@@ -28,8 +27,8 @@ from manylora.flags import build_settings
 from manylora.metrics.requests import Metrics, RecordedStream
 from manylora.outputs import RequestOutput, StreamOutput, result_of
 from manylora.text.chat import render_chat
-from manylora.text.generate import GenerationFailed, TextDelta, collect, generate_text
-from manylora.text.prompts import check_priority, encode_text, fit_params, require_tokenizer
+from manylora.text.generate import GenerationFailed, TextStream, collect, interleaved
+from manylora.text.prompts import check_priority, encode_texts, fit_params, require_tokenizer
 from manylora.text.texts import ModelText, Texts
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import AdapterCard, EngineInfo, InvalidRequest, SamplingParams
@@ -69,18 +68,10 @@ class Generation:
         jobs = await self._jobs()
         for job in jobs:
             job.request = dataclasses.replace(job.request, stream=True)
-        queue: asyncio.Queue[StreamOutput | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._llm._forward(i, job, queue)) for i, job in enumerate(jobs)]
-        try:
-            for _ in range(len(tasks)):
-                while (item := await queue.get()) is not None:
-                    if isinstance(item, BaseException):
-                        raise item
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        streams = [self._llm._parts(index, job) for index, job in enumerate(jobs)]
+        async with contextlib.aclosing(interleaved(streams)) as parts:
+            async for _, part in parts:
+                yield part
 
 
 class AsyncLLM:
@@ -188,30 +179,22 @@ class AsyncLLM:
         """Check all prompts and parameters, and build a job for each. Raises InvalidRequest."""
         self._check_process()
         texts = await self._texts_of(given, len(prompts))
-        jobs = []
-        for prompt, text, its in zip(prompts, texts, given.spread(len(prompts))):
-            its_params, its_adapter, salt, priority = its
-            scope, its_priority = self._scopes.scope(None, salt), check_priority(priority, self.info)
-            if its_params is None:
-                its_params = SamplingParams(**text.defaults)
-            if not isinstance(its_params, SamplingParams):
+        jobs, info, adds = [], self.info, add_special_tokens
+        of_each = given.spread(len(prompts))
+        for prompt, text, (params, adapter, salt, priority) in zip(prompts, texts, of_each):
+            scope, priority = self._scopes.scope(None, salt), check_priority(priority, info)
+            if params is None:
+                params = SamplingParams(**text.defaults)
+            if not isinstance(params, SamplingParams):
                 raise InvalidRequest("params must be SamplingParams or a list of them", "params")
             if isinstance(prompt, str):
-                ids = await encode_text(
-                    text.tokenizer, prompt, add_special_tokens=add_special_tokens, info=self.info
-                )
+                (ids,) = await encode_texts(text.tokenizer, [prompt], add_special_tokens=adds, info=info)
             else:
                 ids = tuple(prompt)
-            its_params = fit_params(ids, its_params, self.info, is_max_tokens_explicit=False)
+            params = fit_params(ids, params, info, is_max_tokens_explicit=False)
+            name, ends = f"llm-{next(self._ids)}", text.eos_ids
             request = GenerationRequest(
-                f"llm-{next(self._ids)}",
-                ids,
-                its_params,
-                its_adapter,
-                bool(its_params.stop),
-                scope,
-                priority=its_priority,
-                eos_ids=text.eos_ids,
+                name, ids, params, adapter, bool(params.stop), scope, priority=priority, eos_ids=ends
             )
             jobs.append(_Job(request, prompt if isinstance(prompt, str) else None, text.tokenizer))
         return jobs
@@ -233,17 +216,14 @@ class AsyncLLM:
             for job in jobs:
                 # Jobs are submitted at once while there is room, so that jobs of one call start together.
                 await room.acquire()
-                if has_failed:
-                    room.release()
-                    break
-                try:
+                with contextlib.ExitStack() as undo:
+                    undo.callback(room.release)
+                    if has_failed:
+                        break
                     streams.append(self._submitted(job))
-                    task = asyncio.create_task(self._finished(job, streams[-1]))
-                except BaseException:
-                    room.release()
-                    raise
-                task.add_done_callback(ended)
-                running.append(task)
+                    running.append(asyncio.create_task(self._finished(job, streams[-1])))
+                    undo.pop_all()
+                running[-1].add_done_callback(ended)
             return list(await asyncio.gather(*running))
         finally:
             for task in running:
@@ -254,7 +234,7 @@ class AsyncLLM:
 
     def _submitted(self, job: _Job) -> RecordedStream:
         asked, start_s = job.request, time.perf_counter()
-        stream = generate_text(self._connected(), job.tokenizer, asked)
+        stream = TextStream(self._connected(), job.tokenizer, asked)
         return RecordedStream(stream, self._metrics.request(asked, start_s))
 
     def _room(self) -> asyncio.Semaphore:
@@ -268,17 +248,17 @@ class AsyncLLM:
         outputs = await collect(stream, job.request.params.n)
         return result_of(job.request, job.prompt, outputs, job.tokenizer)
 
-    async def _forward(
-        self, index: int, job: _Job, queue: asyncio.Queue[StreamOutput | BaseException | None]
-    ) -> None:
-        """Put a job's stream on the queue, then None."""
-        try:
-            async with self._room(), contextlib.aclosing(self._submitted(job)) as stream:
-                async for delta in stream:
-                    queue.put_nowait(_stream_output(index, job, delta))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
+    async def _parts(self, index: int, job: _Job) -> AsyncIterator[StreamOutput]:
+        """Submit a job when there is room, and yield the parts of its results."""
+        async with self._room(), contextlib.aclosing(self._submitted(job)) as stream:
+            async for delta in stream:
+                if delta.error is not None:
+                    raise GenerationFailed(delta.error)
+                timing = delta.timing
+                yield StreamOutput(
+                    job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
+                    timing.num_cached_tokens, timing.queue_s, timing.adapter_s, timing.kv_s,
+                )  # fmt: skip
 
     # ------------------------------------------------------------ adapters, facts, end
 
@@ -340,9 +320,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -368,9 +346,7 @@ class LLM:
         # The loop would not wait for an executor of its own when it is closed.
         workers = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="manylora-llm-work")
         self._loop.set_default_executor(workers)
-        self._thread = threading.Thread(
-            target=_run_loop, args=(self._loop,), name="manylora-llm", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="manylora-llm", daemon=True)
         self._thread.start()
         self._has_ended = threading.Event()
         self._finalizer = weakref.finalize(
@@ -462,44 +438,33 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    loop.run_forever()
-
-
-def _end(has_ended: threading.Event, *parts: Any) -> None:
-    """Shut down, then set ``has_ended``."""
-    try:
-        _shut_down(*parts)
-    finally:
-        has_ended.set()
-
-
-def _shut_down(
+def _end(
+    has_ended: threading.Event,
     llm: AsyncLLM,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
     workers: concurrent.futures.ThreadPoolExecutor,
 ) -> None:
-    if os.getpid() != llm._pid:
-        return  # a forked process has neither the loop nor its thread
-    llm._finalizer()
-    if thread is threading.current_thread():
-        # The garbage collector may run on the loop's own thread, which must not wait for itself.
-        loop.stop()
-        return
-    asyncio.run_coroutine_threadsafe(_release_waiting(llm), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-    with contextlib.suppress(RuntimeError):  # the garbage collector may run on one of these threads, too
-        workers.shutdown()
+    """Shut down, then set ``has_ended``."""
+    with contextlib.ExitStack() as last:
+        last.callback(has_ended.set)
+        if os.getpid() != llm._pid:
+            return  # a forked process has neither the loop nor its thread
+        llm._finalizer()
+        if thread is threading.current_thread():
+            # The garbage collector may run on the loop's own thread, which must not wait for itself.
+            loop.stop()
+            return
+        asyncio.run_coroutine_threadsafe(_release_waiting(llm), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        with contextlib.suppress(RuntimeError):  # the garbage collector may run on one of these threads, too
+            workers.shutdown()
 
 
 async def _release_waiting(llm: AsyncLLM) -> None:
@@ -508,16 +473,6 @@ async def _release_waiting(llm: AsyncLLM) -> None:
         llm._engine.disconnect("the engine was closed")
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _stream_output(index: int, job: _Job, delta: TextDelta) -> StreamOutput:
-    if delta.error is not None:
-        raise GenerationFailed(delta.error)
-    timing = delta.timing
-    return StreamOutput(
-        job.request.id, index, delta.sample, delta.text, delta.token_ids, delta.finish_reason,
-        timing.num_cached_tokens, timing.queue_s, timing.adapter_s, timing.kv_s,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- what callers write
@@ -550,18 +505,6 @@ def _no_prompt(found: Any) -> InvalidRequest:
     return InvalidRequest(f"prompts must be text, token ids or a list of either, got {kind}", "prompt")
 
 
-def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """Repeat one value for all prompts, or check that a list has one value for each. Raises InvalidRequest."""
-    if value is None or isinstance(value, str | int | SamplingParams):
-        return [value] * count
-    if not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
-    listed = list(value)
-    if len(listed) != count:
-        raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
-    return listed
-
-
 class _Given(NamedTuple):
     """The arguments of a call beside its prompts, each one value for all prompts or a list of one for each."""
 
@@ -572,7 +515,16 @@ class _Given(NamedTuple):
 
     def spread(self, count: int) -> list[tuple[Any, Any, Any, Any]]:
         """Return the arguments of each of ``count`` prompts. Raises InvalidRequest."""
-        return list(zip(*(_spread(value, count, name) for name, value in zip(self._fields, self))))
+        columns: list[Iterable[Any]] = []
+        for name, value in zip(self._fields, self):
+            is_one = value is None or isinstance(value, str | int | SamplingParams)
+            if not is_one and not isinstance(value, Iterable):
+                raise InvalidRequest(f"{name} must be one for all prompts or a list, got {value!r}", name)
+            listed = [value] * count if is_one else list(value)
+            if len(listed) != count:
+                raise InvalidRequest(f"{name} has {len(listed)} entries for {count} prompts", name)
+            columns.append(listed)
+        return list(zip(*columns))
 
 
 # ---------------------------------------------------------------- the interpreter's end

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -47,7 +48,7 @@ from manylora.text.tokenizer import MissingTokenizer, TokenizerError
 from manylora.types import EngineInfo, why_reserved
 
 if TYPE_CHECKING:
-    from manylora.server.connection import ConnectionLimits, ServerSettings
+    from manylora.server.connection import ServerSettings
 
 log = logging.getLogger("manylora")
 
@@ -102,11 +103,8 @@ def build_driver(
 
                 executor, config, info = build_ranks(settings, progress=progress)
             else:
-                executor, config, info = build_worker(
-                    settings,
-                    progress=progress,
-                    capture_progress=Bar("capturing steps", "step") if shows_progress else None,
-                )
+                steps = Bar("capturing steps", "step") if shows_progress else None
+                executor, config, info = build_worker(settings, progress=progress, capture_progress=steps)
         except ModelError as error:
             raise ConfigError(str(error)) from error
         undo.callback(executor.close)
@@ -114,19 +112,13 @@ def build_driver(
             log.warning("--gpu-memory-utilization does nothing on a CPU: --device-pool sizes the pool")
         journal = None
         if settings.journal is not None:
-            rotate = settings.journal_part_bytes
-            journal = open_output(
-                "journal", settings.journal, lambda path: JournalWriter(path, config, rotate)
-            )
+            opened = functools.partial(JournalWriter, config=config, part_bytes=settings.journal_part_bytes)
+            journal = open_output("journal", settings.journal, opened)
             undo.callback(journal.close)
-        driver = Driver(
-            config,
-            executor if wrap is None else wrap(executor),
-            info,
-            journal=journal,
-            trace=trace,
-            step_timeout_s=settings.step_timeout_s,
-        )
+        if wrap is not None:
+            executor = wrap(executor)
+        limit_s = settings.step_timeout_s
+        driver = Driver(config, executor, info, journal=journal, trace=trace, step_timeout_s=limit_s)
         add_initial_adapters(driver, settings.adapters, settings.model.names)
         if settings.scheduler.queue.fair_by == "adapter" and has_all_adapters:
             served = {settings.model.name, *(card.name for card in driver.adapters())}
@@ -147,15 +139,12 @@ def open_output(what: str, path: str, opened: Callable[[Path], _Writer]) -> _Wri
 def add_initial_adapters(driver: Driver, settings: AdapterSettings, bases: Collection[str]) -> None:
     """Add the adapters of the start. Raises ConfigError for a named one that is bad; skips a bad one of the
     folder with a warning."""
-    for name, path in settings.adapters:
+    for name, path in (*settings.adapters, *adapters_found(settings, bases)):
         try:
             driver.add_adapter(name, path, verify=False)
         except AdapterError as error:
-            raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
-    for name, folder in adapters_found(settings, bases):
-        try:
-            driver.add_adapter(name, folder, verify=False)
-        except AdapterError as error:
+            if (name, path) in settings.adapters:
+                raise ConfigError(f"adapter {name!r} cannot be served: {error}") from error
             log.warning("adapter %r in %s is skipped: %s", name, settings.adapter_dir, error)
 
 
@@ -166,7 +155,7 @@ def adapters_found(settings: AdapterSettings, bases: Collection[str]) -> list[tu
     """
     if settings.adapter_dir is None:
         return []
-    named, kept = {name for name, _ in settings.adapters}, []
+    named, kept = dict(settings.adapters), []
     try:
         found = discover(Path(settings.adapter_dir))
     except AdapterError as error:
@@ -292,8 +281,7 @@ async def _serve(
         client = await _connect_unless_stopped(ours, engine)
         if client is None:
             return 0
-        settings = server_settings(engine, http, connection_limits(http, client.info), sock)
-        app = create_app(client, texts, settings)
+        app = create_app(client, texts, server_settings(engine, http, client.info, sock))
         try:
             sock.listen()  # fails where another server has begun to listen on the address
         except OSError as error:
@@ -307,18 +295,27 @@ async def _serve(
     finally:
         _ignore_signals()
         if client is None:
-            ending.kill()  # it has not started, so nothing needs an orderly end
+            ending.child.kill()  # it has not started, so nothing needs an orderly end
         else:
             await client.close()
 
 
 def server_settings(
-    engine: EngineSettings, http: HttpSettings, connections: ConnectionLimits, sock: socket.socket
+    engine: EngineSettings, http: HttpSettings, info: EngineInfo, sock: socket.socket
 ) -> ServerSettings:
-    """Build the settings of a server's HTTP side. ``sock``: the socket that it listens on."""
-    from manylora.server.connection import ServerSettings
+    """Build the settings of a server's HTTP side. ``sock``: the socket that it listens on.
+
+    By default there may be a connection for each request that may run or wait, and 1024 for other questions.
+    """
+    from manylora.server.connection import ConnectionLimits, ServerSettings, connections_allowed
     from manylora.server.middleware import allowed_hosts
 
+    wanted = http.max_connections
+    if wanted is None:
+        wanted = max(ConnectionLimits().max_connections, http.max_waiting + info.max_num_seqs + 1024)
+    allowed = connections_allowed(wanted)
+    if allowed < wanted:
+        log.warning("the limit on open files allows %d connections, not %d", allowed, wanted)
     return ServerSettings(
         served_model_name=engine.model.name,
         other_names=engine.model.names[1:],
@@ -330,24 +327,9 @@ def server_settings(
         root_path=http.root_path.rstrip("/"),
         max_body_bytes=http.max_body_size,
         trusts_templates=http.trust_request_chat_template,
-        connections=connections,
+        connections=ConnectionLimits(max_connections=allowed),
         allowed_hosts=allowed_hosts(http.allowed_hosts, http.host, sock),
     )
-
-
-def connection_limits(http: HttpSettings, info: EngineInfo) -> ConnectionLimits:
-    """Compute the limits on connections. The default is one for each request that may run or wait, and 1024
-    for other questions."""
-    from manylora.server.connection import ConnectionLimits, connections_allowed
-
-    limits = ConnectionLimits()
-    wanted = http.max_connections
-    if wanted is None:
-        wanted = max(limits.max_connections, http.max_waiting + info.max_num_seqs + 1024)
-    allowed = connections_allowed(wanted)
-    if allowed < wanted:
-        log.warning("the limit on open files allows %d connections, not %d", allowed, wanted)
-    return dataclasses.replace(limits, max_connections=allowed)
 
 
 def _ignore_signals() -> None:
@@ -370,32 +352,25 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
     Raises ConfigError, and EngineDead where the settings are not at fault. The signals stay handled: the next
     owner replaces the handlers, so each signal always has one.
     """
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    loop, is_stopped = asyncio.get_running_loop(), False
+    connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
 
     def stop(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(stopped.set)
+        nonlocal is_stopped
+        is_stopped = True
+        loop.call_soon_threadsafe(connecting.cancel)
 
     for number in stop_signals():
         signal.signal(number, stop)
-    connecting = asyncio.create_task(RemoteEngine.connect(ours, engine))
-    stopping = asyncio.create_task(stopped.wait())
-    try:
-        await asyncio.wait([connecting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not stopped.is_set():
-            return connecting.result()
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
-        return None
-    finally:
-        stopping.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    return None if is_stopped else connecting.result()
 
 
 class Ending:
     """The end of a server: ends the engine's process, and bounds the time until both processes have ended."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
+        self.child = child
         self._by_s = time.monotonic() + START_EXIT_S
 
     def begin(self, within_s: float, code: int, release_s: float) -> None:
@@ -405,33 +380,26 @@ class Ending:
         the engine's process still exists, and the next server would not find that memory free.
         """
         if code:
-            self.kill()  # the engine has died or hangs: more time would not help
+            self.child.kill()  # the engine has died or hangs: more time would not help
         self._by_s = time.monotonic() + within_s
-        threading.Thread(
-            target=self._force, args=(within_s, code, release_s), name="manylora-ending", daemon=True
-        ).start()
+        threading.Thread(target=self._force, args=(within_s, code, release_s), daemon=True).start()
 
     def _force(self, within_s: float, code: int, release_s: float) -> None:
         time.sleep(within_s)
-        self.kill()
+        self.child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(release_s)
+            self.child.wait(release_s)
         time.sleep(OWN_EXIT_S)
         log.error("something does not end: the server leaves it behind")
         os._exit(code)
 
-    def kill(self) -> None:
-        """Kill the engine's process, even where a signal has stopped it. A process that has ended keeps its
-        exit code."""
-        self._child.kill()
-
     def reap(self) -> None:
         """Wait until the child, which ends when the socket closes, is gone. Kill it where it takes too long."""
         try:
-            self._child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
+            self.child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
         except subprocess.TimeoutExpired:
-            self.kill()
-            if self._child.wait() == -signal.SIGKILL:
+            self.child.kill()  # even where a signal has stopped it; one that has ended keeps its exit code
+            if self.child.wait() == -signal.SIGKILL:
                 log.warning("the engine's process did not end by itself: it was killed")
 
 

@@ -97,17 +97,11 @@ def result_of(
     """Build the result of a request. ``prompt``: its prompt where that was text, else None."""
     text: Callable[[int], str | None] = tokenizer.token_text if tokenizer is not None else lambda token: None
     has_logprobs = request.params.logprobs is not None
-    samples = [
-        CompletionOutput(
-            each.index,
-            each.text,
-            each.token_ids,
-            [Logprob.all_at(position, text) for position in each.logprobs] if has_logprobs else None,
-            each.finish_reason,
-            each.stop_reason,
-        )
-        for each in outputs
-    ]
+    samples = []
+    for each in outputs:
+        logprobs = [Logprob.all_at(position, text) for position in each.logprobs] if has_logprobs else None
+        ends = each.finish_reason, each.stop_reason
+        samples.append(CompletionOutput(each.index, each.text, each.token_ids, logprobs, *ends))
     scored = Logprob.of_prompt(request.prompt, [each.prompt_logprobs for each in outputs], text)
     return RequestOutput(
         request.id, prompt, list(request.prompt), request.adapter, samples, prompt_logprobs=scored

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import tempfile
 import time
@@ -35,14 +36,12 @@ PROMPTS = (1, 100, 700, 3000)
 """The prompts' lengths in tokens, which use different kernels, or a captured step."""
 
 
-def run(values: Mapping[str, Any]) -> int:
-    """Start an engine, run the requests, and return the exit code. ``values``: settings of the engine. Raises
-    ConfigError."""
+def run(values: Mapping[str, Any]) -> None:
+    """Start an engine, and run the requests. ``values``: settings of the engine. Raises ConfigError."""
     settings = build_settings({"host_pool": 0, **values})[0]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         asyncio.run(_run(settings, Path(scratch), began_s))
-    return 0
 
 
 async def _run(settings: EngineSettings, folder: Path, began_s: float) -> None:
@@ -76,18 +75,10 @@ async def _serve(engine: LocalEngine, names: list[str]) -> int:
     longest = engine.info.max_model_len - 4
     lengths = sorted({min(length, longest) for length in PROMPTS})
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    calls = [
-        GenerationRequest(
-            f"warmup-{number}",
-            tuple(5 + (place * 7 + number) % 97 for place in range(length)),
-            params,
-            name,
-            stream=False,
-        )
-        for number, (length, name) in enumerate(
-            (length, name) for name in (None, *names) for length in lengths
-        )
-    ]
+    calls = []
+    for number, (name, length) in enumerate(itertools.product((None, *names), lengths)):
+        prompt = tuple(5 + (place * 7 + number) % 97 for place in range(length))
+        calls.append(GenerationRequest(f"warmup-{number}", prompt, params, name, stream=False))
     bar = Bar("warming up", "request")
     for done, call in enumerate(calls, 1):
         await _generate(engine, call)

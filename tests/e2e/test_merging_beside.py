@@ -19,7 +19,7 @@ from manylora.engine.client import GenerationRequest
 from manylora.engine.journal import fingerprint, read_answered
 from manylora.executor import build
 from manylora.policy.replica import Replica
-from manylora.text.generate import collect, generate_text
+from manylora.text.generate import TextStream, collect
 from tests.e2e.process import MODEL
 from tests.engine.moving import MovingEngines
 from tests.internal import internal_llm
@@ -201,7 +201,7 @@ def test_requests_that_move() -> None:
             AsyncLLM(MODEL, adapters, **settings) as second,
         ):
             engines = MovingEngines([first._connected(), second._connected()], seed=1, most_moves=2)
-            streams = [generate_text(engines.as_client(), first.tokenizer, request) for request in requests]
+            streams = [TextStream(engines.as_client(), first.tokenizer, request) for request in requests]
             found = await asyncio.gather(*(collect(stream, 1) for stream in streams))
             switches = [(await llm.stats()).switches_merged for llm in (first, second)]
             assert min(switches) > 0

@@ -15,7 +15,7 @@ from manylora_lab.bench.race import behind
 from manylora import AsyncLLM, SamplingParams
 from manylora.engine.client import EngineClient, GenerationRequest
 from manylora.executor.sampling import SampledRow, _edited, _weights
-from manylora.text.generate import TextOutput, collect, generate_text
+from manylora.text.generate import TextOutput, TextStream, collect
 from manylora.text.tokenizer import Tokenizer
 from tests.e2e.process import MODEL
 from tests.engine.moving import MovingEngines
@@ -65,7 +65,7 @@ async def answers(
     client: EngineClient, tokenizer: Tokenizer | None, requests: list[GenerationRequest]
 ) -> list[list[TextOutput]]:
     """All of them at once."""
-    streams = [generate_text(client, tokenizer, request) for request in requests]
+    streams = [TextStream(client, tokenizer, request) for request in requests]
     return await asyncio.gather(
         *(collect(stream, request.params.n) for stream, request in zip(streams, requests))
     )

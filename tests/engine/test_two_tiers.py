@@ -222,8 +222,8 @@ def test_a_trace_of_a_run(tmp_path: Path) -> None:
 def test_trace_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     trace = TraceWriter(path)
-    trace.write(Decided("evict", 3, 7, 1, "demand", -3.214), "german@3", 12.3451)
-    trace.write(Decided("read", 3, 0, 12, "queue"), "german@3", 12.5)
+    trace.record(Decided("evict", 3, 7, 1, "demand", -3.214), "german@3", 12.3451)
+    trace.record(Decided("read", 3, 0, 12, "queue"), "german@3", 12.5)
     trace.flush()
     expected = [
         "    12.345 s  evict       german@3                  page 7 of its prefix       demand    worth -3.21",

@@ -289,7 +289,7 @@ def test_an_engine_is_unready_that_gives_no_sign_at_all(
     computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that holds its interpreter while it compiles says nothing, either."""
-    monkeypatch.setattr(remote, "SILENT_S", 1.0)
+    monkeypatch.setattr("manylora.engine.client.SILENT_S", 1.0)
     monkeypatch.setattr(remote, "tick_s", lambda limit_s: 0.1)
 
     async def scenario(pid: int) -> None:

@@ -19,7 +19,7 @@ from manylora.engine import wire
 from manylora.engine.client import Delta, EngineBusy, EngineClient, GenerationRequest
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.remote import RemoteEngine
-from manylora.text.generate import TextStream, generate_text
+from manylora.text.generate import TextStream
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import SamplingParams
 from tests.server.fakes import FakeEngine
@@ -63,7 +63,7 @@ def test_what_waits_takes_about_as_much_memory_as_it_counts_for(kind: str, token
             while len(streams) < 1000:
                 asked = msgspec.msgpack.decode(raw, type=GenerationRequest)
                 named = GenerationRequest(f"r{len(streams)}", asked.prompt, asked.params)
-                streams.append(generate_text(engine, tokenizer, named))
+                streams.append(TextStream(engine, tokenizer, named))
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from manylora.engine.client import EngineDead, GenerationRequest
-from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, collect, generate_text
-from manylora.text.prompts import encode_text, fit_params
+from manylora.text.generate import GenerationFailed, TextDelta, TextOutput, TextStream, collect
+from manylora.text.prompts import encode_texts, fit_params
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, SamplingParams
 from tests.server.fakes import EOS, FakeEngine
@@ -37,7 +37,7 @@ def run(text: str | list[int], per_step: int = 1, **params: object) -> tuple[lis
     tokens = ids(text) if isinstance(text, str) else text
     engine = FakeEngine(lambda _, sample: tokens, tokens_per_step=per_step)
     made_request = request(max_tokens=len(tokens), **params)
-    stream = generate_text(engine, tokenizer(), made_request)
+    stream = TextStream(engine, tokenizer(), made_request)
     return asyncio.run(collect(stream, made_request.params.n)), engine
 
 
@@ -107,7 +107,7 @@ def test_stop_token_is_named() -> None:
 def test_samples_end_on_their_own() -> None:
     texts = ["short END and much more text here", "a longer one that never stops"]
     engine = FakeEngine(lambda _, sample: ids(texts[sample]))
-    outputs = asyncio.run(collect(generate_text(engine, tokenizer(), request(n=2, stop="END")), 2))
+    outputs = asyncio.run(collect(TextStream(engine, tokenizer(), request(n=2, stop="END")), 2))
     assert [output.text for output in outputs] == ["short ", texts[1]]
     assert engine.aborts == [("r", 0, "stop")]
 
@@ -123,7 +123,7 @@ def test_a_prompts_logprobs_are_kept_through_later_deltas(prompt: tuple[int, ...
     """Also where a stop string cuts the only delta, and where there is nothing to say of the prompt."""
     engine = FakeEngine(lambda *_: ids("one two STOP three"), tokens_per_step=per_step)
     asked = GenerationRequest("r", prompt, SamplingParams(stop="STOP", prompt_logprobs=1))
-    (output,) = asyncio.run(collect(generate_text(engine, tokenizer(), asked), 1))
+    (output,) = asyncio.run(collect(TextStream(engine, tokenizer(), asked), 1))
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(prompt) - 1
 
@@ -132,17 +132,17 @@ def test_failure_and_death() -> None:
     engine = FakeEngine()
     refused = GenerationRequest("r", (1,), SamplingParams(), adapter="gone")
     with pytest.raises(GenerationFailed) as caught:
-        asyncio.run(collect(generate_text(engine, tokenizer(), refused), 1))
+        asyncio.run(collect(TextStream(engine, tokenizer(), refused), 1))
     assert caught.value.error.status == 404
     engine.die()
     with pytest.raises(EngineDead):
-        generate_text(engine, tokenizer(), request())
+        TextStream(engine, tokenizer(), request())
 
 
 def test_submits_before_it_is_read_and_aborts_when_closed() -> None:
     async def scenario() -> None:
         engine = FakeEngine(delay_s=10)
-        stream = generate_text(engine, tokenizer(), request())
+        stream = TextStream(engine, tokenizer(), request())
         assert list(engine.running) == ["r"]
         await stream.aclose()
         await stream.aclose()
@@ -155,7 +155,7 @@ def test_submits_before_it_is_read_and_aborts_when_closed() -> None:
 def test_cancelled_collect_leaves_nothing_running() -> None:
     async def scenario() -> None:
         engine = FakeEngine(delay_s=10)
-        task = asyncio.create_task(collect(generate_text(engine, tokenizer(), request()), 1))
+        task = asyncio.create_task(collect(TextStream(engine, tokenizer(), request()), 1))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -167,13 +167,13 @@ def test_cancelled_collect_leaves_nothing_running() -> None:
 
 def test_without_a_tokenizer_there_are_ids_only() -> None:
     async def scenario() -> list[TextDelta]:
-        return [delta async for delta in generate_text(FakeEngine(), None, request(max_tokens=3))]
+        return [delta async for delta in TextStream(FakeEngine(), None, request(max_tokens=3))]
 
     deltas = asyncio.run(scenario())
     assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1]
     assert not any(delta.text for delta in deltas)
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
-        generate_text(FakeEngine(), None, request(stop="x"))
+        TextStream(FakeEngine(), None, request(stop="x"))
 
 
 INFO = FakeEngine().info
@@ -197,8 +197,9 @@ def test_where_the_pool_sets_the_limit_a_refusal_says_pages() -> None:
         fit_params([1] * 200, SamplingParams(), info, is_max_tokens_explicit=False)
     with pytest.raises(InvalidRequest, match=says):
         fit_params([1] * 100, SamplingParams(max_tokens=100), info, is_max_tokens_explicit=True)
+    text = "x" * 200 * tokenizer().longest_token_chars
     with pytest.raises(InvalidRequest, match=says):
-        asyncio.run(encode_text(tokenizer(), "x" * 200 * tokenizer().longest_token_chars, info=info))
+        asyncio.run(encode_texts(tokenizer(), [text], info=info))
     with pytest.raises(InvalidRequest) as fits:
         fit_params([1] * 256, SamplingParams(), INFO, is_max_tokens_explicit=False)
     assert "pages" not in str(fits.value)

@@ -34,13 +34,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.engine.client import CacheScopes
 from manylora.listening import address_of, bound
-from manylora.main import (
-    check_model,
-    connection_limits,
-    load_texts,
-    run_loop,
-    server_settings,
-)
+from manylora.main import check_model, load_texts, run_loop, server_settings
 from manylora.models.source import resolve_model
 from manylora.processes import stop_signals
 from manylora.progress import configure_logging
@@ -111,7 +105,7 @@ async def serve_clients(
 
     client.start()
     await client.wait_ready()
-    settings = server_settings(engine, http, connection_limits(http, client.info), sock)
+    settings = server_settings(engine, http, client.info, sock)
     page = ClusterPage(client, engine.model.name, client.info)
     more = [cluster_operation(client, http.api_keys)]
     app = create_app(

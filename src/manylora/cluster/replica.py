@@ -294,7 +294,7 @@ class _Replica:
             self._is_whole = True
             link.send(
                 messages.Up(
-                    facts_of(self._driver.info, self._driver.most_adapter_pages),
+                    facts_of(self._driver.info, self._driver.catalog.most_pages),
                     *self._address,
                     sorted(self._adapters),
                     self._driver.info.cold_start,

@@ -38,7 +38,8 @@ class Catalog:
         self._executor = executor
         self._notify = notify
         self._num_pages = num_pages
-        self._adapter_pages_limit = adapter_pages_limit
+        self.most_pages = adapter_pages_limit
+        """The most pages that one adapter may take."""
         self._lock = threading.Lock()
         self._cards: dict[str, AdapterCard] = {}
         self._served: dict[AdapterId, AdapterCard] = {}  # the same by version
@@ -48,11 +49,6 @@ class Catalog:
         self._last_id: AdapterId = BASE
         self._checking: dict[AdapterId, concurrent.futures.Future[AdapterChecked]] = {}
         self._leaving: dict[AdapterId, concurrent.futures.Future[None]] = {}
-
-    @property
-    def most_pages(self) -> int:
-        """The most pages that one adapter may take."""
-        return self._adapter_pages_limit
 
     def lookup(self, name: str) -> AdapterId | None:
         """Return the version that a name stands for now."""
@@ -85,7 +81,11 @@ class Catalog:
         try:
             found = self._check(commands.InspectAdapter(adapter, path))
             try:
-                self._check_size(found.num_pages)
+                if found.num_pages > self.most_pages:
+                    raise AdapterError(
+                        f"the adapter takes {found.num_pages} pages and the device pool has {self._num_pages}, of "
+                        f"which adapters may take {self.most_pages}: raise --device-pool"
+                    )
                 if verify:  # last: the weights of an adapter that no pool holds may be endless
                     self._check(commands.VerifyAdapter(adapter))
             except Exception:
@@ -129,13 +129,6 @@ class Catalog:
         future = self._checking.pop(found.adapter, None)
         if future is not None:
             future.set_result(found)
-
-    def _check_size(self, num_pages: int) -> None:
-        if num_pages > self._adapter_pages_limit:
-            raise AdapterError(
-                f"the adapter takes {num_pages} pages and the device pool has {self._num_pages}, of which "
-                f"adapters may take {self._adapter_pages_limit}: raise --device-pool"
-            )
 
     def remove(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
         """Remove a name, or a version where others number these, and notify the policy.

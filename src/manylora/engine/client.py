@@ -12,19 +12,10 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from manylora import types
 from manylora.protocol.executor import ExecutorState
 from manylora.reports import AdapterUse, Counters, Snapshot
-from manylora.types import (
-    AdapterCard,
-    AdapterId,
-    EngineInfo,
-    InvalidRequest,
-    PromptLogprobs,
-    RequestError,
-    RequestId,
-    SamplingParams,
-    TokenLogprobs,
-)
+from manylora.types import AdapterCard, RequestError, RequestId
 
 _DIGEST_BYTES = 16
 _PURPOSE = b"cache scopes"
@@ -48,7 +39,7 @@ class CacheScopes:
         ``owner``: the digest of an API key, always of one length. Raise InvalidRequest for an empty salt.
         """
         if salt is not None and not (isinstance(salt, str) and salt):
-            raise InvalidRequest("cache_salt must be a non-empty string", "cache_salt")
+            raise types.InvalidRequest("cache_salt must be a non-empty string", "cache_salt")
         if owner is None and salt is None:
             return ""
         state = hashlib.blake2b(key=self._secret, digest_size=_DIGEST_BYTES)
@@ -74,7 +65,7 @@ class GenerationRequest:
 
     id: RequestId
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: types.SamplingParams
     adapter: str | None = None
     stream: bool = True
     cache_scope: str = ""
@@ -86,7 +77,7 @@ class GenerationRequest:
     closed: tuple[int, ...] = ()
     waited_s: float = 0.0
     attempt: int = 0
-    version: AdapterId | None = None
+    version: types.AdapterId | None = None
     eos_ids: tuple[int, ...] = ()
 
 
@@ -126,7 +117,7 @@ class Delta(NamedTuple):
     request: RequestId
     sample: int
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[types.TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     stop_token: bool = False
     error: RequestError | None = None
@@ -134,7 +125,7 @@ class Delta(NamedTuple):
     serial: int = 0
     attempt: int = 0
     start: int = 0
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: types.PromptLogprobs | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -211,7 +202,7 @@ class EngineClient(Protocol):
     """
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> types.EngineInfo:
         """The facts that never change."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:

@@ -14,12 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from manylora.config.policy import PolicyConfig
 from manylora.engine.client import Delta, EngineDead, EngineStats, GenerationRequest
 from manylora.engine.journal import JournalWriter, TraceWriter
 from manylora.engine.ports import EnginePorts, Routes
-from manylora.engine.watchdog import Activity, Pulse, watch
+from manylora.engine.watchdog import Activity, Judge, Pulse, tick_s
 from manylora.policy.replica import Replica
 from manylora.protocol import commands, events
 from manylora.protocol.executor import Executor
@@ -34,6 +35,7 @@ CLOSE_S = 4.0
 CLOSED = "the engine was closed"
 
 _STOP = object()
+_Answer = TypeVar("_Answer")
 
 
 class Driver:
@@ -55,6 +57,7 @@ class Driver:
         self.step_timeout_s = step_timeout_s
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._ports = EnginePorts(config, executor, info, self._inbox, clock, trace)
+        self.catalog = self._ports.catalog
         self._machine: commands.Machine = Replica(config)
         self._clock = clock
         self._journal = journal
@@ -64,7 +67,8 @@ class Driver:
         self._thread: threading.Thread | None = None
         self._watchdog: threading.Thread | None = None
         self._pid = os.getpid()
-        self._end: str | None = None
+        self.end: str | None = None
+        """The reason of the loop's end; None while it goes on."""
         self._is_lost = False
         self.is_closing = threading.Event()
         self._has_ended = threading.Event()  # the loop; what it holds is freed after that
@@ -75,21 +79,12 @@ class Driver:
     # ------------------------------------------------------------ life
 
     @property
-    def end(self) -> str | None:
-        """The reason of the loop's end; None while it goes on."""
-        return self._end
-
-    @property
     def backlog(self) -> int:
         """The number of items in the inbox."""
         return self._inbox.qsize()
 
     def start(
-        self,
-        deliver: Callable[[list[Delta]], None],
-        died: Callable[[str], None],
-        *,
-        is_watched: bool = False,
+        self, deliver: Callable[[list[Delta]], None], died: Callable[[str], None], *, is_watched: bool = False
     ) -> None:
         """Start the loop's thread, and with ``is_watched`` one that gives the loop up where a step takes longer
         than ``step_timeout_s``.
@@ -97,12 +92,21 @@ class Driver:
         ``deliver`` is called on the loop's thread with the news of each round; ``died`` with the reason if the
         loop ends by itself.
         """
-        self._ports.deliver_to(deliver)
-        self._died = died
+        self._ports.deliver, self._died = deliver, died
         self._thread = threading.Thread(target=self._run, name="manylora-driver", daemon=True)
         self._thread.start()
         if is_watched:
-            self._watchdog = watch(self, self.step_timeout_s)
+            self._watchdog = threading.Thread(target=self._watch, name="manylora-watchdog", daemon=True)
+            self._watchdog.start()
+
+    def _watch(self) -> None:
+        """Give the loop up when it hangs; end when it is to be closed."""
+        judge = Judge(self.step_timeout_s)
+        while not self.is_closing.wait(tick_s(self.step_timeout_s)):
+            reason = judge.look(self.pulse())
+            if reason is not None:
+                self.give_up(reason)
+                return
 
     def pulse(self) -> Pulse:
         """Return the present work of the loop."""
@@ -131,23 +135,23 @@ class Driver:
                 log.warning("the step in flight does not end: its thread is left behind")
         if self._watchdog is not None:
             self._watchdog.join()
-        self._end = self._end or CLOSED
+        self.end = self.end or CLOSED
         self.abandon()
 
     def give_up(self, reason: str) -> None:
         """Take a loop that hangs for dead, whatever it does later. From any thread but its own."""
-        if self._end is None:
+        if self.end is None:
             self._is_lost = True
             self._die(reason)
             self.abandon()
 
     def _die(self, reason: str) -> None:
-        self._end = reason
+        self.end = reason
         self._died(reason)
 
     def abandon(self) -> None:
         """Fail every call that waits for the loop, which has ended."""
-        self._ports.abandon(EngineDead(self._end or "the engine has ended"))
+        self._ports.abandon(EngineDead(self.end or "the engine has ended"))
 
     def _free(self) -> None:
         """Free everything, once, after the loop has ended or if it never began."""
@@ -155,7 +159,7 @@ class Driver:
             if self._is_free:
                 return
             self._is_free = True
-            self._end = self._end or CLOSED
+            self.end = self.end or CLOSED
             self.abandon()
             # First what has been written: to free memory may take seconds, which a process that ends may not have.
             if self._journal is not None:
@@ -193,57 +197,47 @@ class Driver:
         """
         if self.end is not None:
             raise EngineDead(self.end)
-        return self._ports.catalog.add(name, path, verify, adapter)
+        return self.catalog.add(name, path, verify, adapter)
 
     def remove_adapter(self, name: str, version: AdapterId | None = None) -> concurrent.futures.Future[None]:
         """Stop serving a name, or a version, at once; the future is done when nothing of it is left."""
-        freed = self._ports.catalog.remove(name, version)
-        self._abandon_if_ended()
-        return freed
-
-    @property
-    def most_adapter_pages(self) -> int:
-        """The most pages of the pool that one adapter may take."""
-        return self._ports.catalog.most_pages
+        return self._unless_ended(self.catalog.remove(name, version))
 
     def adapters(self) -> tuple[AdapterCard, ...]:
-        return self._ports.catalog.cards()
+        return self.catalog.cards()
 
     def stats(self) -> concurrent.futures.Future[EngineStats]:
         """Take a snapshot between two steps. Its ``adapters`` are empty: ``adapter_uses`` has them."""
-        future = self._ports.ask_stats()
-        self._abandon_if_ended()
-        return future
+        return self._unless_ended(self._ports.ask_stats())
 
     def status(self, is_full: bool = False) -> concurrent.futures.Future[commands.Status]:
         """Take a status for a router between two steps: changes since the last call, or all if ``is_full``.
 
         One caller at a time, or changes go to another.
         """
-        future = self._ports.ask_status(is_full)
-        self._abandon_if_ended()
-        return future
+        return self._unless_ended(self._ports.ask_status(is_full))
 
     def adapter_uses(self) -> tuple[AdapterUse, ...]:
         """Return every served adapter as of the newest snapshot. O(adapters), none of it on the loop."""
         return self._ports.adapter_uses()
 
-    def _abandon_if_ended(self) -> None:
-        """Fail a question that was just put into the inbox, if the loop has ended."""
+    def _unless_ended(self, asked: concurrent.futures.Future[_Answer]) -> concurrent.futures.Future[_Answer]:
+        """Return the future of a question that was just asked; fail it if the loop has ended."""
         if self.end is not None:
             self.abandon()
+        return asked
 
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
-            while self._end is None and self._round():
+            while self.end is None and self._round():
                 self._ports.flush()
         except Exception as error:  # a bug, or a broken device: nothing can be trusted after it
             log.exception("the engine's loop failed")
-            if self._end is None:
+            if self.end is None:
                 self._die(f"the engine failed: {error}")
-        self._end = self._end or CLOSED
+        self.end = self.end or CLOSED
         self._activity.rest()
         self._has_ended.set()
         self.abandon()

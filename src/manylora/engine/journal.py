@@ -19,7 +19,7 @@ import queue
 import stat
 import threading
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
@@ -58,85 +58,58 @@ class LineFile:
 
     def __init__(self, path: Path, what: str) -> None:
         self._what = what
-        self._file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
+        self.file: TextIO | None = os.fdopen(private(path, os.O_TRUNC), "w", encoding="utf-8")
+        """None once it is closed or cannot be written."""
         self._has_news = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file can still be written."""
-        return self._file is not None
 
     def write(self, line: str) -> None:
         """Append a line; it may stay in the buffer."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(line + "\n")
-            self._has_news = True
-        except OSError as error:
-            self.give_up(error)
+        self._has_news = True
+        self._try(lambda file: file.write(line + "\n"))
 
     def flush(self) -> None:
         """Let readers of the file see all lines; free of cost without new ones."""
-        if self._file is None or not self._has_news:
-            return
-        self._has_news = False
-        try:
-            self._file.flush()
-        except OSError as error:
-            self.give_up(error)
+        if self._has_news:
+            self._has_news = False
+            self._try(lambda file: file.flush())
 
     def close(self) -> None:
         """Write all buffered lines. Idempotent."""
-        if self._file is None:
-            return
-        try:
-            self._file.close()
-            self._file = None
-        except OSError as error:
-            self.give_up(error)
+        self._try(lambda file: file.close())
+        self.file = None
+
+    def _try(self, act: Callable[[TextIO], object]) -> None:
+        if self.file is not None:
+            try:
+                act(self.file)
+            except OSError as error:
+                self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
         """Log why the file ends here, and close it."""
         log.error("the %s ends here, it cannot be written: %s", self._what, error)
-        file, self._file = self._file, None
+        file, self.file = self.file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
 
-class TraceWriter:
+class TraceWriter(LineFile):
     """A writer of decisions for people to read. A file that cannot be written any more ends the trace alone."""
 
     def __init__(self, path: Path) -> None:
         """Start the file anew; raise OSError or ValueError if it cannot be written."""
-        self._file = LineFile(path, "trace")
+        super().__init__(path, "trace")
 
-    def write(self, decided: commands.Decided, label: str, at_s: float) -> None:
+    def record(self, decided: commands.Decided, label: str, at_s: float) -> None:
         """Append a decision, ``at_s`` seconds after the engine's start, on a node of the adapter called
         ``label``."""
-        self._file.write(
-            f"{at_s:10.3f} s  {decided.action:<10}  {label:<24}  {_what(decided):<25}  "
-            + (
-                f"{decided.reason:<8}  worth {decided.value:.2f}"
-                if decided.value is not None
-                else decided.reason
-            )
-        )
-
-    def flush(self) -> None:
-        """Let readers see all lines."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Write what is still buffered. Idempotent."""
-        self._file.close()
-
-
-def _what(decided: commands.Decided) -> str:
-    if decided.depth:
-        return f"page {decided.depth} of its prefix"
-    return f"adapter of {decided.num_pages} page{'' if decided.num_pages == 1 else 's'}"
+        what, why = f"page {decided.depth} of its prefix", decided.reason
+        if not decided.depth:
+            what = f"adapter of {decided.num_pages} page{'' if decided.num_pages == 1 else 's'}"
+        if decided.value is not None:
+            why = f"{why:<8}  worth {decided.value:.2f}"
+        self.write(f"{at_s:10.3f} s  {decided.action:<10}  {label:<24}  {what:<25}  {why}")
 
 
 FORM = 2
@@ -264,7 +237,7 @@ class JournalWriter:
         self._num_bytes += len(line) + 1
 
     def _begin_part(self) -> None:
-        if not self._file.is_open:
+        if self._file.file is None:
             return
         try:
             part = LineFile(_part(self._path, self._num_parts), "journal")
@@ -344,23 +317,19 @@ def _check_removed(fields: dict[str, Any], config: object) -> None:
                 raise ValueError(f"{name} {fields[name]} was removed")
 
 
-REPLICA: JournalForm[PolicyConfig, events.Event] = JournalForm(
-    "policy", PolicyConfig, typing.get_args(events.Event)
-)
+REPLICA: JournalForm[PolicyConfig, events.Event]
+REPLICA = JournalForm("policy", PolicyConfig, typing.get_args(events.Event))
 ROUTER: JournalForm[RouterConfig, RouterEvent]
 ROUTER = JournalForm("router", RouterConfig, typing.get_args(RouterEvent))
 _KEYS: dict[type, str] = {PolicyConfig: "policy", RouterConfig: "router"}
+read_answered = REPLICA.read_answered
+"""Reads a replica's journal with fingerprints."""
 
 
 def read_journal(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, events.Event]]]:
     """Return the settings and the events of a replica's journal; raise ValueError if it is damaged."""
     config, answered = read_answered(path)
     return config, ((now, event) for now, event, _ in answered)
-
-
-def read_answered(path: Path) -> tuple[PolicyConfig, Iterator[tuple[float, events.Event, str | None]]]:
-    """Read a replica's journal with fingerprints, see ``JournalForm.read_answered``."""
-    return REPLICA.read_answered(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[Path, int, bytes]]:

@@ -29,12 +29,8 @@ class Ledger:
         self._accepted_s = clock() - request.waited_s
         self._tokens = [list(tokens) for tokens in request.resume] or [[] for _ in range(params.n)]
         self._closed = set(request.closed)
-        self._attempt = request.attempt - 1
-
-    @property
-    def attempt(self) -> int:
+        self.attempt = request.attempt - 1
         """The number of the last attempt."""
-        return self._attempt
 
     @property
     def has_ended(self) -> bool:
@@ -66,20 +62,16 @@ class Ledger:
 
         ``attempt``: its number, where others number attempts.
         """
-        self._attempt = self._attempt + 1 if attempt is None else attempt
-        resume = self.tokens if any(self._tokens) else ()
+        self.attempt = self.attempt + 1 if attempt is None else attempt
+        resume, closed = self.tokens if any(self._tokens) else (), tuple(sorted(self._closed))
         return dataclasses.replace(
-            self._request,
-            resume=resume,
-            closed=tuple(sorted(self._closed)),
-            waited_s=self._clock() - self._accepted_s,
-            attempt=self._attempt,
+            self._request, resume=resume, closed=closed, waited_s=self.waited_s, attempt=self.attempt
         )
 
     def may_take(self, delta: Delta) -> bool:
         """Return whether the delta is of the present attempt and follows the client's tokens."""
         goes_on = not delta.tokens or delta.start == len(self._tokens[delta.sample])
-        return delta.attempt == self._attempt and goes_on
+        return delta.attempt == self.attempt and goes_on
 
     def take(self, delta: Delta) -> Delta | None:
         """Account for a delta of the present attempt; return it for the client, or None if it has no news."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from manylora.engine.client import Delta, EngineStats, GenerationRequest
 from manylora.engine.driver import Driver
 from manylora.engine.mailboxes import Mailboxes
-from manylora.types import AdapterCard, EngineInfo, RequestId
+from manylora.types import AdapterCard, RequestId
 
 
 class LocalEngine:
@@ -17,6 +18,7 @@ class LocalEngine:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self.info = driver.info
         self._loop = asyncio.get_running_loop()
         self._mailboxes = Mailboxes()
         driver.start(self._deliver, self._died, is_watched=True)
@@ -27,25 +29,19 @@ class LocalEngine:
     def _died(self, reason: str) -> None:
         self._on_loop(self._mailboxes.die, reason)
 
-    def _on_loop(self, call: object, argument: object) -> None:
+    def _on_loop(self, call: Callable[[Any], None], argument: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(call, argument)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(call, argument)
         except RuntimeError:
             pass  # the loop was closed first: no coroutine is left to hear of it
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._driver.info
-
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        self._follow(asyncio.get_running_loop())
-        return self._mailboxes.open(request, self._driver.submit, self.abort)
-
-    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver to this loop from now on: each ``asyncio.run`` of a script brings its own."""
+        # Deliver to this loop from now on: each ``asyncio.run`` of a script brings its own.
+        loop = asyncio.get_running_loop()
         if loop is not self._loop and not self._loop.is_closed():
             raise RuntimeError("the engine serves another event loop, which is still open")
         self._loop = loop
+        return self._mailboxes.open(request, self._driver.submit, self.abort)
 
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
         self._driver.abort(request, sample, reason)

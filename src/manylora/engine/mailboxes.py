@@ -65,12 +65,7 @@ class _Box:
 class DeltaStream:
     """The deltas of one request. It is no generator: closing it before the first delta must abort as well."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        box: _Box,
-        closed: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, request: GenerationRequest, box: _Box, closed: Callable[[bool], None]) -> None:
         self._box = box
         self._num_open = request.params.n - len(request.closed)
         self._closed = closed
@@ -112,7 +107,7 @@ class Mailboxes:
         self._boxes: dict[int, _Box] = {}
         self._open_ids: set[RequestId] = set()
         self._serials = itertools.count(1)
-        self._dead: EngineDead | None = None
+        self.dead: EngineDead | None = None
         self._death: asyncio.Event = asyncio.Event()
 
     def open(
@@ -122,8 +117,8 @@ class Mailboxes:
         abort: Callable[[RequestId], None],
     ) -> AsyncIterator[Delta]:
         """Submit at once and return the request's deltas; closing them early aborts it."""
-        if self._dead is not None:
-            raise self._dead
+        if self.dead is not None:
+            raise self.dead
         if request.id in self._open_ids:
             raise InvalidRequest(f"request id {request.id!r} is already in use")
         if self._waiting_bytes >= self._max_waiting_bytes:
@@ -141,7 +136,7 @@ class Mailboxes:
             return
         self._waiting_bytes -= box.waiting_bytes
         self._open_ids.remove(asked.id)
-        if is_open and self._dead is None:
+        if is_open and self.dead is None:
             abort(asked.id)
 
     def dispatch(self, deltas: list[Delta]) -> None:
@@ -155,18 +150,14 @@ class Mailboxes:
 
     def die(self, reason: str) -> None:
         """End every open request with EngineDead, and every later one."""
-        if self._dead is not None:
+        if self.dead is not None:
             return
-        self._dead = EngineDead(reason)
+        self.dead = EngineDead(reason)
         self._death.set()
         for box in self._boxes.values():
-            box.put(self._dead)
-
-    @property
-    def dead(self) -> EngineDead | None:
-        return self._dead
+            box.put(self.dead)
 
     async def wait_dead(self) -> str:
         """Return the reason once ``die`` has been called."""
         await self._death.wait()
-        return str(self._dead)
+        return str(self.dead)

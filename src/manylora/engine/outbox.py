@@ -81,7 +81,8 @@ class Outbox:
 
     def refuse(self, request: Request, asked: GenerationRequest, error: RequestError) -> None:
         """Refuse a request that the policy never gets; a live one of its id goes on."""
-        self._reject(_Open(request, False, asked.serial, self._clock(), attempt=asked.attempt), error)
+        entry = _Open(request, False, asked.serial, self._clock(), attempt=asked.attempt)
+        self._end(entry, 0, "error", error)
 
     def admitted(self, command: commands.Admitted, now: float) -> None:
         """Take Admitted."""
@@ -111,7 +112,7 @@ class Outbox:
 
     def reject(self, command: commands.Reject, now: float) -> None:
         """Take Reject."""
-        self._reject(self._live.pop(command.request), command.error)
+        self._end(self._live.pop(command.request), 0, "error", command.error)
 
     def released(self, command: commands.Released, now: float) -> None:
         """Take Released."""
@@ -138,9 +139,6 @@ class Outbox:
         if entry.stream:
             self._ready[entry, command.sample] = None
 
-    def _reject(self, entry: _Open, error: RequestError) -> None:
-        self._end(entry, 0, "error", error)
-
     def _end(self, entry: _Open, index: int, reason: str, error: RequestError | None) -> None:
         sample = entry.samples.setdefault(index, _Sample())
         sample.finish_reason = reason
@@ -162,19 +160,9 @@ class Outbox:
         timing = Timing(now_s - sample.began_s if sample.began_s else 0.0)
         if entry.timing is not None:
             timing, entry.timing = entry.timing._replace(spread_s=timing.spread_s), None
+        tokens, reason = tuple(sample.tokens), sample.finish_reason
+        is_stop = reason == "stop" and bool(tokens) and tokens[-1] in entry.request.stop_ids
         return Delta(
-            request=entry.request.id,
-            sample=index,
-            tokens=tuple(sample.tokens),
-            logprobs=tuple(sample.logprobs),
-            finish_reason=sample.finish_reason,
-            stop_token=sample.finish_reason == "stop"
-            and bool(sample.tokens)
-            and sample.tokens[-1] in entry.request.stop_ids,
-            error=sample.error,
-            timing=timing,
-            serial=entry.serial,
-            attempt=entry.attempt,
-            start=sample.start,
-            prompt_logprobs=entry.prompt_logprobs(),
-        )
+            entry.request.id, index, tokens, tuple(sample.logprobs), reason, is_stop, sample.error, timing,
+            entry.serial, entry.attempt, sample.start, entry.prompt_logprobs(),
+        )  # fmt: skip

@@ -14,7 +14,7 @@ import logging
 import queue
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from manylora.config.policy import PolicyConfig
 from manylora.engine.catalog import Catalog
@@ -23,15 +23,8 @@ from manylora.engine.journal import TraceWriter
 from manylora.engine.outbox import Outbox
 from manylora.policy.cache_policies import adapter_pages_limit
 from manylora.protocol import commands, events
-from manylora.protocol.executor import (
-    AdapterChecked,
-    DeviceEvent,
-    Executor,
-    ExecutorLost,
-    ExecutorState,
-    StepResult,
-)
-from manylora.reports import AdapterUse, ClientUse, CreditUse
+from manylora.protocol.executor import AdapterChecked, Executor, ExecutorLost, ExecutorState, StepResult
+from manylora.reports import AdapterUse
 from manylora.types import BASE, AdapterId, EngineInfo, Request, RequestError
 
 log = logging.getLogger(__name__)
@@ -84,6 +77,8 @@ class EnginePorts:
         self.catalog = Catalog(executor, inbox.put, config.num_pages, limit)
         self._uses: dict[AdapterId, AdapterUse] = {}
         self._outbox = Outbox(clock)
+        self.deliver: Callable[[list[Delta]], None]
+        """The receiver of each round's deltas, which is set before the loop runs."""
         self._meters = Meters()
         self._state = ExecutorState()
         # Requests that have arrived and that the replica does not know yet.
@@ -97,14 +92,10 @@ class EnginePorts:
         self._reporting: list[StatsAsked] = []  # of these, the report's
         executor.connect(self._receive)
 
-    def deliver_to(self, deliver: Callable[[list[Delta]], None]) -> None:
-        """Set the receiver of each round's deltas, before the loop runs."""
-        self._deliver = deliver
-
     # ------------------------------------------------------------ what comes in
 
-    def _receive(self, answer: DeviceEvent) -> None:
-        """Take an answer of the executor, on any thread.
+    def _receive(self, answer: object) -> None:
+        """Take an answer of the executor, a DeviceEvent, on any thread.
 
         Answers that a hanging loop must not hold up do not go through the inbox; nor do steps, whose end the
         loop waits for: storing and taking one entry of a dict relies on the GIL.
@@ -180,10 +171,14 @@ class EnginePorts:
             yield events.Arrive(request, more, asked.resume, asked.closed, asked.waited_s, asked.attempt)
 
     def _open(self, asked: GenerationRequest) -> None:
-        adapter = self._version_of(asked)
+        adapter = asked.version
+        if adapter is None:
+            adapter = BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
+        elif adapter != BASE and self.catalog.card(adapter) is None:
+            adapter = None  # it is not served
         more_ids = (token for token in asked.eos_ids if token < self._info.vocab_size)
         eos_ids = () if asked.params.ignore_eos else (*self._info.eos_ids, *more_ids)
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
+        ends = tuple(dict.fromkeys((*eos_ids, *asked.params.stop_token_ids)))
         params = asked.params
         if params.seed is None:
             # Chosen here, outside the policy, so that the journal knows it and a replay draws the same.
@@ -192,16 +187,9 @@ class EnginePorts:
         # An earlier attempt may still get tokens of steps, until the policy knows of this one.
         self._more_follow = asked.more and not asked.attempt
         client = str(asked.client) if self._by_key else asked.adapter or self._info.model
+        scope, share = asked.cache_scope, self._shares.get(client, 1.0)
         request = Request(
-            asked.id,
-            adapter or BASE,
-            asked.prompt,
-            params,
-            stop_ids,
-            asked.cache_scope,
-            asked.priority,
-            asked.client,
-            self._shares.get(client, 1.0),
+            asked.id, adapter or BASE, asked.prompt, params, ends, scope, asked.priority, asked.client, share
         )
         error = None
         if not self._outbox.may_open(asked):
@@ -217,13 +205,6 @@ class EnginePorts:
         if not any(asked.resume):
             self._meters.prompt_tokens += len(asked.prompt)
         self._arrived.append((request, asked))
-
-    def _version_of(self, asked: GenerationRequest) -> AdapterId | None:
-        """Return the adapter's version, or None if it is not served."""
-        if asked.version is not None:
-            is_served = asked.version == BASE or self.catalog.card(asked.version) is not None
-            return asked.version if is_served else None
-        return BASE if asked.adapter is None else self.catalog.lookup(asked.adapter)
 
     # ------------------------------------------------------------ steps
 
@@ -245,7 +226,9 @@ class EnginePorts:
         would rely on it and fail too, and so would the one after that, without end.
         """
         results = [self._results.pop(self._in_flight.popleft())]
-        while self._in_flight and self._has_failed(self._in_flight[0]):
+        while self._in_flight and self._in_flight[0] in self._results:
+            if self._results[self._in_flight[0]].done.ok:
+                break
             results.append(self._results.pop(self._in_flight.popleft()))
         if any(result.done.ok for result in results):
             self._failed_steps = 0
@@ -253,10 +236,6 @@ class EnginePorts:
         self._failed_steps += not results[-1].done.ok
         for number, result in enumerate(results, 1):
             yield self._ended(result, more=number < len(results))
-
-    def _has_failed(self, step: int) -> bool:
-        result = self._results.get(step)
-        return result is not None and not result.done.ok
 
     def _ended(self, result: StepResult, more: bool) -> events.Event:
         done = result.done
@@ -310,27 +289,25 @@ class EnginePorts:
     def decided(self, command: commands.Decided, now: float) -> None:
         """Carry out Decided."""
         if self._trace is not None:
-            self._trace.write(command, self.catalog.label(command.adapter), now - self._start_s)
+            self._trace.record(command, self.catalog.label(command.adapter), now - self._start_s)
 
     def report(self, command: commands.Report, now: float) -> None:
         """Carry out Report: give names to ids, and leave out ids whose names were removed."""
-        gauges = command.gauges
+        gauges, info = command.gauges, self._info
         self._note_uses(gauges.adapters)
         key_of = str if self._by_key else self._name_of
+        clients = (dataclasses.replace(each, name=key_of(each.client)) for each in gauges.clients)
+        credits = (dataclasses.replace(each, name=self._name_of(each.adapter)) for each in gauges.credits)
         named = dataclasses.replace(
             gauges,
             adapters=(),
-            clients=tuple(_named(gauges.clients, [key_of(each.client) for each in gauges.clients])),
-            credits=tuple(_named(gauges.credits, [self._name_of(each.adapter) for each in gauges.credits])),
+            clients=tuple(each for each in clients if each.name),
+            credits=tuple(each for each in credits if each.name),
         )
+        merged = None if gauges.merged == BASE else self._name_of(gauges.merged) or None
+        meters = dataclasses.replace(self._meters)
         stats = EngineStats(
-            named,
-            command.counters,
-            dataclasses.replace(self._meters),
-            self._state,
-            None if gauges.merged == BASE else self._name_of(gauges.merged),
-            self._info.pristine_bytes,
-            self._info.cold_start_kinds,
+            named, command.counters, meters, self._state, merged, info.pristine_bytes, info.cold_start_kinds
         )
         for future in self._reporting:
             # The loop may have been given up meanwhile.
@@ -343,12 +320,12 @@ class EnginePorts:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._status_asked.popleft().future.set_result(command)
 
-    def _name_of(self, adapter: AdapterId) -> str | None:
-        """Return an adapter's name, or the base's; None if the name was removed."""
+    def _name_of(self, adapter: AdapterId) -> str:
+        """Return an adapter's name, or the base's; "" if the name was removed."""
         if adapter == BASE:
             return self._info.model
         card = self.catalog.card(adapter)
-        return None if card is None else card.name
+        return "" if card is None else card.name
 
     # ------------------------------------------------------------ each adapter's state
 
@@ -378,15 +355,13 @@ class EnginePorts:
     def _send(self) -> None:
         deltas = self._outbox.collect()
         if deltas:
-            self._deliver(deltas)
+            self.deliver(deltas)
 
     def abandon(self, error: EngineDead) -> None:
         """Fail every question and load that waits, as the loop has ended. Idempotent; from any thread."""
         self.catalog.fail_waiting(error)
-        for asked in list(self._status_asked):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                asked.future.set_exception(error)
-        for future in list(self._asked):
+        futures: list[concurrent.futures.Future[Any]] = [*self._asked]
+        for future in [*futures, *(asked.future for asked in list(self._status_asked))]:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # answered at this very moment
                 future.set_exception(error)
 
@@ -395,12 +370,3 @@ class EnginePorts:
         if self._trace is not None:
             self._trace.close()
         self._executor.close(frees=frees)
-
-
-_Named = TypeVar("_Named", ClientUse, CreditUse)
-
-
-def _named(uses: Iterable[_Named], names: Iterable[str | None]) -> Iterator[_Named]:
-    for use, name in zip(uses, names):
-        if name is not None:
-            yield dataclasses.replace(use, name=name)

@@ -9,16 +9,8 @@ from collections.abc import AsyncIterator
 
 from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings
-from manylora.engine import wire
-from manylora.engine.client import (
-    SILENT_S,
-    Delta,
-    EngineBusy,
-    EngineDead,
-    EngineSilent,
-    EngineStats,
-    GenerationRequest,
-)
+from manylora.engine import client, wire
+from manylora.engine.client import Delta, EngineBusy, EngineDead, EngineSilent, EngineStats, GenerationRequest
 from manylora.engine.mailboxes import MAX_WAITING_BYTES, Mailboxes
 from manylora.engine.watchdog import Judge, Pulse, tick_s
 from manylora.engine.wire import open_stream
@@ -50,7 +42,7 @@ class RemoteEngine:
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._info = info
+        self.info = info
         self._step_timeout_s = step_timeout_s
         self._pid = pid
         self._effort = 0.0
@@ -112,7 +104,13 @@ class RemoteEngine:
         while True:
             await asyncio.sleep(tick_s(self._step_timeout_s))
             pulse, self._pulse = self._pulse, None
-            self._note_sign(pulse)
+            # An engine that compiles sends no pulse, but takes CPU time.
+            if pulse is not None:
+                self._idle_s = 0.0
+            elif (now := effort([self._pid])) - self._effort > LEAST_EFFORT:
+                self._effort, self._idle_s = now, 0.0
+            else:
+                self._idle_s += tick_s(self._step_timeout_s)
             reason = judge.look(pulse)
             if reason is not None:
                 self._die(reason)
@@ -120,19 +118,10 @@ class RemoteEngine:
             if judge.silent_s > ANSWER_S:
                 self._fail_calls(EngineSilent(f"the engine has said nothing for {judge.silent_s:.0f} s"))
 
-    def _note_sign(self, pulse: Pulse | None) -> None:
-        """Note a sign of life: a pulse, or CPU time, as an engine that compiles sends no pulse."""
-        if pulse is not None:
-            self._idle_s = 0.0
-        elif (now := effort([self._pid])) - self._effort > LEAST_EFFORT:
-            self._effort, self._idle_s = now, 0.0
-        else:
-            self._idle_s += tick_s(self._step_timeout_s)
-
     def why_unready(self) -> str | None:
         if self._mailboxes.dead is not None:
             return str(self._mailboxes.dead)
-        return f"no sign of the engine for {self._idle_s:.0f} s" if self._idle_s > SILENT_S else None
+        return f"no sign of the engine for {self._idle_s:.0f} s" if self._idle_s > client.SILENT_S else None
 
     def _die(self, reason: str) -> None:
         self._watcher.cancel()
@@ -170,10 +159,6 @@ class RemoteEngine:
         if answer.status:
             raise AdapterError(answer.message, answer.status)
         return answer
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         self._check_room()

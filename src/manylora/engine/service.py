@@ -12,9 +12,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from manylora.engine import wire
-from manylora.engine.client import Delta, EngineStats
+from manylora.engine.client import EngineStats
 from manylora.engine.driver import Driver
 from manylora.engine.watchdog import Pulse, tick_s
 from manylora.protocol.executor import AdapterError
@@ -58,13 +59,10 @@ class Sender:
 
     def send(self, message: wire.ToServer) -> None:
         """Queue a message; waits while MAX_UNSENT are queued. Dropped where the server is gone."""
-        self._put((message,))
+        self.send_all((message,))
 
-    def send_all(self, messages: Iterable[wire.ToServer]) -> None:
-        """Queue messages that the sender's thread makes, each in its turn."""
-        self._put(messages)
-
-    def _put(self, messages: Iterable[wire.ToServer] | None) -> None:
+    def send_all(self, messages: Iterable[wire.ToServer] | None) -> None:
+        """Queue messages that the sender's thread makes, each in its turn. None: it ends after them."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._unsent) < MAX_UNSENT or self._has_ended)
             if not self._has_ended:
@@ -82,7 +80,7 @@ class Sender:
 
     def close(self) -> None:
         """Send what is queued, then stop."""
-        self._put(None)
+        self.send_all(None)
         self._thread.join()
 
     def _next(self) -> Iterable[wire.ToServer] | None:
@@ -123,19 +121,22 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
     """
     died = threading.Event()
 
-    def deliver(deltas: list[Delta]) -> None:
-        sender.send(wire.Deltas(deltas))
-
     def on_death(reason: str) -> None:
         died.set()
         sender.send(wire.Failed(reason))
         sender.close()
         sock.shutdown(socket.SHUT_RDWR)  # wakes the reading loop below
 
-    driver.start(deliver, on_death)
+    driver.start(lambda deltas: sender.send(wire.Deltas(deltas)), on_death)
     sender.send(wire.EngineReady(driver.info, os.getpid()))
     sender.beat(tick_s(driver.step_timeout_s), driver.pulse)
     loads: dict[int, concurrent.futures.Future[AdapterCard]] = {}
+
+    def loaded(call: int, done: concurrent.futures.Future[AdapterCard]) -> None:
+        loads.pop(call)
+        if not done.cancelled():
+            sender.send(_answer_of(call, done))
+
     # Adapters are checked beside the loop, one at a time, so that many loads do not crowd out the rest.
     loader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
     while (message := wire.read_from_server(sock)) is not None:
@@ -148,7 +149,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                 sender.send(wire.Answer(call, 429, f"{MAX_LOADS} adapters wait to be read; try again later"))
             case wire.Call(call, "add", name, path):
                 future = loads[call] = loader.submit(driver.add_adapter, name, path)
-                future.add_done_callback(functools.partial(_loaded, call, loads, sender))
+                future.add_done_callback(functools.partial(loaded, call))
             case wire.Call():
                 _answer(message, driver, sender)
             case wire.DropCall(call):
@@ -163,17 +164,6 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
     return 1 if died.is_set() else 0
 
 
-def _loaded(
-    call: int,
-    loads: dict[int, concurrent.futures.Future[AdapterCard]],
-    sender: Sender,
-    done: concurrent.futures.Future[AdapterCard],
-) -> None:
-    loads.pop(call)
-    if not done.cancelled():
-        sender.send(_card_answer(call, done))
-
-
 def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
     """Begin a call; its Answer follows, perhaps much later."""
     match call.what:
@@ -183,7 +173,7 @@ def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
             except AdapterError as error:
                 sender.send(wire.Answer(call.id, error.status, str(error)))
                 return
-            future.add_done_callback(lambda done: sender.send(_plain_answer(call.id, done)))
+            future.add_done_callback(lambda done: sender.send(_answer_of(call.id, done)))
         case "adapters":
             sender.send(wire.Answer(call.id, cards=driver.adapters()))
         case _:
@@ -191,29 +181,22 @@ def _answer(call: wire.Call, driver: Driver, sender: Sender) -> None:
             stats.add_done_callback(lambda done: sender.send_all(_stats_answer(call.id, done, driver)))
 
 
-def _failure(call: int, error: BaseException) -> wire.Answer:
-    status = error.status if isinstance(error, AdapterError) else 503
-    return wire.Answer(call, status, str(error))
-
-
-def _card_answer(call: int, done: concurrent.futures.Future[AdapterCard]) -> wire.Answer:
+def _answer_of(call: int, done: concurrent.futures.Future[Any]) -> wire.Answer:
+    """Return the answer to a call that gives a card, stats or nothing."""
     error = done.exception()
-    return wire.Answer(call, cards=(done.result(),)) if error is None else _failure(call, error)
-
-
-def _plain_answer(call: int, done: concurrent.futures.Future[None]) -> wire.Answer:
-    error = done.exception()
-    return wire.Answer(call) if error is None else _failure(call, error)
+    if error is not None:
+        return wire.Answer(call, error.status if isinstance(error, AdapterError) else 503, str(error))
+    match done.result():
+        case AdapterCard() as card:
+            return wire.Answer(call, cards=(card,))
+        case stats:
+            return wire.Answer(call, stats=stats)
 
 
 def _stats_answer(
     call: int, done: concurrent.futures.Future[EngineStats], driver: Driver
 ) -> Iterator[wire.ToServer]:
-    error = done.exception()
-    if error is not None:
-        yield _failure(call, error)
-        return
-    loads = driver.adapter_uses()
+    loads = driver.adapter_uses() if done.exception() is None else ()
     for first in range(0, len(loads), LOADS_A_MESSAGE):
         yield wire.Loads(call, loads[first : first + LOADS_A_MESSAGE])
-    yield wire.Answer(call, stats=done.result())
+    yield _answer_of(call, done)

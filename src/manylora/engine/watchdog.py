@@ -2,16 +2,15 @@
 
 The loop counts its pieces of work (``Activity``). A judge looks at the count at regular intervals, and a number
 that stays the same for too long is a hang (``Judge``). In a server the engine's process sends its pulse to the
-server's, which judges; an engine in the caller's own process is watched by a thread (``watch``). The
+server's, which judges; an engine in the caller's own process is watched by a thread of its driver. The
 owner of an engine that hangs decides what to do.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 _MOST_TICK_S = 0.5
 _TICKS = 8
@@ -91,31 +90,3 @@ class Judge:
         if self.busy_s > self._limit_s:
             return f"a step has not ended within {self._limit_s:g} s"
         return None
-
-
-class Watched(Protocol):
-    """A loop in this process."""
-
-    is_closing: threading.Event
-
-    def pulse(self) -> Pulse:
-        """Return the present work of the loop."""
-
-    def give_up(self, reason: str) -> None:
-        """Take the engine for lost."""
-
-
-def watch(loop: Watched, limit_s: float) -> threading.Thread:
-    """Start a thread that gives the loop up when it hangs; the thread ends when the loop is to be closed."""
-    thread = threading.Thread(target=_watch, args=(loop, limit_s), name="manylora-watchdog", daemon=True)
-    thread.start()
-    return thread
-
-
-def _watch(loop: Watched, limit_s: float) -> None:
-    judge = Judge(limit_s)
-    while not loop.is_closing.wait(tick_s(limit_s)):
-        reason = judge.look(loop.pulse())
-        if reason is not None:
-            loop.give_up(reason)
-            return

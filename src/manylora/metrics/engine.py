@@ -78,23 +78,22 @@ def _states(field: str) -> Callable[[_View], Samples]:
     return lambda view: [((use.name, get(use)), 1) for use in view.stats.gauges.adapters]
 
 
-def _on(use: AdapterUse) -> Iterator[str]:
-    """Yield the tiers that an adapter is in, named as in the coming metric standard: ``gpu`` is the tier that
-    steps read from, ``cpu`` is the host's. An adapter may be in both."""
-    if use.state == "resident":
-        yield "gpu"
-    if use.host_state == "held":
-        yield "cpu"
+_HOLDS: dict[str, Callable[[AdapterUse], bool]] = {
+    "gpu": lambda use: use.state == "resident",
+    "cpu": lambda use: use.host_state == "held",
+}
+"""Whether a tier holds an adapter, by the tier's name in the coming metric standard: ``gpu`` is the tier that
+steps read from, ``cpu`` is the host's. An adapter may be in both."""
 
 
 def _loaded(view: _View) -> Samples:
-    uses = view.stats.gauges.adapters
-    for level in ("gpu", "cpu"):
-        yield from (((use.name, level, "false", str(use.rank)), 1) for use in uses if level in _on(use))
+    for level, holds in _HOLDS.items():
+        held = filter(holds, view.stats.gauges.adapters)
+        yield from (((use.name, level, "false", str(use.rank)), 1) for use in held)
 
 
 def _num_loaded(level: str) -> Callable[[_View], Samples]:
-    return lambda view: [((view.base,), sum(level in _on(use) for use in view.stats.gauges.adapters))]
+    return lambda view: [((view.base,), sum(map(_HOLDS[level], view.stats.gauges.adapters)))]
 
 
 def _pages(view: _View) -> Samples:
@@ -106,10 +105,9 @@ def _pages(view: _View) -> Samples:
 
 
 def _steps(view: _View) -> Samples:
-    counters = view.stats.counters
-    merged = counters.steps_merged
-    for mode, count in (("unmerged", view.stats.meters.steps - merged), ("merged", merged)):
-        yield (view.base, mode), count
+    merged = view.stats.counters.steps_merged
+    yield (view.base, "unmerged"), view.stats.meters.steps - merged
+    yield (view.base, "merged"), merged
 
 
 def _cold_starts(view: _View) -> Samples:
@@ -118,11 +116,8 @@ def _cold_starts(view: _View) -> Samples:
 
 
 def _threshold(field: str) -> Callable[[_View], Samples]:
-    def samples(view: _View) -> Samples:
-        value = getattr(view.stats.gauges, field)
-        return [] if value is None else [((), value)]
-
-    return samples
+    get = operator.attrgetter(field)
+    return lambda view: [] if get(view.stats.gauges) is None else [((), get(view.stats.gauges))]
 
 
 def _shape(view: _View) -> Samples:
@@ -154,11 +149,6 @@ def _exchanges(suffix: str) -> Callable[[_View], Samples]:
 
 
 _swapped_pages = _each("counters.pages_swapped_{}", "in", "out")
-
-
-def _mean_invalid_share(view: _View) -> Samples:
-    counters = view.stats.counters
-    return [((), counters.invalid_share_sum / max(counters.invalid_share_samples, 1))]
 
 
 _COUNTERS: tuple[_Row, ...] = (
@@ -255,7 +245,7 @@ _GAUGES: tuple[_Row, ...] = (
      lambda view: [((), view.stats.gauges.invalid_pages / max(view.stats.gauges.pages_history, 1))],
      "Share (0 to 1) of the device's cached KV whose adapter is not on the device."),
     ("manylora:invalid_history_share_mean",
-     _mean_invalid_share,
+     lambda view: [((), view.stats.invalid_share_sum / max(view.stats.invalid_share_samples, 1))],
      "The same, as the mean of all samples since the start."),
     ("manylora:adapter_state{adapter_name,state}", _states("state"),
      "1 for the state that each served adapter is in on the device: absent, loading, resident or saving."),
@@ -292,8 +282,6 @@ _GAUGES: tuple[_Row, ...] = (
      "Bytes of adapters' pages on each rank."),
 )  # fmt: skip
 _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-_TABLES: tuple[tuple[_Kind, tuple[_Row, ...]], ...]
-_TABLES = (CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)
 _OPTIONAL = {
     "manylora:merge_alpha", "manylora:merge_beta", "manylora:rank_weight_bytes", "manylora:rank_pool_bytes",
     "manylora:rank_adapter_bytes", "manylora:collectives", "manylora:collective_bytes",
@@ -306,9 +294,8 @@ class EngineCollector(Collector):
     nothing."""
 
     def __init__(self, base: str, info: EngineInfo) -> None:
-        gauges = dataclasses.replace(
-            EngineStats().gauges, pages_total=info.num_pages, pages_free=info.num_pages
-        )
+        count = info.num_pages
+        gauges = dataclasses.replace(EngineStats().gauges, pages_total=count, pages_free=count)
         stats = EngineStats(gauges, cold_start_kinds=info.cold_start_kinds)
         self._view = _View(stats, base, info, True)
 
@@ -320,11 +307,9 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the newest snapshot for prometheus_client."""
         view = self._view  # taken once: a scrape on another thread must not see two snapshots
-        for kind, rows in _TABLES:
-            for row in rows:
-                family = _family(kind, row, view)
-                if family.samples or family.name not in _OPTIONAL:
-                    yield family
+        families = [_family(CounterMetricFamily, row, view) for row in _COUNTERS]
+        families += [_family(GaugeMetricFamily, row, view) for row in _GAUGES]
+        yield from (family for family in families if family.samples or family.name not in _OPTIONAL)
         yield lora_requests(view.stats.gauges.adapters, view.info.max_num_seqs)
 
 

@@ -145,12 +145,8 @@ class Metrics:
 
     def forget(self, adapter: str) -> None:
         """Drop the series of an adapter that is no longer served."""
-        for metric in (
-            self._adapter_requests,
-            self._adapter_prompt,
-            self._adapter_generated,
-            self._adapter_first_token_s,
-        ):
+        counters = self._adapter_requests, self._adapter_prompt, self._adapter_generated
+        for metric in (*counters, self._adapter_first_token_s):
             with contextlib.suppress(KeyError):
                 metric.remove(adapter)
         for part in PARTS:

@@ -78,11 +78,8 @@ def _check_entries(folder: Path, path: str, root: Path) -> None:
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number == _MOST_ENTRIES:
-                raise ApiError(
-                    400,
-                    f"'{clipped(path)}' holds over {_MOST_ENTRIES} files: no adapter's",
-                    param="lora_path",
-                )
+                fault = f"'{clipped(path)}' holds over {_MOST_ENTRIES} files: no adapter's"
+                raise ApiError(400, fault, param="lora_path")
             if entry.is_symlink() and not Path(entry.path).resolve().is_relative_to(root):
                 raise ApiError(403, f"'{clipped(path)}' holds a link to a file outside the permitted folder")
 
@@ -92,11 +89,7 @@ def _invalid(message: str, param: str) -> ApiError:
 
 
 def operations(
-    client: EngineClient,
-    settings: ServerSettings,
-    models: Models,
-    lifecycle: Lifecycle,
-    metrics: Metrics,
+    client: EngineClient, settings: ServerSettings, models: Models, lifecycle: Lifecycle, metrics: Metrics
 ) -> list[Operation]:
     """List the operations /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, and /v1/loras, as in
     Dynamo."""
@@ -108,16 +101,13 @@ def operations(
 
     async def find(path: str) -> Path:
         """Run ``permitted_folder`` beside the event loop. Raises ApiError 503 after ``_LOOK_S``."""
-        look = asyncio.get_running_loop().run_in_executor(
-            lookers, permitted_folder, path, settings.adapter_dir
-        )
+        loop = asyncio.get_running_loop()
+        look = loop.run_in_executor(lookers, permitted_folder, path, settings.adapter_dir)
         try:
             return await asyncio.wait_for(look, _LOOK_S)
         except TimeoutError as error:
-            reason = (
-                f"'{clipped(path)}' could not be looked at within {_LOOK_S:.0f} s: its disk does not answer"
-            )
-            raise ApiError(503, reason, param="lora_path") from error
+            fault = f"could not be looked at within {_LOOK_S:.0f} s: its disk does not answer"
+            raise ApiError(503, f"'{clipped(path)}' {fault}", param="lora_path") from error
 
     async def add(request: Request, name: str, path: str, in_place: bool) -> None:
         note_model(request, name)
@@ -125,8 +115,8 @@ def operations(
             raise _invalid(f"lora_name {fault}", "lora_name")
         if reason := why_reserved(name, settings.names):
             raise _invalid(f"{reason}.", "lora_name")
-        replaces = in_place and isinstance(client, ReplacesAdapters)
-        if not replaces and await is_served(name):
+        replace = client.replace_adapter if in_place and isinstance(client, ReplacesAdapters) else None
+        if replace is None and await is_served(name):
             hint = " Replacing it in place is not supported: unload it first." if in_place else ""
             raise _invalid(f"The lora adapter '{name}' has already been loaded.{hint}", "lora_name")
         folder = await find(path)
@@ -134,10 +124,7 @@ def operations(
         turn = callers.setdefault(caller, asyncio.Semaphore(_LOADS_OF_A_CALLER))
         # A load whose client has disconnected is not begun.
         async with lifecycle.interruptible(request.receive), turn:
-            if replaces and isinstance(client, ReplacesAdapters):
-                card = await client.replace_adapter(name, str(folder))
-            else:
-                card = await client.add_adapter(name, str(folder))
+            card = await (replace or client.add_adapter)(name, str(folder))
         models.learn(card)
 
     async def remove(request: Request, name: str) -> None:
@@ -179,9 +166,8 @@ def operations(
         body, _ = await read_body(request, LoraBody)
         name, uri = body.lora_name, None if body.source is None else body.source.uri
         if not name or not uri:
-            raise _invalid(
-                "Both 'lora_name' and 'source.uri' must be provided.", "source" if name else "lora_name"
-            )
+            missing = "source" if name else "lora_name"
+            raise _invalid("Both 'lora_name' and 'source.uri' must be provided.", missing)
         await add(request, name, _path_of(uri), False)
         return _dynamo_answer(name, "loaded")
 
@@ -190,26 +176,18 @@ def operations(
         await remove(request, name)
         return _dynamo_answer(name, "unloaded")
 
-    def operation(
-        method: str,
-        path: str,
-        endpoint: Endpoint,
-        summary: str,
-        body: type[msgspec.Struct] | None = None,
-        answer: str = JSON,
-    ) -> Operation:
-        guarded = same_origin(endpoint)
-        return Operation(method, path, guarded, "adapters", summary, body, (answer,), (404, 409, 429))
-
     ends = "Stop serving an adapter; answers once it is gone"
     begins = "Serve an adapter from the permitted folder"
-    listed = "The adapters that are served, as Dynamo lists them"
+    rows: list[tuple[str, str, Endpoint, str, type[msgspec.Struct] | None, str]] = [
+        ("POST", "/v1/load_lora_adapter", load, begins, LoadAdapterBody, TEXT),
+        ("POST", "/v1/unload_lora_adapter", unload, ends, UnloadAdapterBody, TEXT),
+        ("GET", "/v1/loras", list_loras, "The adapters that are served, as Dynamo lists them", None, JSON),
+        ("POST", "/v1/loras", load_lora, f"{begins}, as Dynamo is asked to", LoraBody, JSON),
+        ("DELETE", "/v1/loras/{name:path}", unload_lora, ends, None, JSON),
+    ]
     return [
-        operation("POST", "/v1/load_lora_adapter", load, begins, LoadAdapterBody, TEXT),
-        operation("POST", "/v1/unload_lora_adapter", unload, ends, UnloadAdapterBody, TEXT),
-        operation("GET", "/v1/loras", list_loras, listed),
-        operation("POST", "/v1/loras", load_lora, f"{begins}, as Dynamo is asked to", LoraBody),
-        operation("DELETE", "/v1/loras/{name:path}", unload_lora, ends),
+        Operation(method, path, same_origin(endpoint), "adapters", summary, body, (answer,), (404, 409, 429))
+        for method, path, endpoint, summary, body, answer in rows
     ]
 
 
@@ -229,7 +207,5 @@ def _dynamo_id(name: str) -> int:
 
 
 def _dynamo_answer(name: str, done: str) -> JSONResponse:
-    message = f"LoRA adapter '{name}' {done} successfully"
-    return JSONResponse(
-        {"status": "success", "message": message, "lora_name": name, "lora_id": _dynamo_id(name)}
-    )
+    message, number = f"LoRA adapter '{name}' {done} successfully", _dynamo_id(name)
+    return JSONResponse({"status": "success", "message": message, "lora_name": name, "lora_id": number})

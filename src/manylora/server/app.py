@@ -14,21 +14,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.engine.client import (
-    CacheScopes,
-    EngineBusy,
-    EngineClient,
-    EngineDead,
-    EngineSilent,
-    EngineStats,
-)
+from manylora.engine.client import CacheScopes, EngineBusy, EngineClient, EngineDead, EngineSilent
 from manylora.metrics.requests import Metrics
 from manylora.server import adapters, docs, errors, models, requests, routes
 from manylora.server.connection import ServerSettings
 from manylora.server.docs import TEXT, Operation
 from manylora.server.generation import Service
 from manylora.server.lifecycle import Lifecycle
-from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog, RootPath
+from manylora.server.middleware import PROBES, AllowedHosts, ApiKeys, BodyLimit, Gate, RequestLog
 from manylora.text.texts import Texts
 
 # A scrape must be answered even when the engine is too busy to answer, or dead.
@@ -51,10 +44,7 @@ def create_app(
     ``more``: operations beside those of every server; ``scopes``: the cache scopes that all servers of one
     cluster share.
     """
-    lifecycle = Lifecycle()
-    if metrics is None:
-        metrics = Metrics(settings.served_model_name, client.info)
-
+    lifecycle, metrics = Lifecycle(), metrics or Metrics(settings.served_model_name, client.info)
     served = models.Models(client, texts, settings)
     service = Service(client, lifecycle, metrics, scopes or CacheScopes())
     show = page or functools.partial(_engine_page, client, metrics)
@@ -71,8 +61,7 @@ def create_app(
         routes=[*(each.route() for each in operations), *docs.routes(document, settings.root_path)],
         # The first middleware is the outermost.
         middleware=[
-            Middleware(RootPath, root=settings.root_path),
-            Middleware(RequestLog),
+            Middleware(RequestLog, root=settings.root_path),
             Middleware(AllowedHosts, patterns=settings.allowed_hosts),
             Middleware(Gate, lifecycle=lifecycle),
             Middleware(ApiKeys, settings=settings),
@@ -93,7 +82,7 @@ def create_app(
 
 async def _engine_page(client: EngineClient, metrics: Metrics) -> bytes:
     """Render the /metrics page of one engine, without its gauges where it does not answer."""
-    snapshot: EngineStats | None = None
+    snapshot = None
     with contextlib.suppress(EngineDead, EngineBusy, EngineSilent, TimeoutError):
         snapshot = await asyncio.wait_for(client.stats(), _STATS_TIMEOUT_S)
     # With thousands of adapters the page takes milliseconds to write.

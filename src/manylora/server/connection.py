@@ -11,20 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import fcntl
 import logging
+import math
 import resource
 import sys
 import termios
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httptools
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from manylora.server.errors import ApiError, try_later
 
@@ -119,21 +117,12 @@ def connections_allowed(wanted: int) -> int:
     return min(wanted, num_files - min(_RESERVED_FILES, num_files // 2))
 
 
-class _Part(enum.Enum):
-    """The part of a request that is expected next."""
-
-    NOTHING = enum.auto()
-    HEAD = enum.auto()
-    BODY = enum.auto()
-
-
 def log_request(
-    request_id: str, model: str | None, status: int, duration_s: float, method: str, path: str
+    request_id: str, model: str | None, status: int, duration_s: float, method: str = "-", path: str = "-"
 ) -> None:
-    """Write a request's log line. A request that could not be read has "-" as method and path."""
-    access.info(
-        "id=%s model=%r status=%d duration=%.3fs %s %r", request_id, model, status, duration_s, method, path
-    )
+    """Write a request's log line. One that could not be read has "-" as method and path."""
+    facts = request_id, model, status, duration_s, method, path
+    access.info("id=%s model=%r status=%d duration=%.3fs %s %r", *facts)
 
 
 def _no_room() -> ApiError:
@@ -164,20 +153,12 @@ class Connection(HttpToolsProtocol):
     the connection closes, and further bytes are dropped.
     """
 
-    def __init__(
-        self,
-        limits: ConnectionLimits,
-        uploads: Uploads,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, limits: ConnectionLimits, uploads: Uploads, **given: Any) -> None:
+        """``given``: uvicorn's own arguments."""
+        super().__init__(**given)
         self._limits = limits
         self._uploads = uploads
-        self._is_for_probes = False
-        self._part = _Part.NOTHING
+        self._part: Literal["head", "body"] | None = None  # of a request: it is expected next
         self._num_begun = 0
         self._num_unanswered = 0
         # Bytes since the parser last reached the end of a head, a piece of body, or a request.
@@ -195,6 +176,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         num_beyond = len(self.connections) - self._limits.max_connections
         self._is_for_probes = num_beyond > 0
+        self._head_s = min(self._limits.head_s, _PROBE_HEAD_S if self._is_for_probes else math.inf)
         if num_beyond > PROBE_CONNECTIONS:
             self._refusal = _no_room()
             self._write(self._refusal)
@@ -229,16 +211,15 @@ class Connection(HttpToolsProtocol):
                 self.refuse(ApiError(400, "the request is not valid HTTP"))
             else:
                 if self._num_unseen >= most:
-                    what = "trailers" if self._part is _Part.BODY else "headers"
+                    what = "trailers" if self._part == "body" else "headers"
                     self.refuse(ApiError(431, f"the request's {what} are over the limit of {most} bytes"))
         self._watch(is_new=(self._part, self._num_begun) != before)
 
     def _head_again(self) -> bytes:
         """Rebuild the request's head without its ``Upgrade`` header. No other protocol is spoken here, and
         the parser reads no body after such a header."""
-        lines = [
-            b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        ]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [name + b":" + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -248,7 +229,7 @@ class Connection(HttpToolsProtocol):
         """Begin a request, at its first byte."""
         self._unset_keepalive_if_required()
         self._num_begun += 1
-        self._part = _Part.HEAD
+        self._part = "head"
         if not self._num_unanswered:
             self._start_s = self.loop.time()
         super().on_message_begin()
@@ -271,7 +252,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             _end_by_closing(self.cycle)
-        self._part = _Part.BODY
+        self._part = "body"
         self._num_unanswered += 1
         if len(self.pipeline) > MAX_AHEAD:
             self.refuse(ApiError(400, f"more than {MAX_AHEAD} requests were sent ahead"))
@@ -290,7 +271,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._num_unseen = 0
-        self._part = _Part.NOTHING
+        self._part = None
         self._uploads.end(self)
         super().on_message_complete()
 
@@ -314,19 +295,15 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         # While an earlier request is answered, reading may be paused, which is no fault of the client.
-        if self._part is _Part.BODY and self._num_unanswered <= 1:
+        if self._part == "body" and self._num_unanswered <= 1:
             if is_new or (self._num_unanswered and self._num_body_bytes >= self._limits.least_body_bytes):
                 self._num_body_bytes = 0
                 self._set_deadline(self._limits.body_s if self._num_unanswered else LINGER_S)
-        elif self._part is _Part.HEAD and not self._num_unanswered:
+        elif self._part == "head" and not self._num_unanswered:
             if is_new:
                 self._set_deadline(self._head_s)
         elif self._num_begun:
             self._set_deadline(None)  # between requests uvicorn's own deadline holds
-
-    @property
-    def _head_s(self) -> float:
-        return min(self._limits.head_s, _PROBE_HEAD_S) if self._is_for_probes else self._limits.head_s
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
@@ -336,23 +313,19 @@ class Connection(HttpToolsProtocol):
     def _deadline_passed(self) -> None:
         if self._refusal is not None:
             self.transport.abort()
-        elif self._part is _Part.BODY:
-            self._judge_body()
+        elif self._part == "body" and not self._num_unanswered:
+            self.transport.close()  # the rest of the body has been dropped for long enough
+        elif self._part == "body" and self.flow.read_paused:
+            self._watch(is_new=True)
+        elif self._part == "body":
+            come = f"{self._num_body_bytes} bytes of the body came in {self._limits.body_s:g} s"
+            self.refuse(ApiError(408, f"{come}, not {self._limits.least_body_bytes}"))
         elif self._is_for_probes:
             self.refuse(_no_room())
-        elif self._part is _Part.HEAD:
+        elif self._part == "head":
             self.refuse(ApiError(408, f"the headers were not complete within {self._limits.head_s:g} s"))
         else:
             self.transport.close()
-
-    def _judge_body(self) -> None:
-        if not self._num_unanswered:
-            self.transport.close()  # the rest of the body has been dropped for long enough
-        elif self.flow.read_paused:
-            self._watch(is_new=True)
-        else:
-            come = f"{self._num_body_bytes} bytes of the body came in {self._limits.body_s:g} s"
-            self.refuse(ApiError(408, f"{come}, not {self._limits.least_body_bytes}"))
 
     # ------------------------------------------------------------ clients that do not read
 
@@ -402,7 +375,7 @@ class Connection(HttpToolsProtocol):
         self._refusal = error
         self._uploads.end(self)
         self._set_deadline(None)
-        if self._part is _Part.BODY:
+        if self._part == "body":
             if self.pipeline:
                 self.pipeline.popleft()  # the newest request, which will never be complete
                 self._num_unanswered -= 1
@@ -418,7 +391,7 @@ class Connection(HttpToolsProtocol):
         """Send the refusal, and close so that a client that is still sending can read it."""
         if self.transport.is_closing() or self._refusal is None:
             return
-        if self._part is _Part.BODY and self.cycle.response_complete and not self.pipeline:
+        if self._part == "body" and self.cycle.response_complete and not self.pipeline:
             self.transport.close()  # the request at fault has had its answer
             return
         self._write(self._refusal)
@@ -441,13 +414,16 @@ class Connection(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers]
         lines += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
-        log_request(request_id, None, error.status, self.loop.time() - self._start_s, "-", "-")
+        log_request(request_id, None, error.status, self.loop.time() - self._start_s)
 
 
 @dataclasses.dataclass(slots=True)
 class _Upload:
     start_s: float
     num_bytes: int = 0
+
+    def bytes_per_s(self, now_s: float) -> float:
+        return self.num_bytes / max(now_s - self.start_s, 1e-3)
 
 
 class Uploads:
@@ -463,15 +439,10 @@ class Uploads:
         self._open.setdefault(uploader, _Upload(now_s)).num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
-            slowest = min(self._open, key=lambda each: self._bytes_per_s(each, now_s))
+            slowest = min(self._open, key=lambda each: self._open[each].bytes_per_s(now_s))
             self.end(slowest)
-            slowest.refuse(
-                try_later(503, f"bodies of {self._max_bytes} bytes are on their way; this one is the slowest")
-            )
-
-    def _bytes_per_s(self, uploader: Connection, now_s: float) -> float:
-        upload = self._open[uploader]
-        return upload.num_bytes / max(now_s - upload.start_s, 1e-3)
+            fault = f"bodies of {self._max_bytes} bytes are on their way; this one is the slowest"
+            slowest.refuse(try_later(503, fault))
 
     def end(self, uploader: Connection) -> None:
         """Forget a body that is complete or is read no more. It may be called repeatedly."""

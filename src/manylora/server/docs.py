@@ -67,13 +67,9 @@ class Operation:
         if has_key:
             found["security"] = [{"key": []}]
         if route.param_convertors:
+            place = {"in": "path", "required": True}
             found["parameters"] = [
-                {
-                    "name": name,
-                    "in": "path",
-                    "required": True,
-                    "schema": {"type": "string", "title": name.title()},
-                }
+                {"name": name, **place, "schema": {"type": "string", "title": name.title()}}
                 for name in route.param_convertors
             ]
         if self.body is not None:

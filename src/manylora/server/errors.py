@@ -15,20 +15,11 @@ from manylora.text.generate import GenerationFailed
 from manylora.types import InvalidRequest, RequestError
 
 TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "ContentTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    429: "rate_limit_error",
-    431: "RequestHeaderFieldsTooLargeError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 408: "RequestTimeoutError", 409: "ConflictError", 413: "ContentTooLargeError",
+    415: "UnsupportedMediaTypeError", 429: "rate_limit_error", 431: "RequestHeaderFieldsTooLargeError",
+    500: "InternalServerError", 503: "ServiceUnavailableError",
+}  # fmt: skip
 # A message may quote a client's text; megabytes of it must not be sent back, or go to the log.
 _MAX_MESSAGE_CHARS = 2000
 
@@ -96,8 +87,12 @@ def as_api_error(error: Exception) -> ApiError | None:
             return error
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
-        case GenerationFailed():
-            return _from_engine(error.error)
+        case GenerationFailed(error=RequestError(status=503, message=message)):
+            return unavailable(message)
+        case GenerationFailed(error=RequestError(status=429, message=message)):
+            return try_later(429, message)
+        case GenerationFailed(error=failed):
+            return ApiError(failed.status, failed.message, param=failed.param)
         case AdapterError(status=429):
             return try_later(429, str(error))
         case AdapterError():
@@ -112,14 +107,6 @@ def as_api_error(error: Exception) -> ApiError | None:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
     return None
-
-
-def _from_engine(error: RequestError) -> ApiError:
-    if error.status == 503:
-        return unavailable(error.message)
-    if error.status == 429:
-        return try_later(429, error.message)
-    return ApiError(error.status, error.message, param=error.param)
 
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError | None:
@@ -146,11 +133,6 @@ EXPECTED: tuple[type[Exception], ...] = (
     ApiError, InvalidRequest, GenerationFailed, AdapterError, EngineDead, EngineBusy, EngineSilent, HTTPException,
 )  # fmt: skip
 """The exceptions of an endpoint that become an error body."""
-
-
-def bug(request_id: str) -> ApiError:
-    """Return the answer 500 for an unexpected exception."""
-    return ApiError(500, f"internal error; the server's log says more under request id {request_id}")
 
 
 def clipped(text: str, limit: int = 200) -> str:

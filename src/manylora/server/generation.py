@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -22,15 +23,9 @@ from manylora.server.lifecycle import Disconnected, Lifecycle
 from manylora.server.logprobs import PackedLogprobs, check_packed
 from manylora.server.models import Chosen
 from manylora.server.requests import SamplingFields
-from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode, error_events, merged
-from manylora.text.generate import (
-    GenerationFailed,
-    TextDelta,
-    TextOutput,
-    TextStream,
-    add_delta,
-    generate_text,
-)
+from manylora.server.streaming import DONE, HEADERS, ChunkWriter, Usage, encode
+from manylora.text import generate
+from manylora.text.generate import GenerationFailed, TextDelta, TextOutput
 from manylora.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 PIECE_BYTES = 64 * 2**10
@@ -58,6 +53,7 @@ class Job:
     chosen: Chosen
     requests: Sequence[GenerationRequest]
     start_s: float
+    created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
     def params(self) -> SamplingParams:
@@ -69,22 +65,10 @@ class Job:
         """The number of samples of each prompt."""
         return self.params.n
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """The form in which an answer is streamed, if it is."""
-
-    is_on: bool
-    has_usage_chunk: bool
-    has_usage_always: bool
-
-    @classmethod
-    def of(cls, body: SamplingFields) -> StreamPlan:
-        """Build the plan from the body's ``stream`` and ``stream_options``."""
-        options = body.stream_options
-        has_usage = bool(options and options.include_usage)
-        is_continuous = bool(options and options.continuous_usage_stats)
-        return cls(bool(body.stream), has_usage, has_usage and is_continuous)
+    def identity(self, kind: str) -> dict[str, Any]:
+        """Return the fields that open an answer, and every chunk of one. ``kind``: OpenAI's name of what they
+        open."""
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.chosen.name}
 
 
 class Shape(Protocol):
@@ -116,12 +100,15 @@ class GenerationResponse(Response):
     """A response that runs a job while answering. Nothing is sent before the first delta, so a refusal keeps
     its status."""
 
-    def __init__(self, service: Service, job: Job, shape: Shape, plan: StreamPlan) -> None:
+    def __init__(self, service: Service, job: Job, shape: Shape, body: SamplingFields) -> None:
         super().__init__()
+        options = body.stream_options
+        self._is_streamed = bool(body.stream)
+        self._has_usage_chunk = bool(options and options.include_usage)
+        self._has_usage_always = self._has_usage_chunk and bool(options and options.continuous_usage_stats)
         self._service = service
         self._job = job
         self._shape = shape
-        self._plan = plan
         self._usage = Usage(sum(len(request.prompt) for request in job.requests))
         self._has_begun = False
         self._unsent: list[bytes] = []
@@ -134,15 +121,15 @@ class GenerationResponse(Response):
         try:
             # The last byte is sent outside: a client may disconnect after it, which is no interruption.
             async with self._service.lifecycle.interruptible(receive), closing as deltas:
-                ending = await (self._stream if self._plan.is_on else self._whole)(deltas, send)
+                ending = await (self._stream if self._is_streamed else self._whole)(deltas, send)
         except Exception as error:
             known = as_api_error(error)
             if known is None or not self._has_begun:
                 raise
-            if not self._plan.is_on:
+            if not self._is_streamed:
                 raise Disconnected from error  # an error cannot be written into half of an answer
-            ending = error_events(known)
-        if self._plan.is_on or self._has_begun:
+            ending = b"data: " + known.body() + b"\n\n" + DONE
+        if self._is_streamed or self._has_begun:
             await self._begin(send)
             ending = b"".join([*self._unsent, ending])
             self._unsent.clear()
@@ -153,16 +140,15 @@ class GenerationResponse(Response):
     async def _deltas(self) -> Deltas:
         """Submit all prompts, and yield every choice's deltas with its index. Deltas are recorded. Raises
         GenerationFailed."""
-        job, service, recorders = self._job, self._service, []
-        check_packed(job.requests, service.client.info.max_model_len, self._plan.is_on)
-        streams: list[TextStream] = []
+        job, service, streams, recorders = self._job, self._service, [], []
+        check_packed(job.requests, service.client.info.max_model_len, self._is_streamed)
         try:
             for request in job.requests:
-                streams.append(generate_text(service.client, job.chosen.text.tokenizer, request))
+                streams.append(generate.TextStream(service.client, job.chosen.text.tokenizer, request))
                 recorders.append(service.metrics.request(request, job.start_s))
             if len(streams) > 1:
                 await asyncio.sleep(0)  # to listen to thousands of streams takes as long as to submit them
-            async with contextlib.aclosing(merged(streams)) as deltas:
+            async with contextlib.aclosing(generate.merged(streams)) as deltas:
                 async for number, delta in deltas:
                     recorders[number].observe(delta)
                     if delta.error is not None:
@@ -181,21 +167,21 @@ class GenerationResponse(Response):
     async def _begin(self, send: Send) -> None:
         if not self._has_begun:
             self._has_begun = True
-            headers = HEADERS if self._plan.is_on else _JSON
+            headers = HEADERS if self._is_streamed else _JSON
             await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
 
     async def _stream(self, deltas: Deltas, send: Send) -> bytes:
         """Send all chunks of the stream, and return its end."""
-        shape, plan, usage = self._shape, self._plan, self._usage
+        shape, usage = self._shape, self._usage
         writer = ChunkWriter(shape.identity(is_chunk=True))
-        always = usage if plan.has_usage_always else None
+        always = usage if self._has_usage_always else None
         async for index, delta in deltas:
             data = shape.chunk(writer, index, delta, always)
             if not self._has_begun:
                 await self._begin(send)
                 data = shape.opening(writer, always) + data
             await self._send(data, send)
-        return (writer.usage_chunk(usage) if plan.has_usage_chunk else b"") + DONE
+        return (writer.usage_chunk(usage) if self._has_usage_chunk else b"") + DONE
 
     async def _send(self, data: bytes, send: Send) -> None:
         """Send data, or keep it while the client does not read. A send would wait then, and the engine's
@@ -220,7 +206,7 @@ class GenerationResponse(Response):
         async for index, delta in deltas:
             output, logprobs = outputs[index]
             logprobs.add(delta.logprobs)
-            add_delta(output, delta._replace(token_ids=(), logprobs=()))
+            generate.add_delta(output, delta._replace(token_ids=(), logprobs=()))
         for part in self._parts(outputs):
             piece += part
             if len(piece) >= PIECE_BYTES:

@@ -112,11 +112,9 @@ class Lifecycle:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open. Returns False if some still are after ``timeout_s``."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     def interruptible(self, receive: Receive | None = None) -> Interruptible:
         """Make a block that ends early on ``interrupt_all`` and, given ``receive``, when the client disconnects.
@@ -182,21 +180,6 @@ class Interruptible:
         self.interrupt(Disconnected())
 
 
-class _Server(uvicorn.Server):
-    """A server of uvicorn without its signal handling: ours still answers 503 while requests drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def hang_up(self) -> None:
-        """Abort all connections whose clients do not read their answers. Their requests end as if the clients
-        had disconnected."""
-        for connection in list(self.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-
-
 async def _watch_engine(client: EngineClient, lifecycle: Lifecycle) -> None:
     """Wait for the engine's death, then end the requests that still hang."""
     reason = await client.wait_dead()
@@ -227,7 +210,9 @@ async def serve(
         app, loop="none", http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=65, timeout_graceful_shutdown=_HANG_UP_S,
     )  # fmt: skip
-    server = _Server(config)
+    server = uvicorn.Server(config)
+    # Without its signal handling: ours still answers 503 while requests drain.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     with _handled(signals, lifecycle):
         watch = asyncio.create_task(_watch_engine(client, lifecycle))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -239,7 +224,10 @@ async def serve(
         elif lifecycle.died.is_set():
             await asyncio.sleep(_DEATH_ANSWERS_S)
         if not await lifecycle.wait_idle(_LAST_WORDS_S):
-            server.hang_up()
+            # Clients do not read their answers. Requests end as if the clients had disconnected.
+            for each in list(server.server_state.connections):
+                if each.transport is not None:
+                    each.transport.abort()
         server.should_exit = True
         await serving
         watch.cancel()

@@ -11,6 +11,7 @@ import msgspec
 
 from manylora.engine.client import GenerationRequest
 from manylora.server.streaming import encode
+from manylora.text.generate import TextOutput
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, PromptLogprobs, TokenLogprobs
 
@@ -49,23 +50,17 @@ class CompletionLogprobs:
     def encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Write the next tokens; their offsets continue from the call before. The first call also writes the
         echo, before them."""
-        found = self._encode(logprobs)
-        if self._echo is not None:
-            found, self._echo = {name: [*part, *found[name]] for name, part in self._echo.items()}, None
-        return found
-
-    def _encode(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         tokens = [self._names.text(entry.token) for entry in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
-        return {
+        *offsets, self._offset = itertools.accumulate(map(len, tokens), initial=self._offset)
+        found: dict[str, list[Any]] = {
             "text_offset": offsets,
             "token_logprobs": [max(entry.logprob, _LOWEST) for entry in logprobs],
             "tokens": tokens,
             "top_logprobs": [_top(self._names, self._num_top, entry) for entry in logprobs],
         }
+        if self._echo is not None:
+            found, self._echo = {name: [*part, *found[name]] for name, part in self._echo.items()}, None
+        return found
 
 
 def _top(names: TokenNames, num_top: int, entry: TokenLogprobs) -> dict[str, float]:
@@ -103,7 +98,7 @@ def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int
     detokenizer, offset, offsets = tokenizer.detokenizer(skip_special_tokens=False), 0, []
     for token in prompt:
         offsets.append(offset)
-        if tokenizer.is_special(token) and not text.startswith(tokenizer.decode([token], False), offset):
+        if token in tokenizer.special_ids and not text.startswith(tokenizer.decode([token], False), offset):
             continue
         added, piece = detokenizer.add(token), tokenizer.token_text(token)
         # The text keeps a space at its beginning, which detokenizing its tokens would drop.
@@ -153,21 +148,26 @@ class ChatLogprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._names.bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LOWEST),
-            "bytes": list(raw),
-        }
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
 
 
-def logprob_parts(
-    writer: CompletionLogprobs | ChatLogprobs | None, logprobs: Iterable[TokenLogprobs]
+def choice_parts(
+    index: int,
+    content: bytes,
+    writer: CompletionLogprobs | ChatLogprobs | None,
+    logprobs: Iterable[TokenLogprobs],
+    output: TextOutput,
 ) -> Iterator[bytes]:
-    """Write all positions by ``writer`` as JSON, in pieces. The list of alternatives is sent first, while it
-    grows; the short lists follow."""
-    if writer is None:
-        yield b"null"
-        return
+    """Write a choice of a whole answer, in pieces. ``content``: as for a chunk."""
+    yield b'{"index":%d,%b,"logprobs":' % (index, content)
+    yield from (b"null",) if writer is None else _written(writer, logprobs)
+    ends = encode(output.finish_reason), encode(output.stop_reason)
+    yield b',"finish_reason":%b,"stop_reason":%b}' % ends
+
+
+def _written(writer: CompletionLogprobs | ChatLogprobs, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
+    """Write all positions as JSON. The list of alternatives is sent first, while it grows; the short lists
+    follow."""
     lists = writer.encode(())
     name, last = lists.popitem()
     yield b'{"%b":[%b' % (name.encode(), encode(last)[1:-1])

@@ -1,6 +1,7 @@
 """Handles every request, whatever its route: id and log line, host, refusal, API key, body size.
 
-Pure ASGI, so that streams pass through untouched and context variables survive.
+Pure ASGI, so that streams pass through untouched and context variables survive. The server speaks HTTP only, so
+every scope is one of HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.server.connection import ServerSettings, log_request
-from manylora.server.errors import ApiError, bug, clipped
+from manylora.server.errors import ApiError, clipped
 from manylora.server.lifecycle import Disconnected, Lifecycle
 
 logger = logging.getLogger("manylora.server")
@@ -35,10 +36,11 @@ _PORT = re.compile(r":\d*$")
 _CLIENT_CLOSED_REQUEST = 499
 
 
-class RootPath:
-    """Removes the path at which a proxy serves the app from a request's path, where the proxy has not done so.
+class RequestLog:
+    """Gives each request its id (the client's own if it sent one) and writes one log line at its end.
 
-    Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
+    Removes ``root``, the path at which a proxy serves the app, from a request's path, where the proxy has not done
+    so. Nothing else does this, so every part that checks a path, such as for keys, sees the same one.
     """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
@@ -47,23 +49,9 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and scope["path"].startswith(self._root + "/"):
-            scope["path"] = scope["path"].removeprefix(self._root)
-        await self._app(scope, receive, send)
-
-
-class RequestLog:
-    """Gives each request its id (the client's own if it sent one) and writes one log line at its end."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         start_s = time.perf_counter()
+        if scope["path"].startswith(self._root + "/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
         scope["path"] = scope["path"].rstrip("/") or "/"  # a trailing slash is ignored
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -86,7 +74,8 @@ class RequestLog:
             logger.exception("request %s failed", request_id)
             if status != _CLIENT_CLOSED_REQUEST:
                 raise
-            await bug(request_id).response()(scope, receive, send_with_id)
+            error = f"internal error; the server's log says more under request id {request_id}"
+            await ApiError(500, error).response()(scope, receive, send_with_id)
         finally:
             duration_s = time.perf_counter() - start_s
             path = clipped(scope["path"])
@@ -102,7 +91,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] in PROBES:
+        if scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
         refusal = self._lifecycle.refusal()
@@ -143,8 +132,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        is_guarded = scope["type"] == "http" and self._settings.asks_key(scope["path"])
-        if is_guarded and not self._is_allowed(scope):
+        if self._settings.asks_key(scope["path"]) and not self._is_allowed(scope):
             error = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)
             return
@@ -180,9 +168,6 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             await self._too_large().response()(scope, receive, send)
@@ -231,12 +216,11 @@ class AllowedHosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         app = self._app
-        if scope["type"] == "http":
-            for host in Headers(scope=scope).getlist("host"):
-                name = _PORT.sub("", host).strip("[]").lower()
-                if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
-                    error = f"this server is not to be called {clipped(name)!r}; see --allowed-hosts"
-                    app = ApiError(403, error).response()
+        for host in Headers(scope=scope).getlist("host"):
+            name = _PORT.sub("", host).strip("[]").lower()
+            if not any(fnmatchcase(name, pattern) for pattern in self._patterns):
+                error = f"this server is not to be called {clipped(name)!r}; see --allowed-hosts"
+                app = ApiError(403, error).response()
         await app(scope, receive, send)
 
 
@@ -247,11 +231,8 @@ def same_origin(
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:
-        origin = request.headers.get("origin")
-        if (
-            origin is not None
-            and origin.partition("://")[2].lower() != request.headers.get("host", "").lower()
-        ):
+        origin, host = request.headers.get("origin"), request.headers.get("host", "")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise ApiError(403, f"pages of {clipped(origin)} may not manage this server")
         return await endpoint(request)
 

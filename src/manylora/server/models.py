@@ -16,6 +16,11 @@ from manylora.server.errors import ApiError, clipped
 from manylora.text.texts import ModelText, Texts
 from manylora.types import AdapterCard
 
+_PERMITTED = {
+    "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False,
+    "allow_view": True, "allow_fine_tuning": False, "organization": "*", "group": None, "is_blocking": False,
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
@@ -32,17 +37,12 @@ class Models:
 
     def __init__(self, client: EngineClient, texts: Texts, settings: ServerSettings) -> None:
         self._client = client
-        self._texts = texts
+        self.texts = texts
         self._settings = settings
         self._created_s = int(time.time())
         # Adapters known to be served, by name. The engine decides, and refuses a name that is no longer
         # served. Asking it for every request would cost a list of perhaps thousands.
         self._known: dict[str, AdapterCard] = {}
-
-    @property
-    def base_text(self) -> ModelText:
-        """The text side of the base."""
-        return self._texts.base
 
     async def choose(self, name: str, asked: tuple[str, str] | None = None) -> Chosen:
         """Match a name whole, or else as ``base:adapter`` with one of the base's names. Raises ApiError 404
@@ -61,30 +61,27 @@ class Models:
         if asked is not None:
             chosen = await self._narrowed(chosen, *asked)
         card = None if chosen.adapter is None else self._card_of(chosen.adapter)
-        return dataclasses.replace(chosen, text=await self._texts.of(card))
+        return dataclasses.replace(chosen, text=await self.texts.of(card))
 
     async def _narrowed(self, chosen: Chosen, field: str, adapter: str) -> Chosen:
         if chosen.adapter == adapter:
             return chosen
         if chosen.adapter is not None:
-            wanted, other = clipped(adapter), clipped(chosen.name)
-            raise ApiError(
-                400, f"{field} names the adapter `{wanted}`, but model names `{other}`", param=field
-            )
+            fault = f"names the adapter `{clipped(adapter)}`, but model names `{clipped(chosen.name)}`"
+            raise ApiError(400, f"{field} {fault}", param=field)
         if self._card_of(adapter) is None:
             await self._ask_for_names()
         if self._card_of(adapter) is None:
             raise ApiError(404, f"The adapter `{clipped(adapter)}` does not exist.", param=field)
-        return Chosen(adapter, adapter, self.base_text)
+        return Chosen(adapter, adapter, self.texts.base)
 
     async def _ask_for_names(self) -> None:
         self._known = {card.name: card for card in await self._client.adapters()}
 
     def _card_of(self, name: str) -> AdapterCard | None:
         # Other servers may replace an adapter, so a client with a cheap lookup is asked each time.
-        return (
-            self._client.card(name) if isinstance(self._client, ReplacesAdapters) else self._known.get(name)
-        )
+        client = self._client
+        return client.card(name) if isinstance(client, ReplacesAdapters) else self._known.get(name)
 
     def learn(self, card: AdapterCard) -> None:
         """Note a loaded adapter, so that its name is matched whole from now on."""
@@ -97,14 +94,14 @@ class Models:
     def _match(self, name: str) -> Chosen | None:
         bases = self._settings.names
         if name in bases:
-            return Chosen(bases[0], None, self.base_text)
+            return Chosen(bases[0], None, self.texts.base)
         if self._card_of(name) is not None:
-            return Chosen(name, name, self.base_text)
+            return Chosen(name, name, self.texts.base)
         # Either part may contain colons. The longest name of the base that matches is used.
         for base in sorted(bases, key=len, reverse=True):
             adapter = name.removeprefix(base + ":")
             if adapter != name and self._card_of(adapter) is not None:
-                return Chosen(name, adapter, self.base_text)
+                return Chosen(name, adapter, self.texts.base)
         return None
 
     async def cards(self) -> list[dict[str, Any]]:
@@ -129,20 +126,8 @@ class Models:
         return self._card(card.name, card.created_s, card.path, self._settings.served_model_name)
 
     def _card(self, name: str, created_s: int, root: str, parent: str | None) -> dict[str, Any]:
-        permission = {
-            "id": f"modelperm-{name}",
-            "object": "model_permission",
-            "created": created_s,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
+        number = f"modelperm-{name}"
+        permission = {"id": number, "object": "model_permission", "created": created_s, **_PERMITTED}
         return {
             "id": name,
             "object": "model",

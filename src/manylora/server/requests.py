@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
@@ -194,21 +196,8 @@ class LoraBody(msgspec.Struct, kw_only=True):
     source: LoraSource | None = None
 
 
-def _is_off(value: Any) -> bool:
-    """Return whether the value is absent, false, zero or empty, and so asks for nothing."""
-    return not value
-
-
-def _is_on(value: Any) -> bool:
-    return value is None or value is True
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None
-
-
-def _is_empty(value: Any) -> bool:
-    return value in (None, [], {})
+_is_off = operator.not_  # absent, false, zero or empty
+_is_absent = functools.partial(operator.is_, None)
 
 
 class _Refused(NamedTuple):
@@ -223,7 +212,7 @@ def _refused(is_harmless: Callable[[Any], bool], *names: str) -> dict[str, _Refu
 
 
 def _other_adapter(reason: str) -> _Refused:
-    return _Refused(_is_empty, f"is not supported by this server: {reason}")
+    return _Refused(lambda value: value in (None, [], {}), f"is not supported by this server: {reason}")
 
 
 def _other_route(advice: str) -> _Refused:
@@ -251,7 +240,7 @@ _OF_BOTH = {
         _is_absent, "guided_json", "allowed_token_ids", "truncate_prompt_tokens", "guided_whitespace_pattern",
         "json_schema", "thinking_token_budget",
     ),
-    **_refused(_is_on, "detokenize", "spaces_between_special_tokens"),
+    **_refused(lambda value: value is None or value is True, "detokenize", "spaces_between_special_tokens"),
     "response_format": _Refused(lambda value: value in (None, {"type": "text"})),
     "length_penalty": _Refused(lambda value: value in (None, 1)),
 }  # fmt: skip
@@ -273,10 +262,7 @@ _OF_CHAT = {
 
 def _with(kind: type, refused: Iterable[str], **others: Any) -> type:
     """Make a type with a further field for each refused name, and with ``others``."""
-    fields = [
-        *((name, Any, None) for name in refused),
-        *((name, each, None) for name, each in others.items()),
-    ]
+    fields = [(name, each, None) for name, each in {**dict.fromkeys(refused, Any), **others}.items()]
     doc = {"__doc__": kind.__doc__}
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=doc, kw_only=True)
 
@@ -364,9 +350,8 @@ def adapter_asked(body: AdapterFields) -> tuple[str, str] | None:
     first, name = asked[0]
     for field, other in asked[1:]:
         if other != name:
-            raise InvalidRequest(
-                f"{field} names the adapter `{clipped(other)}`, but {first} names `{clipped(name)}`", field
-            )
+            fault = f"names the adapter `{clipped(other)}`, but {first} names `{clipped(name)}`"
+            raise InvalidRequest(f"{field} {fault}", field)
     return first, name
 
 
@@ -378,11 +363,10 @@ def _asked(body: AdapterParameters, within: str = "") -> Iterator[tuple[str, str
         if name is not None:
             yield within + field, name
     if body.lora_request is not None:
+        field = f"{within}lora_request"
         if body.lora_request.lora_name is None:
-            raise InvalidRequest(
-                f"{within}lora_request must give the adapter's lora_name", f"{within}lora_request"
-            )
-        yield f"{within}lora_request", body.lora_request.lora_name
+            raise InvalidRequest(f"{field} must give the adapter's lora_name", field)
+        yield field, body.lora_request.lora_name
     if isinstance(body, AdapterFields) and body.parameters is not None:
         yield from _asked(body.parameters, "parameters.")
 
@@ -410,9 +394,7 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Samp
     scored = body.prompt_logprobs
     if body.echo and (body.logprobs is not None or body.max_tokens == 0) and (scored or 0) >= 0:
         scored = max(scored or 0, body.logprobs or 0)
-    return _params(
-        body, {**defaults, "logprobs": body.logprobs, "prompt_logprobs": scored, "max_tokens": most}
-    )
+    return _params(body, defaults, logprobs=body.logprobs, prompt_logprobs=scored, max_tokens=most)
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -424,15 +406,9 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> SamplingParams:
         raise InvalidRequest("top_logprobs may be given with logprobs=true only", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
-    return _params(
-        body,
-        {
-            **defaults,
-            "max_tokens": _max_tokens(body, max_chat_tokens(body), defaults.get("max_tokens")),
-            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "prompt_logprobs": body.prompt_logprobs,
-        },
-    )
+    most = _max_tokens(body, max_chat_tokens(body), defaults.get("max_tokens"))
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    return _params(body, defaults, logprobs=num_top, prompt_logprobs=body.prompt_logprobs, max_tokens=most)
 
 
 def _max_tokens(body: SamplingFields, asked: int | None, default: int | None) -> int | None:
@@ -459,7 +435,8 @@ def max_chat_tokens(body: ChatBody) -> int | None:
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
-def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
+def _params(body: SamplingFields, defaults: Mapping[str, Any], **counts: int | None) -> SamplingParams:
+    given: dict[str, Any] = {**defaults, **counts}
     for name in _SAME_NAME:
         value = getattr(body, name)
         if value is not None:
@@ -474,7 +451,6 @@ def _params(body: SamplingFields, given: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", "logit_bias")
     for key in body.logit_bias or ():
         if not _TOKEN_ID.fullmatch(key):  # one spelling for each id, so that no two keys are the same token
-            raise InvalidRequest(
-                f"logit_bias: {clipped(key)!r} is not a token id in decimal digits", "logit_bias"
-            )
+            fault = f"{clipped(key)!r} is not a token id in decimal digits"
+            raise InvalidRequest(f"logit_bias: {fault}", "logit_bias")
     return SamplingParams(**given)

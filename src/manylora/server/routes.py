@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,33 +18,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manylora.engine.client import GenerationRequest
+from manylora.server import logprobs as scores
+from manylora.server import requests as bodies
 from manylora.server.docs import EVENTS, JSON, Operation
-from manylora.server.generation import GenerationResponse, Job, Service, StreamPlan
-from manylora.server.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    TokenNames,
-    echoed,
-    logprob_parts,
-    prompt_entries,
-)
+from manylora.server.generation import GenerationResponse, Job, Service
 from manylora.server.models import Chosen, Models, note_model
-from manylora.server.requests import (
-    ChatBody,
-    CompletionBody,
-    adapter_asked,
-    chat_params,
-    check_parameters,
-    check_supported,
-    completion_params,
-    max_chat_tokens,
-    read_body,
-    run_beside,
-)
-from manylora.server.streaming import ChunkWriter, Usage, choice_parts, encode
+from manylora.server.requests import ChatBody, CompletionBody, run_beside
+from manylora.server.streaming import ChunkWriter, Usage, encode
 from manylora.text.chat import render_chat, within
 from manylora.text.generate import TextDelta, TextOutput
-from manylora.text.prompts import check_priority, encode_text, encode_texts, fit_params, require_tokenizer
+from manylora.text.prompts import check_priority, encode_texts, fit_params, require_tokenizer
 from manylora.text.texts import ModelText
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import InvalidRequest, PromptLogprobs, SamplingParams, TokenLogprobs
@@ -75,32 +59,26 @@ class CompletionShape:
         self._num_prompt_top = body.prompt_logprobs
         self._echoed: dict[int, dict[str, list[Any]]] = {}
         self._prompts: dict[int, list[Any]] = {}
-        self._created_s = int(time.time())
         self._unechoed = {
             prompt * job.n + sample: text for prompt, text in enumerate(echoes) for sample in range(job.n)
         }
         num_top = job.params.logprobs
-        names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        names = scores.TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
         self._logprobs = None if num_top is None else (names, num_top)
-        self._writers: dict[int, CompletionLogprobs] = {}
+        self._writers: dict[int, scores.CompletionLogprobs] = {}
 
     def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
         """See Shape."""
         tokens, tokenizer = self._job.requests[number].prompt, self._tokenizer
         if self._echoes and self._logprobs is not None and tokenizer is not None:
             asked = *self._logprobs, tokenizer
-            self._echoed[number] = echoed(*asked, tokens, scored, self._echoes[number])
+            self._echoed[number] = scores.echoed(*asked, tokens, scored, self._echoes[number])
         if self._num_prompt_top is not None:
-            self._prompts[number] = prompt_entries(tokenizer, self._num_prompt_top, tokens, scored)
+            self._prompts[number] = scores.prompt_entries(tokenizer, self._num_prompt_top, tokens, scored)
 
     def identity(self, is_chunk: bool) -> dict[str, Any]:
         """See Shape."""
-        return {
-            "id": self._job.id,
-            "object": "text_completion",
-            "created": self._created_s,
-            "model": self._job.chosen.name,
-        }
+        return self._job.identity("text_completion")
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
         """See Shape."""
@@ -118,16 +96,16 @@ class CompletionShape:
         prompt = self._prompts.get(index // self._job.n)
         if prompt is not None:
             content += b',"prompt_logprobs":' + encode(prompt)
-        return choice_parts(index, content, logprob_parts(self._writer(index), logprobs), output)
+        return scores.choice_parts(index, content, self._writer(index), logprobs, output)
 
-    def _writer(self, index: int) -> CompletionLogprobs | None:
+    def _writer(self, index: int) -> scores.CompletionLogprobs | None:
         if self._logprobs is None:
             return None
         writer = self._writers.get(index)
         if writer is None:
             number = index // self._job.n
             text = self._echoes[number] if self._echoes else ""
-            writer = CompletionLogprobs(*self._logprobs, text, self._echoed.get(number))
+            writer = scores.CompletionLogprobs(*self._logprobs, text, self._echoed.get(number))
             self._writers[index] = writer
         return writer
 
@@ -159,24 +137,21 @@ class ChatShape:
     def __init__(self, job: Job, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._created_s = int(time.time())
-        num_top, names = job.params.logprobs, TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
-        self._logprobs = None if num_top is None else ChatLogprobs(names, num_top)
+        num_top = job.params.logprobs
+        names = scores.TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._logprobs = None if num_top is None else scores.ChatLogprobs(names, num_top)
         self._of_prompt: dict[str, list[Any]] = {}
 
     def take_prompt(self, number: int, scored: PromptLogprobs) -> None:
         """See Shape."""
-        entries = prompt_entries(self._tokenizer, scored.num_top, self._job.requests[number].prompt, scored)
+        tokens = self._job.requests[number].prompt
+        entries = scores.prompt_entries(self._tokenizer, scored.num_top, tokens, scored)
         self._of_prompt["prompt_logprobs"] = entries
 
     def identity(self, is_chunk: bool) -> dict[str, Any]:
         """See Shape."""
-        return self._of_prompt | {
-            "id": self._job.id,
-            "object": "chat.completion.chunk" if is_chunk else "chat.completion",
-            "created": self._created_s,
-            "model": self._job.chosen.name,
-        }
+        kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return self._of_prompt | self._job.identity(kind)
 
     def opening(self, writer: ChunkWriter, usage: Usage | None) -> bytes:
         """See Shape."""
@@ -193,8 +168,7 @@ class ChatShape:
     def choice(self, index: int, output: TextOutput, logprobs: Iterable[TokenLogprobs]) -> Iterator[bytes]:
         """See Shape."""
         message = {"role": "assistant", "content": output.text, "refusal": None}
-        parts = logprob_parts(self._logprobs, logprobs)
-        return choice_parts(index, b'"message":' + encode(message), parts, output)
+        return scores.choice_parts(index, b'"message":' + encode(message), self._logprobs, logprobs, output)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,11 +189,11 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
 
     async def read(request: Request, kind: type[Body]) -> _Asked[Body]:
         start_s = time.perf_counter()
-        body, raw = await read_body(request, kind)
+        body, raw = await bodies.read_body(request, kind)
         note_model(request, body.model)
-        chosen = await models.choose(body.model, adapter_asked(body))
+        chosen = await models.choose(body.model, bodies.adapter_asked(body))
         note_model(request, chosen.name)
-        check_supported(body)
+        bodies.check_supported(body)
         return _Asked(request, body, raw, chosen, check_priority(body.priority, info), start_s)
 
     def job_of(
@@ -229,36 +203,24 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         # KV is shared among requests of one API key (where keys are set) and one ``cache_salt``.
         scope = service.scopes.scope(getattr(state, "api_key", None), asked.body.cache_salt)
         answer_id = f"{prefix}-{state.request_id}"
+        client, priority, ends = getattr(state, "api_key_place", 0), asked.priority, chosen.text.eos_ids
+        made = functools.partial(
+            GenerationRequest, adapter=chosen.adapter, cache_scope=scope, priority=priority, client=client
+        )
+        # Clients choose ids that repeat, and a cluster has several front ends.
         requests = [
-            GenerationRequest(
-                # Clients choose ids that repeat, and a cluster has several front ends.
-                f"{answer_id}-{secrets.token_hex(8)}",
-                prompt,
-                its_params,
-                chosen.adapter,
-                cache_scope=scope,
-                more=number < len(prompts),
-                priority=asked.priority,
-                client=getattr(state, "api_key_place", 0),
-                eos_ids=chosen.text.eos_ids,
-            )
-            for number, (prompt, its_params) in enumerate(zip(prompts, params, strict=True), 1)
+            made(f"{answer_id}-{secrets.token_hex(8)}", prompt, its, more=number < len(prompts), eos_ids=ends)
+            for number, (prompt, its) in enumerate(zip(prompts, params, strict=True), 1)
         ]
         return Job(answer_id, chosen, requests, asked.start_s)
 
     # ------------------------------------------------------------ completions
 
-    async def encoded(text: ModelText, body: CompletionBody, prompts: list[Any]) -> list[tuple[int, ...]]:
-        if not isinstance(prompts[0], str):
-            return [tuple(prompt) for prompt in prompts]
-        adds = body.add_special_tokens is not False
-        return await encode_texts(text.tokenizer, prompts, add_special_tokens=adds, info=info)
-
     def fitted(text: ModelText, body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[SamplingParams]:
-        params = completion_params(body, text.defaults)
+        params = bodies.completion_params(body, text.defaults)
         if len(prompts) * params.n > MAX_CHOICES:
             raise InvalidRequest(f"prompts times n may be at most {MAX_CHOICES}", "n")
-        check_parameters(params, len(prompts))
+        bodies.check_parameters(params, len(prompts))
         is_explicit = body.max_tokens is not None
         return [fit_params(ids, params, info, is_max_tokens_explicit=is_explicit) for ids in prompts]
 
@@ -274,11 +236,15 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         asked = await read(request, CompletionBody)
         body, text = asked.body, asked.chosen.text
         prompts = await run_beside(asked.raw, split_prompts, body.prompt)
-        token_ids = await encoded(text, body, prompts)
+        if isinstance(prompts[0], str):
+            adds = body.add_special_tokens is not False
+            token_ids = await encode_texts(text.tokenizer, prompts, add_special_tokens=adds, info=info)
+        else:
+            token_ids = [tuple(prompt) for prompt in prompts]
         params = await run_beside(asked.raw, fitted, text, body, token_ids)
         job = job_of(asked, "cmpl", token_ids, params)
         shape = CompletionShape(job, body, text.tokenizer, echoes(text, body, prompts))
-        return GenerationResponse(service, job, shape, StreamPlan.of(body))
+        return GenerationResponse(service, job, shape, body)
 
     # ------------------------------------------------------------ chat
 
@@ -301,19 +267,20 @@ def operations(service: Service, models: Models, trusts_templates: bool) -> list
         if body.chat_template and not trusts_templates:
             reason = "chat_template in a request needs a server with --trust-request-chat-template"
             raise InvalidRequest(reason, "chat_template")
-        params = chat_params(body, text.defaults)
+        params = bodies.chat_params(body, text.defaults)
         tokenizer = require_tokenizer(text.tokenizer, "messages")
-        if not body.chat_template and text.template == models.base_text.template:
+        if not body.chat_template and text.template == models.texts.base.template:
             written = await run_beside(asked.raw, rendered, tokenizer, body)
         else:  # another template than the base's may be slow, or never end
             written = await asyncio.to_thread(within, TEMPLATE_S, rendered, tokenizer, body)
         # The template has written the special tokens already.
         adds = bool(body.add_special_tokens)
-        prompt = await encode_text(tokenizer, written, add_special_tokens=adds, param="messages", info=info)
-        is_explicit = max_chat_tokens(body) is not None
+        encoding = encode_texts(tokenizer, [written], add_special_tokens=adds, param="messages", info=info)
+        (prompt,) = await encoding
+        is_explicit = bodies.max_chat_tokens(body) is not None
         params = fit_params(prompt, params, info, is_max_tokens_explicit=is_explicit, param="messages")
         job = job_of(asked, "chatcmpl", [prompt], [params])
-        return GenerationResponse(service, job, ChatShape(job, body, tokenizer), StreamPlan.of(body))
+        return GenerationResponse(service, job, ChatShape(job, body, tokenizer), body)
 
     answers, errors = (JSON, EVENTS), (404, 409, 429)
     completions, chats = "/v1/completions", "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""Writes server-sent events: chunks of an answer, and errors within a stream. Merges several streams into one.
+"""Writes server-sent events: chunks of an answer, and errors within a stream.
 
 A chunk differs from the next in a few fields only. So the rest is encoded once per request, and chunks are
 put together from bytes.
@@ -6,14 +6,11 @@ put together from bytes.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
 
-from manylora.server.errors import ApiError
-from manylora.text.generate import TextDelta, TextOutput, TextStream
+from manylora.text.generate import TextDelta
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -78,61 +75,3 @@ class ChunkWriter:
     def usage_chunk(self, usage: Usage) -> bytes:
         """Write the last chunk, without choices, that ``stream_options.include_usage`` asks for."""
         return b'%b],"usage":%b}\n\n' % (self._start, usage.encode())
-
-
-def choice_parts(
-    index: int, content: bytes, logprobs: Iterator[bytes], output: TextOutput
-) -> Iterator[bytes]:
-    """Write a choice of a whole answer, in pieces. ``content``: as for a chunk."""
-    yield b'{"index":%d,%b,"logprobs":' % (index, content)
-    yield from logprobs
-    ends = encode(output.finish_reason), encode(output.stop_reason)
-    yield b',"finish_reason":%b,"stop_reason":%b}' % ends
-
-
-def error_events(error: ApiError) -> bytes:
-    """Write the end of a stream that failed after its first byte."""
-    return b"data: " + error.body() + b"\n\n" + DONE
-
-
-async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Yield the deltas of all streams, each with its stream's number. Closes the streams at the end."""
-    try:
-        if len(streams) == 1:
-            async for delta in streams[0]:
-                yield 0, delta
-        else:
-            async for pair in _interleaved(streams):
-                yield pair
-    finally:
-        for stream in streams:
-            await stream.aclose()
-
-
-async def _interleaved(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    queue: asyncio.Queue[tuple[int, TextDelta] | Exception | None] = asyncio.Queue()
-
-    async def pump(number: int, stream: TextStream) -> None:
-        try:
-            async for delta in stream:
-                queue.put_nowait((number, delta))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if item is None:
-                num_open -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        # A stream must not be closed while a task still waits inside it.
-        await asyncio.gather(*tasks, return_exceptions=True)

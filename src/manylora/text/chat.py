@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jinja2
@@ -55,10 +55,6 @@ def _tojson(
     )
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
 @functools.lru_cache(maxsize=256)
 def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
@@ -66,7 +62,7 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     return environment.from_string(source)
 
 
@@ -90,10 +86,11 @@ def render_chat(
     if source is None:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
     if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt contradict each other", "continue_final_message"
-        )
-    plain = plain_messages(messages)
+        fault = "continue_final_message and add_generation_prompt contradict each other"
+        raise InvalidRequest(fault, "continue_final_message")
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message", "messages")
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     final = _mark_end(plain) if continue_final_message else ""
     variables = {
         **tokenizer.special_tokens,
@@ -107,9 +104,8 @@ def render_chat(
         text = _compiled(source).render(variables)
     except Exception as error:
         # Every error of a template (a missing key, a refused role, a wrong type) is caused by its input.
-        raise InvalidRequest(
-            f"the chat template cannot render these messages: {error}", "messages"
-        ) from error
+        fault = f"the chat template cannot render these messages: {error}"
+        raise InvalidRequest(fault, "messages") from error
     return _cut_at_mark(text, final) if continue_final_message else text
 
 
@@ -135,10 +131,8 @@ def _mark_end(messages: list[dict[str, Any]]) -> str:
 def _cut_at_mark(text: str, final: str) -> str:
     where = text.rfind(_MARK.strip())
     if where < 0 or final.strip() not in text:
-        raise InvalidRequest(
-            "continue_final_message: the final message is not in what the chat template makes of it",
-            "messages",
-        )
+        fault = "the final message is not in what the chat template makes of it"
+        raise InvalidRequest(f"continue_final_message: {fault}", "messages")
     # A template that trimmed the mark's space would also have trimmed the space at the end of the text itself.
     return text[:where] if text.startswith(_MARK, where) else text[:where].rstrip()
 
@@ -148,14 +142,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 transformers."""
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Check and copy messages; keys whose value is null are left out. Raises InvalidRequest."""
-    if not messages:
-        raise InvalidRequest("messages must hold at least one message", "messages")
-    return [_plain_message(message, index) for index, message in enumerate(messages)]
-
-
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """Check and copy a message; keys whose value is null are left out. Raises InvalidRequest."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages[{index}] must be an object", "messages")
     if not isinstance(message.get("role"), str):
@@ -169,9 +157,8 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
         if "tool_calls" not in plain:
             raise InvalidRequest(f"messages[{index}].content is missing", "messages")
     elif not isinstance(content, str):
-        raise InvalidRequest(
-            f"messages[{index}].content must be a string or a list of text parts", "messages"
-        )
+        fault = "must be a string or a list of text parts"
+        raise InvalidRequest(f"messages[{index}].content {fault}", "messages")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     if reasoning is None:
         return plain
@@ -181,9 +168,8 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
 def _plain_part(part: Any, index: int) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-        raise InvalidRequest(
-            f"messages[{index}].content may hold parts of type 'text' only, as strings", "messages"
-        )
+        fault = "may hold parts of type 'text' only, as strings"
+        raise InvalidRequest(f"messages[{index}].content {fault}", "messages")
     return {**part, "type": "text", "text": part[kind]}  # templates know no refusals
 
 
@@ -254,7 +240,9 @@ class Parts(list[Any]):
 class _Written:
     """A value that a client sent as JSON. A template that uses it as text finds that JSON."""
 
-    _text: str
+    def __init__(self, decoded: Any, text: str) -> None:
+        super().__init__(decoded)  # type: ignore[call-arg]  # of the dict or list beside this class
+        self._text = text
 
     def __str__(self) -> str:
         return self._text
@@ -269,10 +257,6 @@ class _Written:
 class Arguments(_Written, dict[str, Any]):
     """A call's arguments as an object."""
 
-    def __init__(self, decoded: Mapping[str, Any], text: str) -> None:
-        super().__init__(decoded)
-        self._text = text
-
     def __getattr__(self, name: str) -> Any:
         if name in self:
             raise AttributeError(name)  # Jinja then looks it up as an item
@@ -281,10 +265,6 @@ class Arguments(_Written, dict[str, Any]):
 
 class ArgumentList(_Written, list[Any]):  # type: ignore[misc]  # joins text, not lists
     """A call's arguments, where they are a list."""
-
-    def __init__(self, decoded: Iterable[Any], text: str) -> None:
-        super().__init__(decoded)
-        self._text = text
 
 
 # ---------------------------------------------------------------- a time limit for templates

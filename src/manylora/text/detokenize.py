@@ -6,6 +6,7 @@ Owns the text that is held back between tokens; knows nothing of requests or of 
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
@@ -16,13 +17,8 @@ _MAX_HELD_TOKENS = 8
 
 def last_shown(prompt: Sequence[int], skipped: Set[int]) -> list[int]:
     """Return the last tokens of a prompt on which the next token's text may depend, without skipped ones."""
-    found: list[int] = []
-    for token_id in reversed(prompt):
-        if token_id not in skipped:
-            found.insert(0, token_id)
-            if len(found) == _MAX_HELD_TOKENS:
-                break
-    return found
+    shown = (token_id for token_id in reversed(prompt) if token_id not in skipped)
+    return [*itertools.islice(shown, _MAX_HELD_TOKENS)][::-1]
 
 
 class Detokenizer(Protocol):

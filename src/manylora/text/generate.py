@@ -5,9 +5,10 @@ Used by the HTTP server and by the in-process classes alike; knows neither.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import NamedTuple, Protocol, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from manylora.engine.client import NO_TIMING, Delta, EngineClient, GenerationRequest, Timing
 from manylora.text.detokenize import Detokenizer
@@ -57,23 +58,17 @@ class GenerationFailed(Exception):
         self.error = error
 
 
-def generate_text(
-    client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest
-) -> TextStream:
-    """Submit a request now, and return the stream of its text. Without a tokenizer all text is empty.
-
-    Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
-    """
-    if tokenizer is None and request.params.stop:
-        raise InvalidRequest("this model has no tokenizer: use stop_token_ids in place of stop", "stop")
-    return TextStream(client, tokenizer, request)
-
-
 class TextStream:
     """The deltas of one request. The stream ends when all samples have ended; ``aclose`` before that aborts
     the rest."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest) -> None:
+        """Submit the request now. Without a tokenizer all text is empty.
+
+        Raises InvalidRequest for stop strings without a tokenizer. Iterating may raise EngineDead.
+        """
+        if tokenizer is None and request.params.stop:
+            raise InvalidRequest("this model has no tokenizer: use stop_token_ids in place of stop", "stop")
         self._client = client
         self._request = request
         params = request.params
@@ -132,12 +127,17 @@ class _Sample:
             if position < num_shown:
                 text += self._add(token)
             if self._checker and self._checker.found is not None:
-                return self._finish_at_stop(delta, position + 1, text)
+                self.is_finished, end = True, position + 1
+                return TextDelta(
+                    delta.sample, text, delta.tokens[:end], delta.logprobs[:end], "stop", self._checker.found,
+                    None, delta.timing, delta.prompt_logprobs,
+                )  # fmt: skip
         stop_reason: int | str | None = None
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             self.is_finished = True
-            text += self._flush()
+            tail = self._detokenizer.finish() if self._detokenizer else ""
+            text += self._checker.feed(tail) + self._checker.finish() if self._checker else tail
             if self._checker and self._checker.found is not None:
                 finish_reason, stop_reason = "stop", self._checker.found
             elif delta.stop_token and delta.tokens[-1] in self._params.stop_token_ids:
@@ -155,25 +155,6 @@ class _Sample:
         if self._checker is None or not text or self._num_tokens <= self._params.min_tokens:
             return text
         return self._checker.feed(text)
-
-    def _flush(self) -> str:
-        text = self._detokenizer.finish() if self._detokenizer else ""
-        if self._checker is None:
-            return text
-        return self._checker.feed(text) + self._checker.finish()
-
-    def _finish_at_stop(self, delta: Delta, num_tokens: int, text: str) -> TextDelta:
-        self.is_finished = True
-        return TextDelta(
-            delta.sample,
-            text,
-            delta.tokens[:num_tokens],
-            delta.logprobs[:num_tokens],
-            "stop",
-            self._checker.found if self._checker else None,
-            timing=delta.timing,
-            prompt_logprobs=delta.prompt_logprobs,
-        )
 
 
 class TextDeltas(Protocol):
@@ -211,3 +192,46 @@ def add_delta(output: TextOutput, delta: TextDelta) -> None:
         output.prompt_logprobs = delta.prompt_logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason
+
+
+_Part = TypeVar("_Part")
+
+
+async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Yield the deltas of all streams, each with its stream's number. Closes the streams at the end."""
+    try:
+        if len(streams) == 1:
+            async for delta in streams[0]:
+                yield 0, delta
+        else:
+            async for pair in interleaved(streams):
+                yield pair
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def interleaved(streams: Sequence[AsyncIterator[_Part]]) -> AsyncGenerator[tuple[int, _Part], None]:
+    """Read all streams at once, each on a task of its own, and yield their parts with their numbers."""
+    queue: asyncio.Queue[tuple[int, _Part] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[_Part]) -> None:
+        try:
+            async for part in stream:
+                queue.put_nowait((number, part))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        for _ in tasks:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        # A stream must not be closed while a task still waits inside it.
+        await asyncio.gather(*tasks, return_exceptions=True)

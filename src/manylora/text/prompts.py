@@ -25,29 +25,13 @@ def require_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
     return tokenizer
 
 
-async def encode_text(
-    tokenizer: Tokenizer | None,
-    text: str,
-    *,
-    add_special_tokens: bool = True,
-    param: str = "prompt",
-    info: EngineInfo | None = None,
-) -> tuple[int, ...]:
-    """Return the token ids of a text. A long text is encoded on another thread. Raises InvalidRequest like
-    ``encode_texts``."""
-    (token_ids,) = await encode_texts(
-        tokenizer, [text], add_special_tokens=add_special_tokens, param=param, info=info
-    )
-    return token_ids
-
-
 async def encode_texts(
     tokenizer: Tokenizer | None,
     texts: Sequence[str],
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
-    info: EngineInfo | None = None,
+    info: EngineInfo,
 ) -> list[tuple[int, ...]]:
     """Return the token ids of texts; long or many texts are encoded on another thread.
 
@@ -56,7 +40,7 @@ async def encode_texts(
     """
     known = require_tokenizer(tokenizer, param)
     longest = max(map(len, texts), default=0)
-    if info is not None and longest > info.max_model_len * known.longest_token_chars:
+    if longest > info.max_model_len * known.longest_token_chars:
         num_least = longest // known.longest_token_chars
         raise InvalidRequest(
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested at least "
@@ -66,21 +50,18 @@ async def encode_texts(
         )
 
     def encode_all() -> list[tuple[int, ...]]:
-        for text in texts:
-            _check_characters(text, param)
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(error.object[error.start]):04X} at {error.start}"
+            fault = f"{param} holds half a character (a lone surrogate, {found})"
+            raise InvalidRequest(fault, param) from None
         return [tuple(known.encode(text, add_special_tokens)) for text in texts]
 
     if sum(map(len, texts)) <= _MAX_INLINE_CHARS:
         return encode_all()
     return await asyncio.to_thread(encode_all)
-
-
-def _check_characters(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X} at {error.start}"
-        raise InvalidRequest(f"{param} holds half a character (a lone surrogate, {found})", param) from None
 
 
 def fit_params(
@@ -157,14 +138,9 @@ def check_priority(priority: Any, info: EngineInfo) -> int:
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise InvalidRequest(f"priority must be an integer, got {priority!r}", "priority")
     if priority and not info.has_priorities:
-        raise InvalidRequest(
-            "priority other than 0 needs an engine that was started with --scheduling-policy priority",
-            "priority",
-        )
+        fault = "other than 0 needs an engine that was started with --scheduling-policy priority"
+        raise InvalidRequest(f"priority {fault}", "priority")
     if not info.priority_floor <= priority <= _MOST_PRIORITY:
-        raise InvalidRequest(
-            f"priority must be between {info.priority_floor} (--priority-floor) and {_MOST_PRIORITY}, got "
-            f"{priority}",
-            "priority",
-        )
+        span = f"between {info.priority_floor} (--priority-floor) and {_MOST_PRIORITY}"
+        raise InvalidRequest(f"priority must be {span}, got {priority}", "priority")
     return priority

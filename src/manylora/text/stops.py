@@ -15,15 +15,7 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], include_in_output: bool = False) -> None:
         self.stop = tuple(stop)
         self.include_in_output = include_in_output
-        self._fallbacks = tuple(_fallbacks(text) for text in self.stop)
-
-    def advance(self, index: int, matched: int, char: str) -> int:
-        """Return how much of string ``index`` is matched after ``char``, if ``matched`` characters were
-        matched before."""
-        text, fallbacks = self.stop[index], self._fallbacks[index]
-        while matched and text[matched] != char:
-            matched = fallbacks[matched - 1]
-        return matched + 1 if text[matched] == char else 0
+        self.fallbacks = tuple(_fallbacks(text) for text in self.stop)
 
 
 def _fallbacks(text: str) -> Sequence[int]:
@@ -70,9 +62,12 @@ class StopChecker:
         return held
 
     def _advance(self, char: str) -> str | None:
-        complete = None
+        complete, fallbacks = None, self._strings.fallbacks
         for index, text in enumerate(self._strings.stop):
-            matched = self._strings.advance(index, self._matched[index], char)
+            matched = self._matched[index]
+            while matched and text[matched] != char:
+                matched = fallbacks[index][matched - 1]
+            matched += text[matched] == char
             if matched == len(text) and (complete is None or len(text) > len(complete)):
                 complete = text
             # A whole match ends the sample, so its state is never advanced again.

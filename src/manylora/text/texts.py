@@ -17,16 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.text.tokenizer import (
-    MissingTokenizer,
-    Tokenizer,
-    TokenizerError,
-    chat_templates_of,
-    files_fault,
-    read_json,
-    special_config,
-    special_tokens_of,
-)
+from manylora.text import tokenizer as files
+from manylora.text.tokenizer import MissingTokenizer, Tokenizer, TokenizerError
 from manylora.types import AdapterCard, AdapterId, InvalidRequest, SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
@@ -85,7 +77,7 @@ def read_base(
 
 def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Read the end tokens and the defaults of a folder's generation_config.json. Raises TokenizerError."""
-    written = read_json(folder / GENERATION_CONFIG)
+    written = files.read_json(folder / GENERATION_CONFIG)
     found = written.get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     defaults = {name: written[key] for key, name in _DEFAULTS.items() if written.get(key) is not None}
@@ -96,6 +88,7 @@ def read_generation(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
     return tuple(token for token in params.stop_token_ids if token >= 0), defaults  # -1 stands for none
 
 
+@dataclasses.dataclass(eq=False)
 class Texts:
     """The text sides of a base and of its adapters. Thread-safe.
 
@@ -104,19 +97,14 @@ class Texts:
     the defaults of requests.
     """
 
-    def __init__(
-        self,
-        base: ModelText,
-        folder: Path | None = None,
-        templates: Mapping[str, str] | None = None,
-        has_defaults: bool = True,
-        tokenizer_folder: Path | None = None,
-    ) -> None:
-        self.base = base
-        self._tokenizer_folder = tokenizer_folder or folder
-        self._folder = folder
-        self._templates = dict(templates or {})
-        self._has_defaults = has_defaults
+    base: ModelText
+    folder: Path | None = None
+    templates: Mapping[str, str] | None = None
+    has_defaults: bool = True
+    tokenizer_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.tokenizer_folder = self.tokenizer_folder or self.folder
         self._of: dict[AdapterId, ModelText] = {}
         self._lock = threading.Lock()
         self._tokenizers: dict[bytes, tuple[Tokenizer, tuple[str, ...]]] = {}
@@ -146,24 +134,24 @@ class Texts:
             raise TokenizerError(str(error).replace(str(folder), folder.name)) from error
 
     def _read(self, folder: Path, name: str) -> ModelText:
-        template, base = self._templates.get(name), self.base
+        template, base = (self.templates or {}).get(name), self.base
         held = [file for file in TEXT_FILES if (folder / file).is_file()]
         if not folder.is_dir():
             _log.warning("adapter %r: no folder %s here: its text is the base's", name, folder)
         if not held and template is None:
             return base
-        with files_fault(folder):
+        with files.files_fault(folder):
             for file in held:
                 if (folder / file).stat().st_size > TEXT_FILES[file]:
                     raise TokenizerError(f"{file} is larger than {TEXT_FILES[file]} bytes")
             eos_ids, defaults = read_generation(folder)
-            config = special_config(folder)
+            config = files.special_config(folder)
             tokenizer, warnings = self._tokenizer_of(folder, config)
             if tokenizer is not None:
-                own = chat_templates_of(folder, config) if template is None else {"default": template}
-                tokenizer = tokenizer.described(special_tokens_of(config), own)
+                own = files.chat_templates_of(folder, config) if template is None else {"default": template}
+                tokenizer = tokenizer.described(files.special_tokens_of(config), own)
                 eos_ids += tokenizer.eos_ids
-        defaults = {**base.defaults, **defaults} if self._has_defaults else {}
+        defaults = {**base.defaults, **defaults} if self.has_defaults else {}
         return ModelText(tokenizer, tuple(dict.fromkeys((*base.eos_ids, *eos_ids))), defaults, warnings)
 
     def _tokenizer_of(
@@ -171,7 +159,7 @@ class Texts:
     ) -> tuple[Tokenizer | None, tuple[str, ...]]:
         """Return the base's tokenizer, unless the folder's differs, and warnings. Equal files are compared
         with the base's once."""
-        if self._folder is None or not (folder / "tokenizer.json").is_file():
+        if self.folder is None or not (folder / "tokenizer.json").is_file():
             return self.base.tokenizer, ()
         key = _identity(folder, config)
         with self._lock:
@@ -179,7 +167,7 @@ class Texts:
                 return self.base.tokenizer, ()
             found = self._tokenizers.get(key)
             if found is None:
-                found = self._compared(Tokenizer.from_folder(folder, self._tokenizer_folder))
+                found = self._compared(Tokenizer.from_folder(folder, self.tokenizer_folder))
                 if len(self._tokenizers) >= _MOST_TOKENIZERS:
                     del self._tokenizers[next(iter(self._tokenizers))]
                 self._tokenizers[key] = found
@@ -187,8 +175,8 @@ class Texts:
 
     @functools.cached_property
     def _base_identity(self) -> bytes:
-        assert self._tokenizer_folder is not None
-        return _identity(self._tokenizer_folder, special_config(self._tokenizer_folder))
+        assert self.tokenizer_folder is not None
+        return _identity(self.tokenizer_folder, files.special_config(self.tokenizer_folder))
 
     def _compared(self, own: Tokenizer) -> tuple[Tokenizer, tuple[str, ...]]:
         base = self.base.tokenizer
@@ -198,13 +186,12 @@ class Texts:
             raise TokenizerError(f"its tokenizer is not the base model's: {reason}")
         if _is_same(own, base):
             return base, ()
-        assert self._folder is not None
-        rows = read_json(self._folder / "config.json").get("vocab_size", own.vocab_size)
+        assert self.folder is not None
+        rows = files.read_json(self.folder / "config.json").get("vocab_size", own.vocab_size)
         known = {*base.vocabulary, own.special_tokens.get("pad_token")}
         lacking = [token for token, row in own.vocabulary.items() if row >= rows and token not in known]
-        warning = (
-            f"the model has no row for {len(lacking)} of its tokens, such as {min(lacking, default='')!r}"
-        )
+        such = min(lacking, default="")
+        warning = f"the model has no row for {len(lacking)} of its tokens, such as {such!r}"
         # The base's decoder is used: an adapter may add tokens, but not change how tokens become text.
         return own.decoding_like(base), (warning,) if lacking else ()
 
@@ -253,14 +240,11 @@ def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
 
 def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
     """Return whether two tokenizers that do not contradict each other give the same ids for every text."""
-    pipeline, original = own.pipeline, base.pipeline
-    return own.vocabulary == base.vocabulary and all(
-        _effective(pipeline[part]) == _effective(original[part])
-        for part in ("post_processor", "added_tokens")
-    )
+    parts = [(each.pipeline["post_processor"], each.pipeline["added_tokens"]) for each in (own, base)]
+    return own.vocabulary == base.vocabulary and _effective(parts[0]) == _effective(parts[1])
 
 
 def _effective(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _effective(v) for k, v in value.items() if k not in _NOT_IDS and v not in ("", None)}
-    return [_effective(item) for item in value] if isinstance(value, list) else value
+    return [_effective(item) for item in value] if isinstance(value, list | tuple) else value

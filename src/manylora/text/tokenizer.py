@@ -50,9 +50,9 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        """The tokens that ``skip_special_tokens`` leaves out."""
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
 
@@ -137,21 +137,16 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> Detokenizer:
         """Return a new incremental decoder for one sample, whose text follows the prompt's."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skipped, prompt)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=False), skipped, prompt)
 
-    def is_special(self, token_id: int) -> bool:
-        """Return whether ``skip_special_tokens`` leaves this token out."""
-        return token_id in self._special_ids
-
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that one token stands for, which may be a part of a character."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._find_bytes(token_id)
-        return found
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._find_bytes(token_id)
+        return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, with U+FFFD for partial characters."""
@@ -231,9 +226,8 @@ def _llama_class(
     class."""
     name = str(config.get("tokenizer_class") or model.get("tokenizer_class")).removesuffix("Fast")
     has_class_of_its_own = model.get("model_type") in ("mistral", "qwen2")
-    is_like_llama = isinstance(backend.model, models.BPE) and not isinstance(
-        backend.decoder, decoders.ByteLevel
-    )
+    is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    is_like_llama = isinstance(backend.model, models.BPE) and not is_byte_level
     is_one = name in ("LlamaTokenizer", "CodeLlamaTokenizer") and is_like_llama and not has_class_of_its_own
     return name if is_one else None
 
@@ -271,10 +265,8 @@ def _add_tokens(
         entries = {int(token_id): _added_token(entry) for token_id, entry in written}
     else:
         entries = {
-            token_id: tokenizers.AddedToken(
-                content, normalized=content not in names, special=content in names
-            )
-            for content, token_id in read_json(folder / "added_tokens.json").items()
+            number: tokenizers.AddedToken(text, normalized=text not in names, special=text in names)
+            for text, number in read_json(folder / "added_tokens.json").items()
         } | own
     known = set(map(repr, own.values()))
     backend.add_tokens([entry for _, entry in sorted(entries.items()) if repr(entry) not in known])
@@ -304,11 +296,7 @@ def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
 def _alphabet() -> dict[str, int]:
     """Return the alphabet of byte-level BPE: a printable character for each of the 256 bytes (GPT-2's
     choice)."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # ! to ~, ¡ to ¬, ® to ÿ
     table = {chr(byte): byte for byte in printable}
     rest = [byte for byte in range(256) if chr(byte) not in table]
     return table | {chr(256 + i): byte for i, byte in enumerate(rest)}
