@@ -34,13 +34,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings, HttpSettings
 from manylora.engine.client import CacheScopes
 from manylora.listening import address_of, bound
-from manylora.main import (
-    check_model,
-    connection_limits,
-    load_texts,
-    run_loop,
-    server_settings,
-)
+from manylora.main import check_model, connection_limits, load_texts, run_loop, server_settings
 from manylora.models.source import resolve_model
 from manylora.processes import stop_signals
 from manylora.progress import configure_logging

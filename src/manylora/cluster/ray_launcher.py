@@ -64,11 +64,7 @@ class RayLauncher:
         self._driver: LocalProcess | None = None
         self._opening = asyncio.Lock()
         self._folder: str | None = None
-        self._environment = {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_COLOR_PREFIX": "0",
-            "RAY_DEDUP_LOGS": "0",
-        }
+        self._environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
         address = launch.cluster.ray_address or "auto"
         if address == "local" or is_loopback(address.rpartition(":")[0]):
             # Otherwise Ray replaces the loopback by a public address, and listens on all addresses.

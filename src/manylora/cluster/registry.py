@@ -53,11 +53,7 @@ class Rollout:
     """
 
     def __init__(
-        self,
-        adapter_log: AdapterLog,
-        members: Members,
-        report: Callable[[RouterEvent], None],
-        wait_s: float,
+        self, adapter_log: AdapterLog, members: Members, report: Callable[[RouterEvent], None], wait_s: float
     ) -> None:
         """Start with the state in the log. ``wait_s``: how long a load waits for a replica where there is
         none."""

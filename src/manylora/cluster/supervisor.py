@@ -199,12 +199,7 @@ class _Supervisor:
     def _add_slot(self, replica: ReplicaId) -> None:
         launch = msgspec.structs.replace(self._launch, role=messages.REPLICA)
         slot = ReplicaPlace(
-            replica,
-            self._epochs.get(replica, 0),
-            launch,
-            self._launcher,
-            self._changed,
-            self._exited,
+            replica, self._epochs.get(replica, 0), launch, self._launcher, self._changed, self._exited
         )
         self._slots[replica] = slot
         self._tasks.spawn(slot.run())

@@ -11,14 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
 from manylora.config.routing import RouterConfig
-from manylora.protocol.routing import (
-    BLOCK_TOKENS,
-    NOWHERE,
-    ON_DEVICE,
-    ReplicaFacts,
-    ReplicaId,
-    ReplicaReport,
-)
+from manylora.protocol.routing import BLOCK_TOKENS, NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaId, ReplicaReport
 from manylora.router.prefixes import Prefixes
 from manylora.router.replicas import KindKey, ReplicaKind, ReplicaLoad, ReplicaState, kind_key
 from manylora.router.requests import LiveRequest, Shape, shape_of
