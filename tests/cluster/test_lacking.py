@@ -175,7 +175,7 @@ def test_an_adapter_of_the_start_that_only_a_later_replica_has(tmp_path: Path) -
         (late,) = [each for each in router.log.current.values() if each.name == "late"]
         assert late.rank == 8
         frontend.send(messages.Note(asked=[Asked(f"r{number}", late.id, 10, 10) for number in range(4)]))
-        await until(lambda: len(router.board.router.requests()) == 4)
+        await until(lambda: len(router.board.router.requests) == 4)
         assert len(router.board.router.fleet.up[1].requests) == 4
         # It is asked again, says no, is asked once more, and has it.
         for is_lacking in (True, False):

@@ -32,11 +32,13 @@ def test_loads_are_in_order() -> None:
         assert index.least(5) == ordered[:5]
         assert list(index.descending(4)) == [each for each in reversed(ordered) if loads[each] < 4]
         if loads:
-            assert (index.least_load, index.largest_load) == (min(loads.values()), max(loads.values()))
+            assert (index.loads[0], index.loads[-1]) == (min(loads.values()), max(loads.values()))
 
 
 def state(replica: int) -> ReplicaState:
-    return ReplicaState(replica, 1, FACTS, shape_of(FACTS), ReplicaKind(FACTS), 0.0)
+    found = ReplicaState(replica, 1, FACTS, shape_of(FACTS), ReplicaKind(FACTS), 0.0)
+    found.is_open = True
+    return found
 
 
 def test_prefixes_find_the_longest_and_forget_evictions() -> None:
@@ -50,11 +52,11 @@ def test_prefixes_find_the_longest_and_forget_evictions() -> None:
     assert prefixes.cached_blocks((1, 2, 3, 8), first) == 3
     prefixes.evict((4, 3, 77), first)
     assert prefixes.match((1, 2, 3, 4), 4) == [(second, 2), (first, 2), (third, 1)]
-    second.suspect()
+    first.is_open = second.is_open = False
     first.end()
     assert prefixes.match((1, 2, 3, 4), 4) == [(third, 1)]
     assert prefixes.add((1, 2), third) == 1, "what it has of the prompt's beginning"
-    second.trust()
+    second.is_open = True
     assert prefixes.match((1, 2), 4) == [(third, 2), (second, 2)], "what is down is forgotten"
 
 

@@ -216,7 +216,7 @@ def status(
             "epoch": epoch,
             "policy": policy,
             "state": "running" if is_settled else "settling",
-            "requests": len(router.requests()),
+            "requests": len(router.requests),
             "waiting": router.num_waiting,
             "moved": moved,
             "decisions": decisions.as_json(),

@@ -235,20 +235,21 @@ class Operations:
         known = router.fleet.up.get(replica)
         if known is None or not known.is_open:
             raise Refusal(f"there is no replica {replica} that may get work")
-        names = [name for name in router.requests() if request in (name, name.rpartition("-")[0])]
+        names = [name for name in router.requests if request in (name, name.rpartition("-")[0])]
         if not names:
             raise Refusal(f"there is no request {request!r}")
         left, there, asked = set(names), set[str](), set[str]()
 
         def have_moved() -> bool:
             """Ask for the moves of requests that can leave by now."""
-            for name in [name for name in left - asked if router.can_leave(name)]:
+            live = router.requests
+            for name in [name for name in left - asked if name in live and live[name].can_leave]:
                 asked.add(name)
                 self._board.handle(MoveAsked(name, replica))
             there.update(
                 name for name in left if name in known.requests and not known.requests[name].is_withdrawing
             )
-            left.intersection_update(router.requests())
+            left.intersection_update(live)
             left.difference_update(there)
             return not left
 
