@@ -16,6 +16,7 @@ import pytest
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.link import Hello, Link, bind, credentials_of, dial
+from manylora.cluster.members import status_of
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
 from manylora.config.cluster import ClusterOptions
@@ -116,7 +117,7 @@ class Router:
         )
 
     async def begin(self) -> None:
-        await self.board.start(self.launch)
+        await self.board.start()
         supervisor = await self.link(messages.SUPERVISOR, 0, messages.ToSupervisorFromRouter)
         slots = [messages.Slot(number, 1, 0, "starting") for number in range(2)]
         supervisor.send(messages.ProcessTable(slots, [], 0, "local"))
@@ -154,7 +155,7 @@ async def until(is_so: Any) -> None:
 def lacks_of(router: Router) -> dict[int, list[str]]:
     return {
         each["id"]: each["adapters_lacking"]
-        for each in router.board.status()["replicas"]
+        for each in status_of(router.board)["replicas"]
         if each["adapters_lacking"]
     }
 

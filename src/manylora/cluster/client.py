@@ -488,7 +488,7 @@ class ClusterClient:
     # ------------------------------------------------------------ what others look at
 
     async def cluster_status(self) -> dict[str, Any]:
-        """Ask the router for the cluster's status (``members.status``). Raises EngineSilent and AdapterError."""
+        """Ask the router for the cluster's status (see ``status_of``). Raises EngineSilent and AdapterError."""
         reply = await self._call(messages.AskStatus(next(self._call_ids)))
         found: dict[str, Any] = msgspec.json.decode(reply.body)
         return found

@@ -83,8 +83,8 @@ class Operations:
         return known is not None and known.epoch >= epoch
 
     def _is_empty(self, replica: ReplicaId, epoch: int) -> bool:
-        known = self._board.router.fleet.up.get(replica)
-        return known is None or known.epoch != epoch or not known.requests
+        known = self._board.router.fleet.find(replica, epoch)
+        return known is None or not known.requests
 
     async def _until(self, is_so: Callable[[], bool], most_s: float = float("inf")) -> bool:
         left_s = most_s
@@ -131,7 +131,7 @@ class Operations:
         slot = self._slot(replica)
         if slot is None:
             raise Refusal(f"there is no replica {replica}")
-        self._board.send_to_supervisor(messages.NoteDrain(replica, drains_to))
+        self._board.members.send_to_supervisor(messages.NoteDrain(replica, drains_to))
         self._drained.add((replica, slot.epoch))
         if self._is_up(replica, slot.epoch):
             self._board.handle(Drain(replica, migrate))
@@ -173,7 +173,7 @@ class Operations:
             free = (replica for replica in range(2 * MOST_REPLICAS) if replica not in used)
             new = [next(free) for _ in range(count - len(staying))]
             self._asked.update(new)
-            self._board.send_to_supervisor(messages.StartReplicas(new))
+            self._board.members.send_to_supervisor(messages.StartReplicas(new))
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
@@ -188,7 +188,7 @@ class Operations:
         self._removing.add(replica)
         try:
             await self._empty(replica, "remove", migrate=True)
-            self._board.send_to_supervisor(messages.EndSlot(replica))
+            self._board.members.send_to_supervisor(messages.EndSlot(replica))
             await self._until(lambda: self._slot(replica) is None)
         finally:
             self._removing.discard(replica)
@@ -223,7 +223,7 @@ class Operations:
 
     async def _start_anew(self, replica: ReplicaId) -> None:
         epoch = await self._empty(replica, "restart", migrate=True)
-        self._board.send_to_supervisor(messages.EndReplica(replica, epoch))
+        self._board.members.send_to_supervisor(messages.EndReplica(replica, epoch))
         await self._until_up({replica: epoch + 1})
 
     # ------------------------------------------------------------ moves

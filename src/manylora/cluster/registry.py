@@ -29,7 +29,7 @@ from manylora.cluster.members import FrontendMember, Members, ReplicaMember
 from manylora.cluster.messages import Listing
 from manylora.config.declaring import ConfigError
 from manylora.protocol.executor import AdapterError
-from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
+from manylora.protocol.routing import Listed, RouterEvent, Unlisted
 from manylora.types import BASE, AdapterId, RequestError
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Rollout:
             replica.receive_answer(message)
         self.pulse()
 
-    def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
+    def lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
         """Find the listed versions that the replica has reported as not available to it."""
         found = (self._log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
@@ -156,7 +156,7 @@ class Rollout:
     def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
         """Return the versions that requests may name and that the replica cannot serve. Newly found ones are
         written to the process's log."""
-        found = self._lacking(replica)
+        found = self.lacking(replica)
         for listing in found:
             if listing.id not in replica.reported:
                 why = replica.why_not(listing.id)
@@ -164,19 +164,12 @@ class Rollout:
         replica.reported = {listing.id for listing in found}
         return tuple(sorted(replica.reported))
 
-    def names_lacking(self) -> dict[ReplicaId, list[str]]:
-        """List the names of the adapters that each replica cannot serve, for people."""
-        return {
-            each.id: sorted(listing.name for listing in self._lacking(each))
-            for each in self._members.replicas.values()
-        }
-
     async def retry(self) -> None:
         """Ask replicas again and again for the versions that they lack, since files may arrive late."""
         while True:
             await asyncio.sleep(RETRY_S)
             for replica in self._members.replicas.values():
-                for listing in self._lacking(replica):
+                for listing in self.lacking(replica):
                     if listing.state == "listed":
                         replica.ask_again(listing)
 
@@ -326,8 +319,7 @@ class Rollout:
         appended = self._log.append(*listings)
         news = messages.Revisions(self.revision, appended)
         self._members.send_to_frontends(news)
-        if self._members.supervisor is not None:
-            self._members.supervisor.send(news)
+        self._members.send_to_supervisor(news)
 
 
 class AdapterLog:
