@@ -81,9 +81,8 @@ class Echo:
             good,
             7,
             silence_s,
-            lambda role: _question if role == messages.SUPERVISOR else None,
+            {messages.SUPERVISOR: (_question, self._serve)},
             lambda said: why_strange(said, "model"),
-            self._serve,
         )
 
     async def _serve(self, met: Link) -> None:

@@ -83,7 +83,9 @@ class Machines:
                 await self.serve(link)
 
             sock = bind()
-            listener = Listener(sock, GOOD, 1, 60.0, lambda role: _from_puller, lambda hello: None, serve)
+            listener = Listener(
+                sock, GOOD, 1, 60.0, {messages.PULLER: (_from_puller, serve)}, lambda hello: None
+            )
             await listener.start()
             hello = Hello(messages.PULLER, 0, 1, 1, VERSION, "model")
             source = FileSource(listener.address, GOOD, hello)

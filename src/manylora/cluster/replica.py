@@ -212,9 +212,8 @@ class _Replica:
             self._credentials,
             self._launch.epoch,
             self._launch.cluster.silence_s,
-            lambda role: _from_frontend if role == messages.FRONTEND else None,
-            self._judge,
-            self._serve_frontend,
+            {messages.FRONTEND: (_from_frontend, self._serve_frontend)},
+            lambda hello: why_strange(hello, self._launch.model),
         )
         await listener.start()
         self._address = listener.address
@@ -226,9 +225,6 @@ class _Replica:
         return 1
 
     # ------------------------------------------------------------ front ends
-
-    def _judge(self, hello: Hello) -> str | None:
-        return why_strange(hello, self._launch.model)
 
     async def _serve_frontend(self, link: Link) -> None:
         while (message := await link.receive()) is not None:

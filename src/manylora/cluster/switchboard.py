@@ -11,15 +11,15 @@ import asyncio
 import collections
 import concurrent.futures
 import logging
+import socket
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from manylora.cluster import children, messages
 from manylora.cluster.children import Tasks
-from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
+from manylora.cluster.link import Hello, Link, Listener, Role, credentials_of, why_strange
 from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status_of
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
@@ -39,14 +39,6 @@ SOLVE_S = 2.0
 HINT_S = 5.0
 """The time, in seconds, that a hint stays fresh beyond ``scale_down_s``, in which the router repeats a hint
 that still holds."""
-
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
-    messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
-    messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
-    messages.PULLER: msgspec.msgpack.Decoder(messages.ToRouterFromPuller),
-    messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
-}
 
 
 class Switchboard:
@@ -92,22 +84,20 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         self._tasks.spawn(self.registry.retry())
-        serve: dict[str, Callable[[Link], Awaitable[None]]] = {
-            messages.FRONTEND: self._serve_frontend,
-            messages.REPLICA: self._serve_replica,
-            messages.NEWCOMER: self._serve_newcomer,
-            messages.PULLER: lambda link: serve_files(link, self.registry),
-            messages.SUPERVISOR: self._serve_supervisor,
+        from_frontend = msgspec.msgpack.Decoder(messages.ToRouterFromFrontend)
+        from_puller = msgspec.msgpack.Decoder(messages.ToRouterFromPuller)
+        roles: dict[str, Role] = {
+            messages.FRONTEND: (from_frontend, self._serve_frontend),
+            messages.REPLICA: (msgspec.msgpack.Decoder(messages.ToRouterFromReplica), self._serve_replica),
+            messages.NEWCOMER: (from_frontend, self._serve_newcomer),
+            messages.PULLER: (from_puller, lambda link: serve_files(link, self.registry)),
+            messages.SUPERVISOR: (
+                msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
+                self._serve_supervisor,
+            ),
         }
-        listener = Listener(
-            adopt(self.launch.descriptor),
-            self._credentials,
-            self.launch.epoch,
-            self.launch.cluster.silence_s,
-            _decoders.get,
-            self._judge,
-            lambda link: serve[link.peer.role](link),
-        )
+        sock, silence_s = socket.socket(fileno=self.launch.descriptor), self.launch.cluster.silence_s
+        listener = Listener(sock, self._credentials, self.launch.epoch, silence_s, roles, self._judge)
         await listener.start()
         if self.held_back is not None:
             self._is_served.set()
