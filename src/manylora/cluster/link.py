@@ -301,7 +301,7 @@ def _sign(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 @contextlib.asynccontextmanager
 async def _streams(
     tls: ssl.SSLContext | None,
-    connect: Callable[..., Awaitable[tuple[asyncio.BaseTransport, Any]]],
+    connect: Callable[..., Awaitable[tuple[Any, Any]]],
     *where: Any,
 ) -> AsyncIterator[tuple[_Reader, asyncio.StreamWriter]]:
     """Yield streams over a connection, after the TLS handshake where there is TLS. An error in the block aborts

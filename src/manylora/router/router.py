@@ -179,7 +179,10 @@ class Router:
             self._take_off(request, "ended")
         elif self._quarantine.waiting.pop(request.id, None) is not None:
             self._end_quarantine(request)
-        elif self._stranded.pop(request.id, None) is None and self._queue.waiting.pop(request.id, None):
+        elif (
+            self._stranded.pop(request.id, None) is None
+            and self._queue.waiting.pop(request.id, None) is not None
+        ):
             self._may_serve = True  # it may have blocked others
         del self.requests[request.id]
 
