@@ -134,28 +134,17 @@ def end_after(seconds: float, code: int = 1) -> None:
     threading.Thread(target=end, name="manylora-end", daemon=True).start()
 
 
-_before_leaving: list[Callable[[int], None]] = []
-
-
-def call_before_leaving(call: Callable[[int], None]) -> None:
-    """Register a function that ``leave`` calls with the exit code."""
-    _before_leaving.append(call)
+before_leaving: list[Callable[[int], None]] = []
+"""Functions that ``leave`` calls with the exit code."""
 
 
 def leave(code: int) -> None:
-    """End this process now, even where something hangs. The functions of ``call_before_leaving`` run first."""
-    for call in _before_leaving:
+    """End this process now, even where something hangs. ``before_leaving`` runs first."""
+    for call in before_leaving:
         call(code)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-def ignore_signals_of_terminals() -> None:
-    """Ignore the signals that a terminal sends to the whole group: the supervisor decides when its processes
-    end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Tasks:
@@ -214,7 +203,9 @@ def _run(launch: Launch, starter: Starter) -> int:
 
 def main(descriptor: int) -> int:
     """Run the process for which the starter at the other end of ``descriptor`` asks, and return the exit code."""
-    ignore_signals_of_terminals()
+    # A terminal sends these to the whole group, and the supervisor decides when its processes end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     configure_logging()
     starter = PairedStarter(descriptor)
     launch = starter.read()

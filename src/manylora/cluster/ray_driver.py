@@ -354,7 +354,7 @@ class ReplicaActor:
             self._code.put(code)
             time.sleep(_ANSWER_S)
 
-        children.call_before_leaving(leaving)
+        children.before_leaving.append(leaving)
         threading.Thread(
             target=self._run, args=(_launch.decode(launch),), name="manylora-replica", daemon=True
         ).start()

@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -105,27 +106,6 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
     return asyncio.run(serve())
 
 
-class _Lease:
-    """The right to serve, counted from the moments at which the replica asked for it. A thread of its own
-    watches it."""
-
-    def __init__(self, lasts_s: float) -> None:
-        self._lasts_s = lasts_s
-        self._until_s = float("inf")
-        threading.Thread(target=self._watch, name="manylora-lease", daemon=True).start()
-
-    def renew(self, asked_s: float) -> None:
-        """Renew the lease: the router has answered a message that was sent at ``asked_s``."""
-        before_s = 0.0 if self._until_s == float("inf") else self._until_s
-        self._until_s = max(before_s, asked_s + self._lasts_s)
-
-    def _watch(self) -> None:
-        while time.monotonic() < self._until_s:
-            time.sleep(min(0.1, self._lasts_s / 10))
-        log.error("no lease for %g s: the replica ends", self._lasts_s)
-        children.leave(children.FENCED)
-
-
 class _Seen:
     """The router's assignments that have arrived. ``upto``: the number up to which all have arrived, or count
     as lost."""
@@ -181,7 +161,7 @@ class _Replica:
         puller = msgspec.structs.replace(self._hello, role=messages.PULLER)
         self._source = FileSource(launch.router, credentials, puller)
         self._cache = cache
-        self._lease = _Lease(launch.cluster.lease)
+        self._lease_until_s = math.inf  # the first lease begins with the router's first answer
         self._seen = _Seen()
         self._open: dict[RequestId, _Open] = {}
         self._router: Link | None = None
@@ -206,6 +186,7 @@ class _Replica:
             log.error("%s: %s", self._name, reason)
             loop.call_soon_threadsafe(self._died.set)
 
+        threading.Thread(target=self._watch_lease, name="manylora-lease", daemon=True).start()
         self._driver.start(deliver, died, is_watched=True)
         listener = Listener(
             bind(self._launch.host),
@@ -223,6 +204,13 @@ class _Replica:
         ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return 1
+
+    def _watch_lease(self) -> None:
+        """End the process with its lease, on a thread that nothing else can hold up."""
+        while time.monotonic() < self._lease_until_s:
+            time.sleep(min(0.1, self._launch.cluster.lease / 10))
+        log.error("no lease for %g s: the replica ends", self._launch.cluster.lease)
+        children.leave(children.FENCED)
 
     # ------------------------------------------------------------ front ends
 
@@ -260,18 +248,18 @@ class _Replica:
     def _deliver(self, deltas: list[Delta]) -> None:
         """Send deltas to the front ends that own their requests. Deltas of requests that are not open are
         dropped."""
-        by_link: dict[int, tuple[Link, list[Delta]]] = {}
+        by_link: dict[Link, list[Delta]] = {}
         for delta in deltas:
             found = self._open.get(delta.request)
             if found is None or found.attempt != delta.attempt:
                 continue
-            by_link.setdefault(id(found.link), (found.link, []))[1].append(delta)
+            by_link.setdefault(found.link, []).append(delta)
             if delta.finish_reason is not None:
                 is_refusal = delta.error is not None and delta.error.status < 500
                 found.num_open = 0 if is_refusal else found.num_open - 1
                 if not found.num_open:
                     del self._open[delta.request]
-        for link, theirs in by_link.values():
+        for link, theirs in by_link.items():
             link.send(Deltas(theirs))
         self._news.set()
 
@@ -305,7 +293,7 @@ class _Replica:
     def _receive(self, link: Link, message: object) -> None:
         match message:
             case messages.Lease(sent_s):
-                self._lease.renew(sent_s)
+                self._lease_until_s = sent_s + self._launch.cluster.lease
             case messages.AskWhole():
                 self._is_whole = True
                 self._news.set()

@@ -318,7 +318,8 @@ class Switchboard:
                     member.is_synced = True
                     self._settle_if_all_are_there()
                 case messages.HasRevision(revision):
-                    self.registry.receive_revision(member, revision)
+                    member.revision = max(member.revision, revision)
+                    self.registry.pulse()
                 case messages.AdapterCall():
                     self._tasks.spawn(self._answer_adapter_call(link, message))
                 case messages.AskStatus(call):

@@ -84,29 +84,21 @@ class PlanState:
     def _cost_s(self, request: ProgrammeRequest, place: int) -> float:
         return request.run_s + (request.move_s if place != request.source else 0.0)
 
-    def finish_s(self, place: int) -> float:
-        """Return the time at which the replica finishes its requests, in seconds."""
-        return self._finish_s(place, self._run_s[place], self._pages[place], len(self._adapters[place]))
-
-    def _finish_s(self, place: int, run_s: float, pages: int, num_adapters: int) -> float:
+    def finish_s(self, place: int, request: int | None = None) -> float:
+        """Return the time at which the replica finishes its requests, in seconds. ``request``: without this one,
+        where it is there, or with it, where it is elsewhere."""
         replica = self._problem.replicas[place]
+        run_s, pages, num_adapters = self._run_s[place], self._pages[place], len(self._adapters[place])
+        if request is not None:
+            each, sign = self._problem.requests[request], -1 if self.plan[request] == place else 1
+            run_s += sign * self._cost_s(each, place)
+            pages += sign * each.pages
+            if self._adapters[place].get(each.adapter, 0) + sign == max(
+                sign, 0
+            ):  # the first, or the last one
+                pages += sign * self._sizes[each.adapter]
+                num_adapters += sign
         return run_s + max(pages - replica.pages, 0) * replica.page_s + self._problem.eta_s * num_adapters
-
-    def finish_without_s(self, request: int) -> float:
-        """Return the time at which the request's replica would finish without it, in seconds."""
-        place, each = self.plan[request], self._problem.requests[request]
-        is_last = self._adapters[place][each.adapter] == 1
-        pages = self._pages[place] - each.pages - (self._sizes[each.adapter] if is_last else 0)
-        num_adapters = len(self._adapters[place]) - is_last
-        return self._finish_s(place, self._run_s[place] - self._cost_s(each, place), pages, num_adapters)
-
-    def finish_with_s(self, request: int, place: int) -> float:
-        """Return the time at which another replica would finish with this request added, in seconds."""
-        each = self._problem.requests[request]
-        is_first = each.adapter not in self._adapters[place]
-        pages = self._pages[place] + each.pages + (self._sizes[each.adapter] if is_first else 0)
-        num_adapters = len(self._adapters[place]) + is_first
-        return self._finish_s(place, self._run_s[place] + self._cost_s(each, place), pages, num_adapters)
 
     def value_s(self) -> float:
         """Return the time at which the last replica finishes, in seconds: the plan's value, where less is
@@ -141,11 +133,11 @@ def improve(problem: Solve, plan: Sequence[int]) -> Plan:
         for request, place in enumerate(state.plan):
             if place != worst:
                 continue
-            without_s = state.finish_without_s(request)
+            without_s = state.finish_s(worst, request)
             for other in places:
                 if other == worst or without_s >= best_s:
                     continue
-                then_s = max(without_s, state.finish_with_s(request, other))
+                then_s = max(without_s, state.finish_s(other, request))
                 if then_s < best_s:
                     best, best_s = (request, other), then_s
         if best is None:
@@ -240,15 +232,11 @@ class _Bursts:
         self._heap = [self._entry(adapter) for adapter in self.holders]
         heapq.heapify(self._heap)
 
-    def tolerance(self, adapter: AdapterId) -> float:
-        """Return the number of requests for which the adapter's replicas have free pages, over the adapter's
-        rate."""
-        peak = sum(max(self.free[place], 0) for place in self.holders[adapter]) / self._request_pages
-        return peak / self._loads[adapter]
-
     def _entry(self, adapter: AdapterId) -> tuple[float, float, AdapterId]:
-        """Return an entry that sorts by tolerance, then by the larger load, then by the lower id."""
-        return self.tolerance(adapter), -self._loads[adapter], adapter
+        """Return an entry that sorts by tolerance, then by the larger load, then by the lower id. The tolerance
+        is the number of requests for which the adapter's replicas have free pages, over the adapter's rate."""
+        peak = sum(max(self.free[place], 0) for place in self.holders[adapter]) / self._request_pages
+        return peak / self._loads[adapter], -self._loads[adapter], adapter
 
     def least(self) -> tuple[float, AdapterId]:
         """Return the least tolerance, and its adapter."""
