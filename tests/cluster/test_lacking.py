@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from manylora._version import VERSION
@@ -113,7 +112,7 @@ class Router:
             self.launch.router,
             credentials_of(SECRET, None, "127.0.0.1"),
             hello,
-            msgspec.msgpack.Decoder(told),
+            told,
         )
 
     async def begin(self) -> None:

@@ -27,8 +27,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
 from manylora.cluster import messages
 from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, LinkRefused, redial
 from manylora.config.declaring import ConfigError
@@ -49,7 +47,6 @@ _SAFE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 PATIENCE_S = 10.0
 """How long a copy waits for a router that is gone. Another router has taken its place by then."""
 
-_from_router = msgspec.msgpack.Decoder(messages.ToPullerFromRouter)
 _Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
 
 
@@ -306,7 +303,7 @@ class _Pull:
 
     async def _dial(self, until_s: float) -> Link:
         try:
-            return await redial(*self._source, _from_router, most_s=until_s - time.monotonic())
+            return await redial(*self._source, messages.ToPullerFromRouter, most_s=until_s - time.monotonic())
         except LinkRefused as error:
             raise AdapterError(f"the router gives no files: {error}", status=503) from error
         except LinkError as error:

@@ -41,9 +41,6 @@ STATS_S = 1.0
 CALL_S = 5.0
 """The time that a call waits for a link to the router where there is none."""
 
-_from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
-_from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
-
 
 @dataclasses.dataclass(eq=False)
 class ReplicaLink:
@@ -242,7 +239,9 @@ class ClusterClient:
         address = endpoint.host, endpoint.port
         while True:
             with contextlib.suppress(LinkError):
-                link = await redial(address, self._credentials, self._hello, _from_replica, most_s=DIAL_S)
+                link = await redial(
+                    address, self._credentials, self._hello, messages.ToFrontendFromReplica, most_s=DIAL_S
+                )
                 if link.epoch == endpoint.epoch:
                     replica.link = link
                     for unsent in replica.unsent:
@@ -308,7 +307,11 @@ class ClusterClient:
     async def _follow_router(self) -> None:
         while True:
             link = await redial(
-                self._router_address, self._credentials, self._hello, _from_router, ignores_refusals=True
+                self._router_address,
+                self._credentials,
+                self._hello,
+                messages.ToFrontendFromRouter,
+                ignores_refusals=True,
             )
             self._greet(link)
             while (message := await link.receive()) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from manylora.cluster.client import ClusterClient
 from manylora.cluster.members import STATES
 from manylora.engine.client import EngineBusy, EngineSilent, EngineStats
+from manylora.listening import is_loopback
 from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics
 from manylora.protocol.executor import AdapterError
@@ -152,7 +152,7 @@ def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operati
     loopback clients may use it."""
 
     async def show(request: Request) -> Response:
-        if not api_keys and not _is_loopback(request):
+        if not api_keys and (request.client is None or not is_loopback(request.client.host)):
             raise ApiError(403, "without API keys /cluster is for clients on this machine")
         try:
             return JSONResponse(await asyncio.wait_for(client.cluster_status(), _STATUS_S))
@@ -161,10 +161,3 @@ def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operati
 
     summary = "The cluster's processes, their state and their load"
     return Operation("GET", "/cluster", same_origin(show), "cluster", summary)
-
-
-def _is_loopback(request: Request) -> bool:
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False

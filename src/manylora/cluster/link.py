@@ -184,13 +184,14 @@ class Link:
         self,
         reader: _Reader,
         writer: asyncio.StreamWriter,
-        decoder: msgspec.msgpack.Decoder[Any],
+        receives: Any,
         peer: Hello,
         welcome: _Welcome,
     ) -> None:
+        """Begin to send beats. ``receives``: the type of the messages that arrive."""
         self._reader = reader
         self._writer = writer
-        self._decoder = decoder
+        self._decoder = msgspec.msgpack.Decoder(receives)
         self.peer = peer
         self.epoch = welcome.epoch
         self.is_open = True
@@ -320,15 +321,13 @@ async def _streams(
         raise
 
 
-async def dial(
-    address: tuple[str, int], credentials: Credentials, hello: Hello, decoder: msgspec.msgpack.Decoder[Any]
-) -> Link:
-    """Open a link to the listener at ``address``. Raises LinkError, and LinkRefused where another try will
-    not help."""
+async def dial(address: tuple[str, int], credentials: Credentials, hello: Hello, receives: Any) -> Link:
+    """Open a link to the listener at ``address``. ``receives``: the type of the messages that arrive from there.
+    Raises LinkError, and LinkRefused where another try will not help."""
     connect = asyncio.get_running_loop().create_connection
     try:
         async with asyncio.timeout(HANDSHAKE_S), _streams(credentials.dialling, connect, *address) as streams:
-            return await _introduce(*streams, credentials.secret, hello, decoder)
+            return await _introduce(*streams, credentials.secret, hello, receives)
     except TimeoutError as error:
         raise LinkError(f"{address[0]}:{address[1]} does not answer") from error
     except ssl.SSLError as error:
@@ -341,7 +340,7 @@ async def redial(
     address: tuple[str, int],
     credentials: Credentials,
     hello: Hello,
-    decoder: msgspec.msgpack.Decoder[Any],
+    receives: Any,
     *,
     most_s: float = math.inf,
     ignores_refusals: bool = False,
@@ -351,7 +350,7 @@ async def redial(
     until_s = time.monotonic() + most_s
     while True:
         try:
-            return await dial(address, credentials, hello, decoder)
+            return await dial(address, credentials, hello, receives)
         except LinkError as error:
             is_final = isinstance(error, LinkRefused) and not ignores_refusals
             if is_final or time.monotonic() >= until_s:
@@ -364,7 +363,7 @@ async def _introduce(
     writer: asyncio.StreamWriter,
     secret: bytes,
     hello: Hello,
-    decoder: msgspec.msgpack.Decoder[Any],
+    receives: Any,
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
     framed = frame(hello)
@@ -386,11 +385,11 @@ async def _introduce(
         raise LinkError("the other side is not of a cluster") from error
     if welcome.refused:
         raise LinkRefused(welcome.refused)
-    return Link(reader, writer, decoder, hello, welcome)
+    return Link(reader, writer, receives, hello, welcome)
 
 
-Role = tuple[msgspec.msgpack.Decoder[Any], Callable[[Link], Awaitable[None]]]
-"""The decoder of a role's messages, and the function that handles its link, which ends when that returns."""
+Role = tuple[Any, Callable[[Link], Awaitable[None]]]
+"""The type of a role's messages, and the function that handles its link, which ends when that returns."""
 
 
 class Listener:
@@ -472,13 +471,13 @@ class Listener:
         proof = msgspec.msgpack.decode(await _read(reader, HANDSHAKE_BYTES), type=_Proof)
         if not hmac.compare_digest(proof.proof, _sign(self._secret, b"dialler", said, nonce)):
             raise LinkError("the other side does not know the cluster's secret")
-        decoder, _ = self._roles.get(hello.role, (None, None))
-        refused = f"there is no role {hello.role!r}" if decoder is None else self._judge(hello)
+        receives, _ = self._roles.get(hello.role, (None, None))
+        refused = f"there is no role {hello.role!r}" if receives is None else self._judge(hello)
         welcome = _Welcome(refused or "", self._epoch, self._silence_s)
         writer.write(frame(welcome))
-        if refused or decoder is None:
+        if refused:
             with contextlib.suppress(OSError):
                 await writer.drain()
             writer.close()
             return None
-        return Link(reader, writer, decoder, hello, welcome)
+        return Link(reader, writer, receives, hello, welcome)

@@ -49,10 +49,6 @@ _PORT = 6379
 _ANSWER_S = 0.1
 """The time that a process which ends waits for its last answer to leave."""
 
-_launch = msgspec.msgpack.Decoder(children.Launch)
-_encoder = msgspec.msgpack.Encoder()
-_said = msgspec.msgpack.Decoder(messages.ChildReady | Failed)
-
 
 class RayNodeFacts(msgspec.Struct):
     """A node, by Ray's id. ``model``: the digest of the model's files on it, or "?" and the reason why there
@@ -180,7 +176,6 @@ class _Driver:
 
         self._ray = ray
         self._starter = starter
-        self._host = launch.host
         self._actors: dict[str, Any] = {}
         self._placed: dict[str, str] = {}
         self._placing = threading.Lock()
@@ -231,7 +226,7 @@ class _Driver:
             address, gpus = each["NodeManagerAddress"], int(each["Resources"].get("GPU", 0))
             if not (gpus if uses_gpus else each["Resources"].get("CPU")):
                 continue
-            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(self._host).is_loopback:
+            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(launch.host).is_loopback:
                 raise ConfigError(f"node {address} of Ray is another machine: it needs --cluster-host")
             node = RayNodeFacts(each["NodeID"], address, gpus if uses_gpus else 0)
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -258,7 +253,8 @@ class _Driver:
         code, reason = 1, ""
         try:
             life = self._start(name, order.launch)
-            said = _said.decode(self._ray.get(self._actors[name].said.remote()))
+            said = self._ray.get(self._actors[name].said.remote())
+            said = msgspec.msgpack.decode(said, type=messages.ChildReady | Failed)
             self._starter.report(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
@@ -279,11 +275,11 @@ class _Driver:
         pid, node, address = ray.get(actor.place.remote())
         self._placed[name] = node
         self._starter.report(messages.ActorBegan(name, pid, node))
-        launch = _launch.decode(encoded)
+        launch = msgspec.msgpack.decode(encoded, type=children.Launch)
         engine, threads = self.nodes.share(launch.engine, node, launch.id)
         host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
         launch = msgspec.structs.replace(launch, engine=engine, host=host)
-        return actor.run.remote(_encoder.encode(launch), threads, self._work_dir)
+        return actor.run.remote(msgspec.msgpack.encode(launch), threads, self._work_dir)
 
     def _place(self, name: str) -> Any:
         """Choose the place of an actor: where GPUs are free, or else the node with the fewest replicas.
@@ -355,9 +351,8 @@ class ReplicaActor:
             time.sleep(_ANSWER_S)
 
         children.before_leaving.append(leaving)
-        threading.Thread(
-            target=self._run, args=(_launch.decode(launch),), name="manylora-replica", daemon=True
-        ).start()
+        decoded = msgspec.msgpack.decode(launch, type=children.Launch)
+        threading.Thread(target=self._run, args=(decoded,), name="manylora-replica", daemon=True).start()
         return self._code.get()
 
     def _run(self, launch: children.Launch) -> None:
@@ -383,7 +378,7 @@ class ReplicaActor:
 
     def report(self, message: messages.FromChild) -> None:
         """Queue a message for the driver (see Starter), which asks only for the first one."""
-        self._said.put(_encoder.encode(message))
+        self._said.put(msgspec.msgpack.encode(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Keep ``stopped`` (see Starter). An actor never learns that it is an orphan: its lease ends instead."""

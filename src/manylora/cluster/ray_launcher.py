@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import ipaddress
 import logging
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from manylora.cluster.local import LocalProcess, NotStarted, Started, start_chil
 from manylora.cluster.slots import end_soon
 from manylora.config.declaring import ConfigError
 from manylora.engine.wire import Failed
+from manylora.listening import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ START_S = 3600.0
 _LONGEST_ROOT = 40
 """The most characters of a folder under which the paths of Ray's own sockets are short enough for the system."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def check_ray() -> None:
     """Check that Ray is installed, in the version that this was built for. Raises ConfigError."""
@@ -44,14 +42,6 @@ def check_ray() -> None:
     found = importlib.metadata.version("ray")
     if not found.startswith(VERSION):
         raise ConfigError(f"--launcher ray needs ray {VERSION}*, and {found} is installed")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class RayLauncher:
@@ -148,7 +138,7 @@ class RayLauncher:
                     raise OSError(str(error)) from error
         name = f"replica {launch.id} (epoch {launch.epoch})"
         actor = self._actors[name] = RayProcess(name, self._send)
-        self._send(messages.StartActor(name, _encoder.encode(launch)))
+        self._send(messages.StartActor(name, msgspec.msgpack.encode(launch)))
         await actor.is_begun.wait()
         return actor
 

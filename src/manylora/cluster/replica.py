@@ -60,8 +60,6 @@ SKIP_S = 1.0
 """The time after which an assignment that later ones have overtaken counts as lost."""
 CLOSE_S = 1.5
 
-_from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
-_from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
 
 _STEP_S = {"cpu": 0.01, "cuda": 0.01}
 _ROW_S = {"cpu": 5e-4, "cuda": 2e-5}
@@ -193,7 +191,7 @@ class _Replica:
             self._credentials,
             self._launch.epoch,
             self._launch.cluster.silence_s,
-            {messages.FRONTEND: (_from_frontend, self._serve_frontend)},
+            {messages.FRONTEND: (messages.ToReplicaFromFrontend, self._serve_frontend)},
             lambda hello: why_strange(hello, self._launch.model),
         )
         await listener.start()
@@ -269,7 +267,9 @@ class _Replica:
         """Keep a link to the router, whichever process it is."""
         while True:
             try:
-                link = await redial(self._launch.router, self._credentials, self._hello, _from_router)
+                link = await redial(
+                    self._launch.router, self._credentials, self._hello, messages.ToReplicaFromRouter
+                )
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)

@@ -50,8 +50,6 @@ LEFT_S = 10.0
 LAST_S = 5.0
 """The time that front ends may take beyond the time for draining."""
 
-_from_router = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
-
 
 def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOptions) -> int:
     """Serve until a signal ends the cluster, and return the exit code. Raises ConfigError where the settings
@@ -295,7 +293,11 @@ class _Supervisor:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
             link = self._link = await redial(
-                self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
+                self._launch.router,
+                self._credentials,
+                hello,
+                messages.ToSupervisorFromRouter,
+                ignores_refusals=True,
             )
             self._send_table()
             while (message := await link.receive()) is not None:

@@ -84,17 +84,12 @@ class Switchboard:
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         self._tasks.spawn(self.registry.retry())
-        from_frontend = msgspec.msgpack.Decoder(messages.ToRouterFromFrontend)
-        from_puller = msgspec.msgpack.Decoder(messages.ToRouterFromPuller)
         roles: dict[str, Role] = {
-            messages.FRONTEND: (from_frontend, self._serve_frontend),
-            messages.REPLICA: (msgspec.msgpack.Decoder(messages.ToRouterFromReplica), self._serve_replica),
-            messages.NEWCOMER: (from_frontend, self._serve_newcomer),
-            messages.PULLER: (from_puller, lambda link: serve_files(link, self.registry)),
-            messages.SUPERVISOR: (
-                msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
-                self._serve_supervisor,
-            ),
+            messages.FRONTEND: (messages.ToRouterFromFrontend, self._serve_frontend),
+            messages.REPLICA: (messages.ToRouterFromReplica, self._serve_replica),
+            messages.NEWCOMER: (messages.ToRouterFromFrontend, self._serve_newcomer),
+            messages.PULLER: (messages.ToRouterFromPuller, lambda link: serve_files(link, self.registry)),
+            messages.SUPERVISOR: (messages.ToRouterFromSupervisor, self._serve_supervisor),
         }
         sock, silence_s = socket.socket(fileno=self.launch.descriptor), self.launch.cluster.silence_s
         listener = Listener(sock, self._credentials, self.launch.epoch, silence_s, roles, self._judge)
