@@ -148,12 +148,12 @@ def leave(code: int) -> None:
 
 
 class Tasks:
-    """The tasks of one owner on its event loop, kept alive. ``one_failed`` is set once a task has ended by an
-    error; the error is in the log."""
+    """The tasks of one owner on its event loop, kept alive. ``over``: set once a task has ended by an error, which
+    is in the log; the owner may set it, too."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.one_failed = asyncio.Event()
+        self.over = asyncio.Event()
 
     def __len__(self) -> int:
         """Count the tasks that have not ended."""
@@ -175,7 +175,7 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s has failed", task.get_name(), exc_info=error)
-            self.one_failed.set()
+            self.over.set()
 
 
 def run(launch: Launch, starter: Starter) -> int:

@@ -181,12 +181,7 @@ class Link:
     """A connection of two processes. ``peer``: the dialling side's hello; ``epoch``: the listener's epoch."""
 
     def __init__(
-        self,
-        reader: _Reader,
-        writer: asyncio.StreamWriter,
-        receives: Any,
-        peer: Hello,
-        welcome: _Welcome,
+        self, reader: _Reader, writer: asyncio.StreamWriter, receives: Any, peer: Hello, welcome: _Welcome
     ) -> None:
         """Begin to send beats. ``receives``: the type of the messages that arrive."""
         self._reader = reader
@@ -301,9 +296,7 @@ def _sign(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _streams(
-    tls: ssl.SSLContext | None,
-    connect: Callable[..., Awaitable[tuple[Any, Any]]],
-    *where: Any,
+    tls: ssl.SSLContext | None, connect: Callable[..., Awaitable[tuple[Any, Any]]], *where: Any
 ) -> AsyncIterator[tuple[_Reader, asyncio.StreamWriter]]:
     """Yield streams over a connection, after the TLS handshake where there is TLS. An error in the block aborts
     the connection. ``connect``: the event loop's function that makes a transport of ``where``."""
@@ -359,11 +352,7 @@ async def redial(
 
 
 async def _introduce(
-    reader: _Reader,
-    writer: asyncio.StreamWriter,
-    secret: bytes,
-    hello: Hello,
-    receives: Any,
+    reader: _Reader, writer: asyncio.StreamWriter, secret: bytes, hello: Hello, receives: Any
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
     framed = frame(hello)

@@ -122,12 +122,9 @@ class Operations:
 
     # ------------------------------------------------------------ drains
 
-    async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
-        """Give the replica no more work, and return when it has no requests. Raises Refusal."""
-        await self._empty(replica, "stay", migrate=migrate)
-
-    async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
-        """Drain the replica, and return the epoch that was drained. Raises Refusal."""
+    async def empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
+        """Give the replica no more work, and return its epoch when it has no requests. ``drains_to``: see
+        NoteDrain. Raises Refusal."""
         slot = self._slot(replica)
         if slot is None:
             raise Refusal(f"there is no replica {replica}")
@@ -144,7 +141,7 @@ class Operations:
         elif slot.drains_to == "restart":
             self._tasks.spawn(self._by_itself(self._start_anew(slot.id)))
         else:
-            self._tasks.spawn(self._by_itself(self._empty(slot.id, slot.drains_to, migrate=False)))
+            self._tasks.spawn(self._by_itself(self.empty(slot.id, slot.drains_to, migrate=False)))
 
     # ------------------------------------------------------------ scaling
 
@@ -187,7 +184,7 @@ class Operations:
     async def _remove(self, replica: ReplicaId) -> None:
         self._removing.add(replica)
         try:
-            await self._empty(replica, "remove", migrate=True)
+            await self.empty(replica, "remove", migrate=True)
             self._board.members.send_to_supervisor(messages.EndSlot(replica))
             await self._until(lambda: self._slot(replica) is None)
         finally:
@@ -222,7 +219,7 @@ class Operations:
         return len(replicas)
 
     async def _start_anew(self, replica: ReplicaId) -> None:
-        epoch = await self._empty(replica, "restart", migrate=True)
+        epoch = await self.empty(replica, "restart", migrate=True)
         self._board.members.send_to_supervisor(messages.EndReplica(replica, epoch))
         await self._until_up({replica: epoch + 1})
 

@@ -170,7 +170,6 @@ class _Replica:
         self._last: commands.Status | None = None
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
-        self._died = asyncio.Event()
         self._tasks = Tasks()
 
     async def serve(self, starter: children.Starter) -> int:
@@ -182,7 +181,7 @@ class _Replica:
 
         def died(reason: str) -> None:
             log.error("%s: %s", self._name, reason)
-            loop.call_soon_threadsafe(self._died.set)
+            loop.call_soon_threadsafe(self._tasks.over.set)
 
         threading.Thread(target=self._watch_lease, name="manylora-lease", daemon=True).start()
         self._driver.start(deliver, died, is_watched=True)
@@ -199,8 +198,7 @@ class _Replica:
         for work in (self._follow_router(), self._report()):
             self._tasks.spawn(work)
         starter.report(messages.ChildReady(self._driver.info))
-        ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await self._tasks.over.wait()
         return 1
 
     def _watch_lease(self) -> None:

@@ -124,7 +124,7 @@ class Admin:
                 case {"do": "status"}:
                     return status_of(self._board)
                 case {"do": "drain", "replica": int(replica), "migrate": bool(migrate)}:
-                    await operations.drain(replica, migrate=migrate)
+                    await operations.empty(replica, "stay", migrate=migrate)
                     return {"said": f"replica {replica} is empty, and gets no more work"}
                 case {"do": "scale", "replicas": int(count)}:
                     await operations.in_time(operations.scale(count))

@@ -143,15 +143,14 @@ class _Supervisor:
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
-        self._stopped = asyncio.Event()
-        self._failed: asyncio.Future[Failed]
+        self._is_stopped = False  # by a signal
+        self._failed: Failed | None = None
         self._tasks = Tasks()
 
     async def serve(self) -> int:
         """Serve until a signal, a failed start or a failed task, and return the exit code. Raises ConfigError
         where the settings cannot work."""
         loop = asyncio.get_running_loop()
-        self._failed = loop.create_future()
         for number in stop_signals():
             loop.add_signal_handler(number, self._stop, number)
         keeps_router = self._keep(self._router, messages.ROUTER, 0, self._router_sock)
@@ -159,28 +158,24 @@ class _Supervisor:
             self._tasks.spawn(work)
         for replica in range(self._launch.cluster.num_at_start):
             self._add_slot(replica)
-        stopped, broken = (
-            loop.create_task(event.wait()) for event in (self._stopped, self._tasks.one_failed)
-        )
-        waits: list[asyncio.Future[Any]] = [stopped, broken, self._failed]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if self._failed.done():
-                failed = self._failed.result()
-                if failed.is_user_error:
-                    raise ConfigError(failed.message)
-                log.error("%s", failed.message)
-                return 1
-            return 1 if broken.done() else 0
+            await self._tasks.over.wait()
+            if self._failed is None:
+                return 0 if self._is_stopped else 1
+            if self._failed.is_user_error:
+                raise ConfigError(self._failed.message)
+            log.error("%s", self._failed.message)
+            return 1
         finally:
             await self._end()
 
     def _stop(self, number: int) -> None:
         log.info("signal %d: the cluster ends", number)
-        if self._stopped.is_set():  # a second signal: front ends end now
+        if self._is_stopped:  # a second signal: front ends end now
             for process in self._frontend_processes():
                 process.stop()
-        self._stopped.set()
+        self._is_stopped = True
+        self._tasks.over.set()
 
     def _frontend_processes(self) -> list[Started]:
         return [place.process for place in self._frontends.values() if place.process is not None]
@@ -233,8 +228,9 @@ class _Supervisor:
 
     def _fail(self, failed: Failed) -> None:
         """End the cluster if it does not serve yet. The first reason counts."""
-        if not self._is_serving and not self._failed.done():
-            self._failed.set_result(failed)
+        if not self._is_serving and self._failed is None:
+            self._failed = failed
+            self._tasks.over.set()
 
     def _send_table(self) -> None:
         if self._link is None:
@@ -284,7 +280,7 @@ class _Supervisor:
                 else:
                     self._report_serving()
                 code = await place.ended()
-                if not self._is_stopping and not self._failed.done():
+                if not self._is_stopping and self._failed is None:
                     log.error("%s has ended with %d: another takes its place", place.name, code)
             self._send_table()
             await place.pause()
