@@ -51,17 +51,37 @@ class ProgrammeModel:
         for name, value in options.items():
             self.highs.setOptionValue(name, value)
         self._problem = problem
+
         self._places = places = range(len(problem.replicas))
         num_shares = len(problem.requests) * len(places)
         num_columns = num_shares + len(problem.adapters) * len(places)
         self.highs.addVars(num_columns, [0.0] * num_columns, [1.0] * num_columns)
         for column in range(num_shares, num_columns):
             self.highs.changeColIntegrality(column, highspy.HighsVarType.kInteger)
-        last = num_columns + len(places)
+        first_over, last = num_columns, num_columns + len(places)
         for _ in range(len(places) + 1):
             self.highs.addVar(0.0, highspy.kHighsInf)
         self.highs.changeColCost(last, 1.0)
-        self._add_rows(num_shares, num_columns, last, highspy.kHighsInf)
+
+        of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
+        for request, each in enumerate(problem.requests):
+            of_adapter[each.adapter].append(request)
+            self._row(1.0, 1.0, [(self.share(request, place), 1.0) for place in places])
+        for place, replica in enumerate(problem.replicas):
+            seconds, pages = [], []
+            for request, each in enumerate(problem.requests):
+                column = self.share(request, place)
+                seconds.append((column, each.run_s + (each.move_s if each.source != place else 0.0)))
+                pages.append((column, float(each.pages)))
+            for number, (adapter, size) in enumerate(problem.adapters):
+                column = num_shares + number * len(places) + place
+                seconds.append((column, problem.eta_s))
+                pages.append((column, float(size)))
+                shares = [(self.share(request, place), -1.0) for request in of_adapter[adapter]]
+                self._row(0.0, highspy.kHighsInf, [(column, float(len(shares))), *shares])
+            over = first_over + place
+            self._row(-highspy.kHighsInf, float(replica.pages), [*pages, (over, -1.0)])
+            self._row(-highspy.kHighsInf, 0.0, [*seconds, (over, replica.page_s), (last, -1.0)])
 
     def share(self, request: int, place: int) -> int:
         """Return the column of a request's share at a replica."""
@@ -83,32 +103,6 @@ class ProgrammeModel:
             for request in range(len(self._problem.requests))
         )
         return Solved(number, shares, max(float(highs.getInfo().mip_dual_bound), 0.0))
-
-    def _add_rows(self, first_adapter: int, first_over: int, last: int, infinity: float) -> None:
-        problem = self._problem
-        of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
-        for request, each in enumerate(problem.requests):
-            of_adapter[each.adapter].append(request)
-            self._row(1.0, 1.0, [(self.share(request, place), 1.0) for place in self._places])
-        there = {
-            adapter: first_adapter + number * len(self._places)
-            for number, (adapter, _) in enumerate(problem.adapters)
-        }
-        for place, replica in enumerate(problem.replicas):
-            seconds, pages = [], []
-            for request, each in enumerate(problem.requests):
-                column = self.share(request, place)
-                seconds.append((column, each.run_s + (each.move_s if each.source != place else 0.0)))
-                pages.append((column, float(each.pages)))
-            for adapter, size in problem.adapters:
-                column = there[adapter] + place
-                seconds.append((column, problem.eta_s))
-                pages.append((column, float(size)))
-                shares = [(self.share(request, place), -1.0) for request in of_adapter[adapter]]
-                self._row(0.0, infinity, [(column, float(len(shares))), *shares])
-            over = first_over + place
-            self._row(-infinity, float(replica.pages), [*pages, (over, -1.0)])
-            self._row(-infinity, 0.0, [*seconds, (over, replica.page_s), (last, -1.0)])
 
     def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
         """Add the row ``least`` <= sum of each column times its number <= ``most``."""

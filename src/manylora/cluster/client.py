@@ -107,8 +107,7 @@ class ClusterClient:
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
         self._names: dict[str, messages.Listing] = {}
-        self._note = messages.Note()
-        self._has_note = False
+        self._note: messages.Note | None = None
         self._router: Link | None = None
         self._lost_router_s = 0.0
         self._has_router = asyncio.Event()
@@ -189,15 +188,10 @@ class ClusterClient:
         del self._open[found.asked.id]
         self._waiting.discard(found.asked.id)
 
-    def _end(self, found: OpenRequest) -> None:
-        self._forget(found)
-        self._note_to_send().ended.append(found.as_ended())
-
     def _refuse(self, found: OpenRequest, error: RequestError) -> None:
         """End each open sample of a request with the error."""
         self._forget(found)
-        samples = found.ledger.open_samples if error.status >= 500 else (0,)
-        for sample in samples:
+        for sample in found.ledger.open_samples if error.status >= 500 else (0,):
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
             self._send_to_client(found.asked, delta)
 
@@ -226,7 +220,8 @@ class ClusterClient:
             if out is not None:
                 self._mailboxes.dispatch([out])
             if found.ledger.has_ended:
-                self._end(found)
+                self._forget(found)
+                self._note_to_send().ended.append(found.as_ended())
                 continue
             if (progress := found.progress(delta.sample)) is not None:
                 self._note_to_send().progress.append(progress)
@@ -291,17 +286,15 @@ class ClusterClient:
 
     def _note_to_send(self) -> messages.Note:
         """Return the note that is sent to the router at the end of this round of the event loop."""
-        if not self._has_note:
-            self._has_note = True
+        if self._note is None:
+            self._note = messages.Note()
             asyncio.get_running_loop().call_soon(self._flush)
         return self._note
 
     def _flush(self) -> None:
-        if not self._has_note:
-            return
-        note, self._note, self._has_note = self._note, messages.Note(), False
-        note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
-        if self._router is not None:  # otherwise the next router gets all open requests
+        note, self._note = self._note, None
+        if note is not None and self._router is not None:  # otherwise the next router gets all open requests
+            note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
             self._router.send(note)
 
     async def _follow_router(self) -> None:
@@ -325,8 +318,8 @@ class ClusterClient:
 
     def _greet(self, link: Link) -> None:
         """Report all open requests to the router, which may be another than before."""
-        self._note = messages.Note()
-        note = messages.Note()
+        self._note = None
+        note = messages.Note(stale_tokens=self.stale_tokens, recomputed_tokens=self.recomputed_tokens)
         for found in self._open.values():
             if found.replica is None:
                 note.asked.append(found.as_asked())
