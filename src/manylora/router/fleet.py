@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from operator import add, sub
 
 from manylora.config.routing import RouterConfig
 from manylora.protocol import routing
@@ -181,7 +182,7 @@ class Fleet:
     def mean_load(self) -> ReplicaLoad:
         """The mean load of a replica."""
         count = len(self.up) or 1
-        return ReplicaLoad(*(total / count for total in self.load))
+        return ReplicaLoad(*[total / count for total in self.load])
 
     def remaining_tokens(self, request: LiveRequest) -> float:
         """Return how many tokens each sample of the request is still expected to generate."""
@@ -247,7 +248,7 @@ class Fleet:
 
     def _reload(self, before: ReplicaLoad, now: ReplicaLoad) -> None:
         if now != before:
-            self.load = ReplicaLoad(*(total + new - old for total, new, old in zip(self.load, now, before)))
+            self.load = ReplicaLoad(*map(add, self.load, map(sub, now, before)))
 
     # ------------------------------------------------------------ replicas
 
