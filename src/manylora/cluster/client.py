@@ -96,7 +96,7 @@ class ClusterClient:
         queue_timeout_s: float,
     ) -> None:
         self.info = info
-        self._router_address = router
+        self._address = router
         self._credentials = credentials
         self._hello = hello
         self._max_waiting = max_waiting
@@ -300,11 +300,7 @@ class ClusterClient:
     async def _follow_router(self) -> None:
         while True:
             link = await redial(
-                self._router_address,
-                self._credentials,
-                self._hello,
-                messages.ToFrontendFromRouter,
-                ignores_refusals=True,
+                self._address, self._credentials, self._hello, messages.ToFrontendFromRouter, insists=True
             )
             self._greet(link)
             while (message := await link.receive()) is not None:

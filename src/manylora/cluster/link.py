@@ -336,16 +336,16 @@ async def redial(
     receives: Any,
     *,
     most_s: float = math.inf,
-    ignores_refusals: bool = False,
+    insists: bool = False,
 ) -> Link:
     """Dial until there is a link, for ``most_s`` at most. Raises LinkError after that. Raises LinkRefused at
-    once, unless it ``ignores_refusals``."""
+    once, unless it ``insists`` on a link in spite of refusals."""
     until_s = time.monotonic() + most_s
     while True:
         try:
             return await dial(address, credentials, hello, receives)
         except LinkError as error:
-            is_final = isinstance(error, LinkRefused) and not ignores_refusals
+            is_final = isinstance(error, LinkRefused) and not insists
             if is_final or time.monotonic() >= until_s:
                 raise
         await asyncio.sleep(REDIAL_S)

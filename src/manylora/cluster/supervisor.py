@@ -289,11 +289,7 @@ class _Supervisor:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
             link = self._link = await redial(
-                self._launch.router,
-                self._credentials,
-                hello,
-                messages.ToSupervisorFromRouter,
-                ignores_refusals=True,
+                self._launch.router, self._credentials, hello, messages.ToSupervisorFromRouter, insists=True
             )
             self._send_table()
             while (message := await link.receive()) is not None:
