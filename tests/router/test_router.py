@@ -194,7 +194,7 @@ def test_a_reply_s_blocks_are_cached_where_it_ended() -> None:
     rig.tell(Ended("a", 130, (2, 3)))
     rig.tell(Ended("nothing", 130, (4,)))
     fleet = rig.router.fleet
-    assert fleet.prefixes.match((1, 2, 3, 4), 2) == [(fleet.up[0], 3)]
+    assert fleet.prefixes.match((1, 2, 3, 4), 2) == {fleet.up[0]: 3}
 
 
 # ---------------------------------------------------------------- attempts

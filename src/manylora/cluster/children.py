@@ -91,11 +91,8 @@ class PairedStarter:
 
     def report(self, message: messages.FromChild) -> None:
         """See Starter."""
-        try:
-            with self._sending:
-                self._sock.sendall(frame(message))
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), self._sending:
+            self._sock.sendall(frame(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Watch the socket pair (see Starter). The process may outlive its starter from now on. Where the

@@ -7,6 +7,7 @@ Policies read all of this and change none of it.
 from __future__ import annotations
 
 import collections
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import add, sub
@@ -56,14 +57,7 @@ class LoadIndex:
 
     def least(self, count: int) -> list[int]:
         """Return the first ``count`` ids of ``ascending``."""
-        found: list[int] = []
-        for load in self.loads:
-            ids = self._ids[load]
-            missing = count - len(found)
-            if len(ids) >= missing:
-                return found + ids[:missing]
-            found += ids
-        return found
+        return list(itertools.islice(self.ascending(), count))
 
 
 _FIRST = 128.0

@@ -111,7 +111,7 @@ class CheapestReplica(RoutingPolicy):
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
-        blocks = dict(view.prefixes.match(request.prefix, self._given.prefix_candidates))
+        blocks = view.prefixes.match(request.prefix, self._given.prefix_candidates)
         homes: Sequence[ReplicaId] = ()
         if request.adapter != BASE:
             homes = self._ring.homes(view, request.adapter, self.num_homes(view.now, request.adapter))

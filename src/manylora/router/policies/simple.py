@@ -51,7 +51,7 @@ class CacheAware(RoutingPolicy):
         least, largest = view.by_load.loads[0], view.by_load.loads[-1]
         is_unequal = largest - least > given.most_difference and largest > given.most_ratio * least
         if request.prefix and not is_unequal:
-            for replica, blocks in view.prefixes.match(request.prefix, 1):
+            for replica, blocks in view.prefixes.match(request.prefix, 1).items():
                 has_most = blocks * BLOCK_TOKENS > given.least_share * request.prompt_tokens
                 if has_most and view.fits_ever(replica, request):
                     return replica
