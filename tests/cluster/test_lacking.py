@@ -119,7 +119,7 @@ class Router:
         await self.board.start()
         supervisor = await self.link(messages.SUPERVISOR, 0, messages.ToSupervisorFromRouter)
         slots = [messages.Slot(number, 1, 0, "starting") for number in range(2)]
-        supervisor.send(messages.ProcessTable(slots, [], 0, "local"))
+        supervisor.send(messages.ProcessTable(slots, {}, 0, "local"))
         await until(lambda: self.board.table.slots)
 
     async def replica(self, number: int, lacks: set[str], epoch: int = 1) -> Link:

@@ -178,7 +178,7 @@ def state_of(slot: messages.Slot, router: Router) -> str:
 def status_of(board: Switchboard) -> dict[str, Any]:
     """Describe the cluster as JSON."""
     table, members, hint = board.table, board.members, board.hint or ScaleHint(0, "")
-    pids = {child.id: child.pid for child in table.frontends}
+    pids = dict(table.frontends)
     for joined in members.frontends.values():
         pids.setdefault(joined.id, joined.link.peer.pid)
     frontends = []

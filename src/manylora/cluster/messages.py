@@ -346,19 +346,13 @@ class Slot(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class ChildProcess(msgspec.Struct, frozen=True):
-    """A front end, or another process that has no slot."""
-
-    id: int
-    pid: int
-
-
 class ProcessTable(msgspec.Struct, tag=True):
-    """The processes that the supervisor has started. ``most``: the number of replicas that its GPUs allow;
-    None: any number. ``info``: the facts of the first replica that started."""
+    """The processes that the supervisor has started. ``frontends``: their processes' ids by number; ``most``: the
+    number of replicas that its GPUs allow; None: any number. ``info``: the facts of the first replica that
+    started."""
 
     slots: list[Slot]
-    frontends: list[ChildProcess]
+    frontends: dict[int, int]
     supervisor: int
     launcher: str
     most: int | None = None

@@ -235,22 +235,10 @@ class _Supervisor:
     def _send_table(self) -> None:
         if self._link is None:
             return
-        frontends = [
-            messages.ChildProcess(number, place.process.pid)
-            for number, place in self._frontends.items()
-            if place.process is not None
-        ]
-        slots = [slot.as_slot() for slot in self._slots.values()]
-        self._link.send(
-            messages.ProcessTable(
-                slots,
-                frontends,
-                os.getpid(),
-                self._launcher.name,
-                self._launcher.most_replicas,
-                self._launch.info,
-            )
-        )
+        launcher, slots = self._launcher, [slot.as_slot() for slot in self._slots.values()]
+        frontends = {n: each.process.pid for n, each in self._frontends.items() if each.process is not None}
+        most, info = launcher.most_replicas, self._launch.info
+        self._link.send(messages.ProcessTable(slots, frontends, os.getpid(), launcher.name, most, info))
 
     # ------------------------------------------------------------ the router and front ends
 

@@ -55,7 +55,7 @@ class Switchboard:
         self.launch = launch
         self.router = Router(self.config)
         self.members = Members()
-        self.table = messages.ProcessTable([], [], 0, launch.cluster.launcher)
+        self.table = messages.ProcessTable([], {}, 0, launch.cluster.launcher)
         self.moved: collections.Counter[str] = collections.Counter()
         self.decisions = Decisions()
         self._hint: routing.ScaleHint | None = None
@@ -390,10 +390,8 @@ class Switchboard:
     def _settle_if_all_are_there(self) -> None:
         running = [slot for slot in self.table.slots if slot.state == "running"]
         are_up = all(slot.id in self.router.fleet.up for slot in running)
-        are_synced = all(
-            child.id in self.members.frontends and self.members.frontends[child.id].is_synced
-            for child in self.table.frontends
-        )
+        linked = self.members.frontends
+        are_synced = all(number in linked and linked[number].is_synced for number in self.table.frontends)
         if self.members.supervisor is not None and are_up and are_synced:
             self._settle()
 

@@ -179,11 +179,11 @@ class Router:
             self._take_off(request, "ended")
         elif self._quarantine.waiting.pop(request.id, None) is not None:
             self._end_quarantine(request)
-        elif (
-            self._stranded.pop(request.id, None) is None
-            and self._queue.waiting.pop(request.id, None) is not None
-        ):
+        elif request.id in self._queue.waiting:
+            del self._queue.waiting[request.id]
             self._may_serve = True  # it may have blocked others
+        else:
+            self._stranded.pop(request.id, None)
         del self.requests[request.id]
 
     def _take_off(self, request: LiveRequest, reason: str) -> None:
