@@ -51,10 +51,37 @@ class ProgrammeModel:
         for name, value in options.items():
             self.highs.setOptionValue(name, value)
         self._problem = problem
-        self._places = range(len(problem.replicas))
-        self._num_shares = len(problem.requests) * len(problem.replicas)
-        self._add_columns()
-        self._add_rows()
+
+        self._places = places = range(len(problem.replicas))
+        num_shares = len(problem.requests) * len(places)
+        num_columns = num_shares + len(problem.adapters) * len(places)
+        self.highs.addVars(num_columns, [0.0] * num_columns, [1.0] * num_columns)
+        for column in range(num_shares, num_columns):
+            self.highs.changeColIntegrality(column, highspy.HighsVarType.kInteger)
+        first_over, last = num_columns, num_columns + len(places)
+        for _ in range(len(places) + 1):
+            self.highs.addVar(0.0, highspy.kHighsInf)
+        self.highs.changeColCost(last, 1.0)
+
+        of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
+        for request, each in enumerate(problem.requests):
+            of_adapter[each.adapter].append(request)
+            self._row(1.0, 1.0, [(self.share(request, place), 1.0) for place in places])
+        for place, replica in enumerate(problem.replicas):
+            seconds, pages = [], []
+            for request, each in enumerate(problem.requests):
+                column = self.share(request, place)
+                seconds.append((column, each.run_s + (each.move_s if each.source != place else 0.0)))
+                pages.append((column, float(each.pages)))
+            for number, (adapter, size) in enumerate(problem.adapters):
+                column = num_shares + number * len(places) + place
+                seconds.append((column, problem.eta_s))
+                pages.append((column, float(size)))
+                shares = [(self.share(request, place), -1.0) for request in of_adapter[adapter]]
+                self._row(0.0, highspy.kHighsInf, [(column, float(len(shares))), *shares])
+            over = first_over + place
+            self._row(-highspy.kHighsInf, float(replica.pages), [*pages, (over, -1.0)])
+            self._row(-highspy.kHighsInf, 0.0, [*seconds, (over, replica.page_s), (last, -1.0)])
 
     def share(self, request: int, place: int) -> int:
         """Return the column of a request's share at a replica."""
@@ -71,53 +98,11 @@ class ProgrammeModel:
         if not solution.value_valid:
             return Solved(number)
         values = [min(max(round(value, _DIGITS), 0.0), 1.0) for value in solution.col_value]
-        count = len(self._places)
         shares = tuple(
-            tuple(values[self.share(request, 0) : self.share(request, 0) + count])
+            tuple(values[self.share(request, place)] for place in self._places)
             for request in range(len(self._problem.requests))
         )
         return Solved(number, shares, max(float(highs.getInfo().mip_dual_bound), 0.0))
-
-    def _add_columns(self) -> None:
-        import highspy
-
-        highs, places = self.highs, self._places
-        num_columns = self._num_shares + len(self._problem.adapters) * len(places)
-        highs.addVars(num_columns, [0.0] * num_columns, [1.0] * num_columns)
-        for column in range(self._num_shares, num_columns):
-            highs.changeColIntegrality(column, highspy.HighsVarType.kInteger)
-        self._over, self._last = num_columns, num_columns + len(places)
-        for _ in range(len(places) + 1):
-            highs.addVar(0.0, highspy.kHighsInf)
-        highs.changeColCost(self._last, 1.0)
-
-    def _add_rows(self) -> None:
-        import highspy
-
-        problem, infinity = self._problem, highspy.kHighsInf
-        of_adapter: dict[AdapterId, list[int]] = collections.defaultdict(list)
-        for request, each in enumerate(problem.requests):
-            of_adapter[each.adapter].append(request)
-            self._row(1.0, 1.0, [(self.share(request, place), 1.0) for place in self._places])
-        there = {
-            adapter: self._num_shares + number * len(self._places)
-            for number, (adapter, _) in enumerate(problem.adapters)
-        }
-        for place, replica in enumerate(problem.replicas):
-            seconds, pages = [], []
-            for request, each in enumerate(problem.requests):
-                column = self.share(request, place)
-                seconds.append((column, each.run_s + (each.move_s if each.source != place else 0.0)))
-                pages.append((column, float(each.pages)))
-            for adapter, size in problem.adapters:
-                column = there[adapter] + place
-                seconds.append((column, problem.eta_s))
-                pages.append((column, float(size)))
-                shares = [(self.share(request, place), -1.0) for request in of_adapter[adapter]]
-                self._row(0.0, infinity, [(column, float(len(shares))), *shares])
-            over = self._over + place
-            self._row(-infinity, float(replica.pages), [*pages, (over, -1.0)])
-            self._row(-infinity, 0.0, [*seconds, (over, replica.page_s), (self._last, -1.0)])
 
     def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
         """Add the row ``least`` <= sum of each column times its number <= ``most``."""
@@ -140,19 +125,13 @@ def solver_is_there() -> bool:
 
 
 @contextlib.contextmanager
-def solving(wait_s: float | None = None) -> Iterator[Callable[[Solve], Solved] | None]:
-    """Yield a function that solves programmes while the context lasts, or None without HiGHS.
-
-    ``wait_s``: as for ``SolverProcess``.
-    """
+def solving() -> Iterator[Callable[[Solve], Solved] | None]:
+    """Yield a function that solves programmes while the context lasts, or None without HiGHS."""
     if not solver_is_there():
         yield None
         return
-    solver = SolverProcess(wait_s)
-    try:
+    with contextlib.closing(SolverProcess()) as solver:
         yield solver.solve
-    finally:
-        solver.close()
 
 
 class SolverProcess:

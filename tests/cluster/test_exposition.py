@@ -7,7 +7,6 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from manylora.cluster.client import ReplicaStats
 from manylora.cluster.exposition import _Replicas
 from manylora.engine.client import EngineStats
 from manylora.metrics.requests import Metrics
@@ -43,7 +42,7 @@ def stats(num_running: int, num_waiting: int, pages_running: int, *uses: Adapter
     return EngineStats(gauges)
 
 
-def families(replicas: list[ReplicaStats], status: dict[str, Any]) -> dict[str, list[Any]]:
+def families(replicas: dict[int, EngineStats | None], status: dict[str, Any]) -> dict[str, list[Any]]:
     """Of the page, as a scraper reads it: samples by family, in order."""
     collector = _Replicas("demo", INFO)
     collector.update(replicas, status)
@@ -57,7 +56,7 @@ def test_a_cluster_is_one_server_to_llm_d() -> None:
     """Its scorer reads the series of adapters whose value is the largest, and the first one of any other name."""
     left = stats(2, 1, 20, use("a", 1, 0), use("b", 0, 1))
     right = stats(3, 0, 10, use("a", 2, 0), use("c", 1, 1))
-    found = families([ReplicaStats(0, left), ReplicaStats(1, right), ReplicaStats(2, None)], STATUS)
+    found = families({0: left, 1: right, 2: None}, STATUS)
     series = found["vllm:lora_requests_info"]
     latest = max(series, key=lambda sample: sample.value)
     assert latest is series[0]
@@ -79,7 +78,7 @@ def test_what_cold_starts_there_may_be_is_each_replicas_own() -> None:
     counters = Counters(cold_starts={"cpu/host": 3})
     serving = EngineStats(counters=counters, cold_start_kinds=("wait/host", "cpu/host"))
     waiting = EngineStats(cold_start_kinds=("wait/host",))
-    found = families([ReplicaStats(0, serving), ReplicaStats(1, waiting)], STATUS)
+    found = families({0: serving, 1: waiting}, STATUS)
     counts = {
         (sample.labels["replica"], sample.labels["mode"]): sample.value
         for sample in found["manylora:cold_starts"]
@@ -88,7 +87,7 @@ def test_what_cold_starts_there_may_be_is_each_replicas_own() -> None:
 
 
 def test_a_cluster_without_replicas_or_router() -> None:
-    found = families([], {})
+    found = families({}, {})
     (only,) = found["vllm:lora_requests_info"]
     assert only.labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert found["manylora:cluster_kv_usage_perc"][0].value == 0

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.link import Hello, Link, bind, credentials_of, dial
+from manylora.cluster.members import status_of
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
 from manylora.config.cluster import ClusterOptions
@@ -112,14 +112,14 @@ class Router:
             self.launch.router,
             credentials_of(SECRET, None, "127.0.0.1"),
             hello,
-            msgspec.msgpack.Decoder(told),
+            told,
         )
 
     async def begin(self) -> None:
-        await self.board.start(self.launch)
+        await self.board.start()
         supervisor = await self.link(messages.SUPERVISOR, 0, messages.ToSupervisorFromRouter)
         slots = [messages.Slot(number, 1, 0, "starting") for number in range(2)]
-        supervisor.send(messages.ProcessTable(slots, [], 0, "local"))
+        supervisor.send(messages.ProcessTable(slots, {}, 0, "local"))
         await until(lambda: self.board.table.slots)
 
     async def replica(self, number: int, lacks: set[str], epoch: int = 1) -> Link:
@@ -154,7 +154,7 @@ async def until(is_so: Any) -> None:
 def lacks_of(router: Router) -> dict[int, list[str]]:
     return {
         each["id"]: each["adapters_lacking"]
-        for each in router.board.status()["replicas"]
+        for each in status_of(router.board)["replicas"]
         if each["adapters_lacking"]
     }
 
@@ -175,7 +175,7 @@ def test_an_adapter_of_the_start_that_only_a_later_replica_has(tmp_path: Path) -
         (late,) = [each for each in router.log.current.values() if each.name == "late"]
         assert late.rank == 8
         frontend.send(messages.Note(asked=[Asked(f"r{number}", late.id, 10, 10) for number in range(4)]))
-        await until(lambda: len(router.board.router.requests()) == 4)
+        await until(lambda: len(router.board.router.requests) == 4)
         assert len(router.board.router.fleet.up[1].requests) == 4
         # It is asked again, says no, is asked once more, and has it.
         for is_lacking in (True, False):

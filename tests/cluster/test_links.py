@@ -37,8 +37,6 @@ from tests.cluster.certificates import authority, certificate, expired, run
 
 SECRET = b"s" * 32
 PLAIN = Credentials(SECRET)
-_question = msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor)
-_answer = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +79,8 @@ class Echo:
             good,
             7,
             silence_s,
-            lambda role: _question if role == messages.SUPERVISOR else None,
+            {messages.SUPERVISOR: (messages.ToRouterFromSupervisor, self._serve)},
             lambda said: why_strange(said, "model"),
-            self._serve,
         )
 
     async def _serve(self, met: Link) -> None:
@@ -94,7 +91,7 @@ class Echo:
 
     async def is_well(self) -> bool:
         """Whether a good peer is served."""
-        found = await dial(self.listener.address, self.good, hello(), _answer)
+        found = await dial(self.listener.address, self.good, hello(), messages.ToSupervisorFromRouter)
         found.send(asked(3))
         answer = await asyncio.wait_for(found.receive(), 30.0)
         found.abort()
@@ -128,7 +125,7 @@ def test_what_is_said_comes_through(good: Credentials) -> None:
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        found = await dial(echo.listener.address, good, hello(), _answer)
+        found = await dial(echo.listener.address, good, hello(), messages.ToSupervisorFromRouter)
         assert found.epoch == 7
         for number in range(100):
             found.send(asked(number))
@@ -157,7 +154,7 @@ def test_a_peer_that_is_not_wanted(
         await echo.listener.start()
         mine = dataclasses.replace(good, secret=secret)
         with pytest.raises(error, match=words):
-            await dial(echo.listener.address, mine, hello(**changes), _answer)
+            await dial(echo.listener.address, mine, hello(**changes), messages.ToSupervisorFromRouter)
         assert echo.num_met == 0
         assert await echo.is_well()
 
@@ -173,7 +170,7 @@ def test_a_listener_that_lies_is_found_out() -> None:
 
         server = await asyncio.start_server(lie, "127.0.0.1", 0)
         with pytest.raises(LinkError, match="does not know the cluster's secret"):
-            await dial(server.sockets[0].getsockname(), PLAIN, hello(), _answer)
+            await dial(server.sockets[0].getsockname(), PLAIN, hello(), messages.ToSupervisorFromRouter)
 
     running(work())
 
@@ -222,7 +219,7 @@ def test_what_one_peer_said_is_of_no_use_to_another() -> None:
             await asyncio.gather(copy(reader, back, True), copy(there, writer, False))
 
         server = await asyncio.start_server(pass_on, "127.0.0.1", 0)
-        found = await dial(server.sockets[0].getsockname(), PLAIN, hello(), _answer)
+        found = await dial(server.sockets[0].getsockname(), PLAIN, hello(), messages.ToSupervisorFromRouter)
         found.send(asked(1))
         assert await found.receive() == messages.EndSlot(1)
         met = echo.num_met
@@ -236,7 +233,7 @@ def test_a_frame_over_the_bound_ends_the_link(good: Credentials) -> None:
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        found = await dial(echo.listener.address, good, hello(), _answer)
+        found = await dial(echo.listener.address, good, hello(), messages.ToSupervisorFromRouter)
         found._writer.write(struct.pack("<I", link.MAX_FRAME_BYTES + 1))
         assert await asyncio.wait_for(found.receive(), 30.0) is None
         assert await echo.is_well()
@@ -250,7 +247,7 @@ def test_a_peer_that_does_not_read_loses_the_link(good: Credentials, monkeypatch
     async def work() -> None:
         echo = Echo(good)
         await echo.listener.start()
-        await dial(echo.listener.address, good, hello(), _answer)
+        await dial(echo.listener.address, good, hello(), messages.ToSupervisorFromRouter)
         while not echo.links:
             await asyncio.sleep(0.01)
         large = messages.StartReplicas(list(range(20_000)))
@@ -307,7 +304,7 @@ def test_who_has_no_certificate_of_ours_is_shut_out(
         ]
         for listening, mine, words in cases:
             with pytest.raises(LinkError, match=words):
-                await dial(listening.listener.address, mine, hello(), _answer)
+                await dial(listening.listener.address, mine, hello(), messages.ToSupervisorFromRouter)
             assert listening.num_met == 0
         assert await echo.is_well()
         assert await plain.is_well()
@@ -350,8 +347,8 @@ def test_a_link_that_is_cut_ends_at_both_sides(good: Credentials, monkeypatch: p
         echo = Echo(good, silence_s=0.4)
         await echo.listener.start()
         cable = Cable(echo.listener.address)
-        found = await dial(await cable.start(), good, hello(), _answer)
-        other = await dial(echo.listener.address, good, hello(), _answer)
+        found = await dial(await cable.start(), good, hello(), messages.ToSupervisorFromRouter)
+        other = await dial(echo.listener.address, good, hello(), messages.ToSupervisorFromRouter)
         await asyncio.sleep(1.0)  # nothing is said for longer than a silence lasts
         for each in (found, other):
             each.send(asked(1))

@@ -15,7 +15,7 @@ from manylora.cluster import local, messages
 from manylora.cluster.adapter_files import adapter_digest
 from manylora.cluster.blame import StepNote, read_step
 from manylora.cluster.folder import Folder, default_folder, is_in_use, read_secret, remove_left
-from manylora.cluster.local import NodeShare
+from manylora.cluster.local import LocalLauncher
 from manylora.cluster.open_request import OpenRequest
 from manylora.cluster.recording import journal_name
 from manylora.cluster.registry import AdapterLog
@@ -261,18 +261,18 @@ def test_the_router_is_told_what_replies_have_added_to_the_cache() -> None:
 def test_gpus_are_given_by_number_and_shared_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     settings = EngineSettings(ModelSettings(MODEL, device="cuda"), cache=CacheSettings(device_pool=2**30))
-    alone = NodeShare(settings, 2, 2, 1)
+    alone = LocalLauncher(settings, 2, 2, 1)
     assert [alone.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in (0, 1)] == ["3", "5"]
     assert alone.most_replicas == 2
-    shared = NodeShare(settings, 4, 4, 2)
+    shared = LocalLauncher(settings, 4, 4, 2)
     names = [shared.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(4)]
     assert names == ["3", "3", "5", "5"]
     assert shared.most_replicas == 4
     with pytest.raises(ConfigError, match="need 3 GPUs"):
-        NodeShare(settings, 5, 5, 2)
+        LocalLauncher(settings, 5, 5, 2)
     without_pool = EngineSettings(ModelSettings(MODEL, device="cuda"))
     with pytest.raises(ConfigError, match="needs --device-pool"):
-        NodeShare(without_pool, 4, 4, 2)
+        LocalLauncher(without_pool, 4, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +285,14 @@ def test_a_replica_gets_a_gpu_for_each_of_its_ranks(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,8,9")
     model, cache = ModelSettings(MODEL, device="cuda"), CacheSettings(device_pool=2**30)
     settings = EngineSettings(model, cache=cache, tensor_parallel_size=2)
-    node = NodeShare(settings, count, count, per_gpu)
+    node = LocalLauncher(settings, count, count, per_gpu)
     assert node.most_replicas == count
     found = [node.environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in range(count)]
     assert found == expected
     # The number of a replica may be larger, where others have been removed.
     assert node.environment(count + 1) == node.environment(1)
     with pytest.raises(ConfigError, match=f"{count + 1} replicas need 6 GPUs, and there are 5"):
-        NodeShare(settings, count + 1, count + 1, per_gpu)
+        LocalLauncher(settings, count + 1, count + 1, per_gpu)
 
 
 @pytest.mark.parametrize(

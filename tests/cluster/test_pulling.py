@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from manylora._version import VERSION
@@ -32,7 +31,6 @@ from manylora.types import AdapterId
 
 GOOD = Credentials(b"s" * 32)
 NUM_BYTES = 3 * messages.PIECE_BYTES - 7
-_from_puller = msgspec.msgpack.Decoder(messages.ToRouterFromPuller)
 Serve = Callable[[Any], Awaitable[None]]
 
 
@@ -83,7 +81,14 @@ class Machines:
                 await self.serve(link)
 
             sock = bind()
-            listener = Listener(sock, GOOD, 1, 60.0, lambda role: _from_puller, lambda hello: None, serve)
+            listener = Listener(
+                sock,
+                GOOD,
+                1,
+                60.0,
+                {messages.PULLER: (messages.ToRouterFromPuller, serve)},
+                lambda hello: None,
+            )
             await listener.start()
             hello = Hello(messages.PULLER, 0, 1, 1, VERSION, "model")
             source = FileSource(listener.address, GOOD, hello)

@@ -47,7 +47,7 @@ class Cluster:
 
     def say(self, *slots: messages.Slot) -> None:
         """By the supervisor."""
-        self.supervisor.send(messages.ProcessTable(list(slots), [], 0, "local"))
+        self.supervisor.send(messages.ProcessTable(list(slots), {}, 0, "local"))
 
     async def hear(self, kind: type[Any]) -> Any:
         """The next of this kind that the supervisor is told."""

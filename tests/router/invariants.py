@@ -14,7 +14,7 @@ from manylora.types import BASE
 
 def check(router: Router) -> None:
     """Raise AssertionError where an invariant is broken."""
-    fleet, requests = router._fleet, router._requests
+    fleet, requests = router.fleet, router.requests
     for name, request in requests.items():
         assert request.id == name
         check_owner(router, request)
@@ -33,8 +33,8 @@ def check(router: Router) -> None:
 
 def check_owner(router: Router, request: LiveRequest) -> None:
     """A live request is in exactly one place: a queue, aside, or on a replica that is up."""
-    fleet = router._fleet
-    is_queued = (request in router._queue) + (request in router._quarantine)
+    fleet = router.fleet
+    is_queued = (request.id in router._queue.waiting) + (request.id in router._quarantine.waiting)
     is_aside = router._stranded.get(request.id) is request
     is_owned = request.replica is not None
     assert is_queued + is_aside + is_owned == 1, f"{request.id} has {is_queued + is_aside + is_owned} owners"

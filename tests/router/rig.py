@@ -82,7 +82,7 @@ class Rig:
     def accept(self, *names: str) -> None:
         """Their replicas have these requests, as reports say that have seen them."""
         for name in names:
-            self.router._requests[name].is_accepted = True
+            self.router.requests[name].is_accepted = True
 
     def report(self, replica: int, **values: Any) -> list[RouterCommand]:
         """A report that has seen all assignments so far."""

@@ -42,7 +42,7 @@ def test_its_requests_go_to_others(policy: str) -> None:
     rig.tell(MoveAsked("a0", 0))
     rig.tell(Drain(1, migrate=True))
     assert target_of(rig.commands, "a0") == 1, "nowhere else"
-    assert rig.router.requests()
+    assert rig.router.requests
 
 
 def test_what_no_replica_has_waits_and_stands_before_no_others() -> None:

@@ -141,8 +141,8 @@ def test_the_value_of_a_plan_is_that_of_the_programme() -> None:
         for _ in range(5):
             request, place = draw.randrange(len(problem.requests)), draw.choice(places)
             source = state.plan[request]
-            without_s = state.finish_without_s(request)
-            with_s = state.finish_with_s(request, place) if place != source else None
+            without_s = state.finish_s(source, request)
+            with_s = state.finish_s(place, request) if place != source else None
             state.move(request, place)
             assert state.value_s() == pytest.approx(value_by_hand(problem, tuple(state.plan)))
             if with_s is not None:

@@ -27,8 +27,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
 from manylora.cluster import messages
 from manylora.cluster.link import REDIAL_S, Credentials, Hello, Link, LinkError, LinkRefused, redial
 from manylora.config.declaring import ConfigError
@@ -49,7 +47,6 @@ _SAFE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 PATIENCE_S = 10.0
 """How long a copy waits for a router that is gone. Another router has taken its place by then."""
 
-_from_router = msgspec.msgpack.Decoder(messages.ToPullerFromRouter)
 _Answer = TypeVar("_Answer", messages.Files, messages.FilePiece)
 
 
@@ -290,8 +287,14 @@ class _Pull:
         """Ask the router, and ask its successor where the router ends before it answers. Raises AdapterError."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
-            if self._link is None or not self._link.is_open:
-                self._link = await self._dial(until_s)
+            try:
+                if self._link is None or not self._link.is_open:
+                    patience_s = until_s - time.monotonic()
+                    self._link = await redial(*self._source, messages.ToPullerFromRouter, most_s=patience_s)
+            except LinkRefused as error:
+                raise AdapterError(f"the router gives no files: {error}", status=503) from error
+            except LinkError as error:
+                raise AdapterError(f"the router cannot be reached: {error}", status=503) from error
             self._link.send(message)
             answer = await self._link.receive()
             if isinstance(answer, messages.NoFiles):
@@ -303,11 +306,3 @@ class _Pull:
             if time.monotonic() > until_s:
                 raise AdapterError("the router ends each link for files", status=503)
             await asyncio.sleep(REDIAL_S)
-
-    async def _dial(self, until_s: float) -> Link:
-        try:
-            return await redial(*self._source, _from_router, most_s=until_s - time.monotonic())
-        except LinkRefused as error:
-            raise AdapterError(f"the router gives no files: {error}", status=503) from error
-        except LinkError as error:
-            raise AdapterError(f"the router cannot be reached: {error}", status=503) from error

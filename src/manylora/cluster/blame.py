@@ -67,6 +67,7 @@ class StepNotingExecutor:
 
     def __init__(self, executor: Executor, note: StepNote) -> None:
         self._executor = executor
+        self.flush, self.wait_step, self.close = executor.flush, executor.wait_step, executor.close
         self._note = note
         self._requests: dict[SequenceId, RequestId] = {}
         self._in_flight: dict[int, frozenset[RequestId]] = {}
@@ -103,15 +104,3 @@ class StepNotingExecutor:
             self._note.begin(frozenset().union(*self._in_flight.values()))
         else:
             self._note.end()
-
-    def flush(self) -> None:
-        """See Executor."""
-        self._executor.flush()
-
-    def wait_step(self) -> None:
-        """See Executor."""
-        self._executor.wait_step()
-
-    def close(self, *, frees: bool = True) -> None:
-        """See Executor."""
-        self._executor.close(frees=frees)

@@ -91,11 +91,8 @@ class PairedStarter:
 
     def report(self, message: messages.FromChild) -> None:
         """See Starter."""
-        try:
-            with self._sending:
-                self._sock.sendall(frame(message))
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), self._sending:
+            self._sock.sendall(frame(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Watch the socket pair (see Starter). The process may outlive its starter from now on. Where the
@@ -134,37 +131,26 @@ def end_after(seconds: float, code: int = 1) -> None:
     threading.Thread(target=end, name="manylora-end", daemon=True).start()
 
 
-_before_leaving: list[Callable[[int], None]] = []
-
-
-def call_before_leaving(call: Callable[[int], None]) -> None:
-    """Register a function that ``leave`` calls with the exit code."""
-    _before_leaving.append(call)
+before_leaving: list[Callable[[int], None]] = []
+"""Functions that ``leave`` calls with the exit code."""
 
 
 def leave(code: int) -> None:
-    """End this process now, even where something hangs. The functions of ``call_before_leaving`` run first."""
-    for call in _before_leaving:
+    """End this process now, even where something hangs. ``before_leaving`` runs first."""
+    for call in before_leaving:
         call(code)
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
 
 
-def ignore_signals_of_terminals() -> None:
-    """Ignore the signals that a terminal sends to the whole group: the supervisor decides when its processes
-    end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 class Tasks:
-    """The tasks of one owner on its event loop, kept alive. ``one_failed`` is set once a task has ended by an
-    error; the error is in the log."""
+    """The tasks of one owner on its event loop, kept alive. ``over``: set once a task has ended by an error, which
+    is in the log; the owner may set it, too."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.one_failed = asyncio.Event()
+        self.over = asyncio.Event()
 
     def __len__(self) -> int:
         """Count the tasks that have not ended."""
@@ -186,7 +172,7 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s has failed", task.get_name(), exc_info=error)
-            self.one_failed.set()
+            self.over.set()
 
 
 def run(launch: Launch, starter: Starter) -> int:
@@ -214,7 +200,9 @@ def _run(launch: Launch, starter: Starter) -> int:
 
 def main(descriptor: int) -> int:
     """Run the process for which the starter at the other end of ``descriptor`` asks, and return the exit code."""
-    ignore_signals_of_terminals()
+    # A terminal sends these to the whole group, and the supervisor decides when its processes end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     configure_logging()
     starter = PairedStarter(descriptor)
     launch = starter.read()

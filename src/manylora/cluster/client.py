@@ -8,11 +8,12 @@ know HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -40,100 +41,46 @@ STATS_S = 1.0
 CALL_S = 5.0
 """The time that a call waits for a link to the router where there is none."""
 
-_from_router = msgspec.msgpack.Decoder(messages.ToFrontendFromRouter)
-_from_replica = msgspec.msgpack.Decoder(messages.ToFrontendFromReplica)
 
-
+@dataclasses.dataclass(eq=False)
 class ReplicaLink:
-    """A front end's link to one epoch of a replica. It keeps messages that are sent before the link is open.
+    """A front end's links to one epoch of a replica, one after another. ``link``: the open one. ``is_lost``: the
+    last one could not be opened, or has ended. ``unsent``: messages that wait for the first one; ``calls``: open
+    questions."""
 
-    Dials at once. ``receive`` gets each message. ``is_lost``: whether the link could not be opened, or has
-    ended.
-    """
-
-    def __init__(
-        self,
-        endpoint: messages.Endpoint,
-        credentials: Credentials,
-        hello: Hello,
-        receive: Callable[[Any], None],
-        lost: Callable[[ReplicaLink], None],
-        tasks: Tasks,
-    ) -> None:
-        self.endpoint = endpoint
-        self.is_lost = False
-        self._credentials = credentials
-        self._hello = hello
-        self._receive = receive
-        self._lost = lost
-        self._unsent: list[msgspec.Struct] = []
-        self._link: Link | None = None
-        self._calls: dict[int, asyncio.Future[messages.Stats]] = {}
-        self._num_calls = 0
-        self._task = tasks.spawn(self._follow())
+    endpoint: messages.Endpoint
+    link: Link | None = None
+    is_lost: bool = False
+    unsent: list[msgspec.Struct] = dataclasses.field(default_factory=list)
+    calls: dict[int, asyncio.Future[messages.Stats]] = dataclasses.field(default_factory=dict)
+    following: asyncio.Task[None] | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, once the link is open. Drop it where the link is lost."""
-        if self._link is not None:
-            self._link.send(message)
+        if self.link is not None:
+            self.link.send(message)
         elif not self.is_lost:
-            self._unsent.append(message)
+            self.unsent.append(message)
 
-    async def stats(self, timeout_s: float) -> messages.Stats | None:
+    async def stats(self, call: int) -> EngineStats | None:
         """Ask for the engine's snapshot. Returns None where none arrives in time."""
-        self._num_calls += 1
-        call = self._num_calls
-        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        future = self.calls[call] = asyncio.get_running_loop().create_future()
         self.send(messages.AskStats(call))
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            answer = await asyncio.wait_for(future, STATS_S)
         except TimeoutError:
             return None
         finally:
-            del self._calls[call]
+            del self.calls[call]
+        return None if answer.stats is None else answer.stats.with_adapters(answer.adapters)
 
     def close(self) -> None:
         """Stop using this replica: its epoch has ended, and nothing that it still sends counts."""
         self.is_lost = True
-        self._task.cancel()
-        if self._link is not None:
-            self._link.abort()
-
-    async def _follow(self) -> None:
-        link = await self._dial()
-        if link is not None:
-            self._link = link
-            for unsent in self._unsent:
-                link.send(unsent)
-            while (message := await link.receive()) is not None:
-                if isinstance(message, messages.Stats):
-                    future = self._calls.get(message.call)
-                    if future is not None and not future.done():
-                        future.set_result(message)
-                else:
-                    self._receive(message)
-        self._unsent.clear()
-        self.is_lost = True
-        self._lost(self)
-
-    async def _dial(self) -> Link | None:
-        address = self.endpoint.host, self.endpoint.port
-        try:
-            link = await redial(address, self._credentials, self._hello, _from_replica, most_s=DIAL_S)
-        except LinkError:
-            return None
-        if link.epoch == self.endpoint.epoch:
-            return link
-        link.abort()
-        return None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """The snapshot of a replica's engine; None: it does not answer."""
-
-    replica: ReplicaId
-    stats: EngineStats | None
+        if self.following is not None:
+            self.following.cancel()
+        if self.link is not None:
+            self.link.abort()
 
 
 class ClusterClient:
@@ -148,8 +95,8 @@ class ClusterClient:
         max_waiting: int,
         queue_timeout_s: float,
     ) -> None:
-        self._info = info
-        self._router_address = router
+        self.info = info
+        self._address = router
         self._credentials = credentials
         self._hello = hello
         self._max_waiting = max_waiting
@@ -160,8 +107,7 @@ class ClusterClient:
         self._replicas: dict[ReplicaId, ReplicaLink] = {}
         self._listings: dict[AdapterId, messages.Listing] = {}
         self._names: dict[str, messages.Listing] = {}
-        self._note = messages.Note()
-        self._has_note = False
+        self._note: messages.Note | None = None
         self._router: Link | None = None
         self._lost_router_s = 0.0
         self._has_router = asyncio.Event()
@@ -182,10 +128,6 @@ class ClusterClient:
 
     # ------------------------------------------------------------ requests
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         return self._mailboxes.open(request, self._submit, self.abort)
 
@@ -203,7 +145,7 @@ class ClusterClient:
             self._send_to_client(asked, Delta(asked.id, 0, finish_reason="error", error=error))
             return
         prefix = prefix_hashes(version, asked.cache_scope, asked.prompt)
-        ledger = Ledger(asked, time.monotonic, self._info.seed)
+        ledger = Ledger(asked, time.monotonic, self.info.seed)
         found = OpenRequest(asked, ledger, version, prefix, self._most_tokens(asked, version))
         self._open[asked.id] = found
         self._waiting.add(asked.id)
@@ -214,8 +156,8 @@ class ClusterClient:
     def _most_tokens(self, asked: GenerationRequest, version: AdapterId) -> int:
         if asked.params.max_tokens is not None:
             return asked.params.max_tokens
-        pages = self._info.num_pages - (self._listings[version].num_pages if version != BASE else 0)
-        most = min(self._info.max_model_len, pages * self._info.page_tokens)
+        pages = self.info.num_pages - (self._listings[version].num_pages if version != BASE else 0)
+        most = min(self.info.max_model_len, pages * self.info.page_tokens)
         return max(1, most - len(asked.prompt))
 
     def abort(self, request: RequestId, sample: int | None = None, reason: str = "abort") -> None:
@@ -246,15 +188,10 @@ class ClusterClient:
         del self._open[found.asked.id]
         self._waiting.discard(found.asked.id)
 
-    def _end(self, found: OpenRequest) -> None:
-        self._forget(found)
-        self._note_to_send().ended.append(found.as_ended())
-
     def _refuse(self, found: OpenRequest, error: RequestError) -> None:
         """End each open sample of a request with the error."""
         self._forget(found)
-        samples = found.ledger.open_samples if error.status >= 500 else (0,)
-        for sample in samples:
+        for sample in found.ledger.open_samples if error.status >= 500 else (0,):
             delta = Delta(found.asked.id, sample, finish_reason="error", error=error)
             self._send_to_client(found.asked, delta)
 
@@ -283,23 +220,45 @@ class ClusterClient:
             if out is not None:
                 self._mailboxes.dispatch([out])
             if found.ledger.has_ended:
-                self._end(found)
+                self._forget(found)
+                self._note_to_send().ended.append(found.as_ended())
                 continue
             if (progress := found.progress(delta.sample)) is not None:
                 self._note_to_send().progress.append(progress)
             if found.is_released:
                 self._note_to_send().withdrawn.append(found.as_withdrawn())
 
-    def _lose_replica(self, link: ReplicaLink) -> None:
-        self._tasks.spawn(self._replace(link))
+    async def _follow_replica(self, replica: ReplicaLink) -> None:
+        """Keep a link to a replica. Where it ends, have its requests assigned elsewhere, and dial again."""
+        endpoint = replica.endpoint
+        address = endpoint.host, endpoint.port
+        while True:
+            with contextlib.suppress(LinkError):
+                link = await redial(
+                    address, self._credentials, self._hello, messages.ToFrontendFromReplica, most_s=DIAL_S
+                )
+                if link.epoch == endpoint.epoch:
+                    replica.link = link
+                    for unsent in replica.unsent:
+                        link.send(unsent)
+                    while (message := await link.receive()) is not None:
+                        self._receive_from_replica(replica, message)
+                link.abort()
+            replica.link, replica.is_lost = None, True
+            replica.unsent.clear()
+            await self._reassign(endpoint)
+            replica.is_lost = False  # it may still run
 
-    async def _replace(self, link: ReplicaLink) -> None:
-        """Have the requests of an ended link assigned elsewhere, and dial its replica again."""
-        endpoint = link.endpoint
+    def _receive_from_replica(self, replica: ReplicaLink, message: Any) -> None:
+        if isinstance(message, Deltas):
+            self._receive_deltas(message)
+        elif (future := replica.calls.get(message.call)) is not None and not future.done():
+            future.set_result(message)
+
+    async def _reassign(self, endpoint: messages.Endpoint) -> None:
+        """Have the requests of an ended link assigned elsewhere."""
         place = endpoint.id, endpoint.epoch
         await self._ask_again([each for each in self._open.values() if (each.replica, each.epoch) == place])
-        if self._replicas.get(endpoint.id) is link:  # the replica may still run
-            self._replicas[endpoint.id] = self._link_to(endpoint)
 
     async def _ask_again(self, lost: list[OpenRequest]) -> None:
         """Give these attempts up and ask for new ones, unless the router acts on them first."""
@@ -311,43 +270,37 @@ class ClusterClient:
                 self._waiting.add(found.asked.id)
                 self._note_to_send().asked.append(found.as_asked())
 
-    def _link_to(self, endpoint: messages.Endpoint) -> ReplicaLink:
-        return ReplicaLink(
-            endpoint, self._credentials, self._hello, self._receive_deltas, self._lose_replica, self._tasks
-        )
-
     def _see_endpoints(self, endpoints: list[messages.Endpoint]) -> None:
         up = {each.id: each for each in endpoints}
         for replica, link in list(self._replicas.items()):
             if up.get(replica) != link.endpoint:
                 link.close()
                 del self._replicas[replica]
-                self._lose_replica(link)
+                self._tasks.spawn(self._reassign(link.endpoint))
         for each in endpoints:
             if each.id not in self._replicas:
-                self._replicas[each.id] = self._link_to(each)
+                link = self._replicas[each.id] = ReplicaLink(each)
+                link.following = self._tasks.spawn(self._follow_replica(link))
 
     # ------------------------------------------------------------ the router
 
     def _note_to_send(self) -> messages.Note:
         """Return the note that is sent to the router at the end of this round of the event loop."""
-        if not self._has_note:
-            self._has_note = True
+        if self._note is None:
+            self._note = messages.Note()
             asyncio.get_running_loop().call_soon(self._flush)
         return self._note
 
     def _flush(self) -> None:
-        if not self._has_note:
-            return
-        note, self._note, self._has_note = self._note, messages.Note(), False
-        note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
-        if self._router is not None:  # otherwise the next router gets all open requests
+        note, self._note = self._note, None
+        if note is not None and self._router is not None:  # otherwise the next router gets all open requests
+            note.stale_tokens, note.recomputed_tokens = self.stale_tokens, self.recomputed_tokens
             self._router.send(note)
 
     async def _follow_router(self) -> None:
         while True:
             link = await redial(
-                self._router_address, self._credentials, self._hello, _from_router, ignores_refusals=True
+                self._address, self._credentials, self._hello, messages.ToFrontendFromRouter, insists=True
             )
             self._greet(link)
             while (message := await link.receive()) is not None:
@@ -361,8 +314,8 @@ class ClusterClient:
 
     def _greet(self, link: Link) -> None:
         """Report all open requests to the router, which may be another than before."""
-        self._note = messages.Note()
-        note = messages.Note()
+        self._note = None
+        note = messages.Note(stale_tokens=self.stale_tokens, recomputed_tokens=self.recomputed_tokens)
         for found in self._open.values():
             if found.replica is None:
                 note.asked.append(found.as_asked())
@@ -459,12 +412,12 @@ class ClusterClient:
         await self._call(messages.AdapterCall(next(self._call_ids), name))
 
     async def _call(self, message: messages.AdapterCall | messages.AskStatus) -> messages.Reply:
-        if self._router is None:
-            try:
-                await asyncio.wait_for(self._wait_router(), CALL_S)
-            except TimeoutError as error:
-                raise EngineSilent("the cluster has no router at the moment") from error
-        assert self._router is not None
+        try:
+            async with asyncio.timeout(CALL_S):
+                while self._router is None:
+                    await asyncio.sleep(REDIAL_S)
+        except TimeoutError as error:
+            raise EngineSilent("the cluster has no router at the moment") from error
         future = self._calls[message.call] = asyncio.get_running_loop().create_future()
         self._router.send(message)
         try:
@@ -475,10 +428,6 @@ class ClusterClient:
             raise AdapterError(reply.message, reply.status)
         return reply
 
-    async def _wait_router(self) -> None:
-        while self._router is None:
-            await asyncio.sleep(REDIAL_S)
-
     def _fail_calls(self) -> None:
         for future in self._calls.values():
             if not future.done():
@@ -488,29 +437,23 @@ class ClusterClient:
     # ------------------------------------------------------------ what others look at
 
     async def cluster_status(self) -> dict[str, Any]:
-        """Ask the router for the cluster's status (``members.status``). Raises EngineSilent and AdapterError."""
+        """Ask the router for the cluster's status (see ``status_of``). Raises EngineSilent and AdapterError."""
         reply = await self._call(messages.AskStatus(next(self._call_ids)))
         found: dict[str, Any] = msgspec.json.decode(reply.body)
         return found
 
-    async def replica_stats(self) -> list[ReplicaStats]:
-        """Ask each replica that is up for its engine's snapshot."""
-        links = sorted(self._replicas.items())
-        answers = await asyncio.gather(*(link.stats(STATS_S) for _, link in links))
-        found = []
-        for (replica, _), answer in zip(links, answers, strict=True):
-            stats = None
-            if answer is not None and answer.stats is not None:
-                stats = answer.stats.with_adapters(answer.adapters)
-            found.append(ReplicaStats(replica, stats))
-        return found
+    async def replica_stats(self) -> dict[ReplicaId, EngineStats | None]:
+        """Ask each replica that is up for its engine's snapshot; None: it does not answer."""
+        links = dict(sorted(self._replicas.items()))
+        answers = await asyncio.gather(*(link.stats(next(self._call_ids)) for link in links.values()))
+        return dict(zip(links, answers, strict=True))
 
     async def stats(self) -> EngineStats:
         """Add up the numbers of all replicas, where they can be added."""
         records = EngineStats().records
-        for each in await self.replica_stats():
-            if each.stats is not None:
-                records = tuple(map(_added, records, each.stats.records))
+        for stats in (await self.replica_stats()).values():
+            if stats is not None:
+                records = tuple(map(_added, records, stats.records))
         return EngineStats(*records)
 
     def why_unready(self) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -12,9 +11,10 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.cluster.client import ClusterClient, ReplicaStats
+from manylora.cluster.client import ClusterClient
 from manylora.cluster.members import STATES
 from manylora.engine.client import EngineBusy, EngineSilent, EngineStats
+from manylora.listening import is_loopback
 from manylora.metrics.engine import EngineCollector, busy_pages, lora_requests
 from manylora.metrics.requests import Metrics
 from manylora.protocol.executor import AdapterError
@@ -39,15 +39,14 @@ class _Replicas(Collector):
         self._stats: list[EngineStats] = []
         self._status: dict[str, Any] = {}
 
-    def update(self, replicas: Sequence[ReplicaStats], status: dict[str, Any]) -> None:
+    def update(self, replicas: Mapping[ReplicaId, EngineStats | None], status: dict[str, Any]) -> None:
         """Take new snapshots. An empty ``status`` means that there is no router."""
         engines = {}
-        for each in replicas:
-            engine = self._engines.get(each.replica) or EngineCollector(self._base, self._info)
-            engine.update(each.stats)
-            engines[each.replica] = engine
+        for replica, stats in replicas.items():
+            engine = engines[replica] = self._engines.get(replica) or EngineCollector(self._base, self._info)
+            engine.update(stats)
         self._engines, self._status = engines, status
-        self._stats = [each.stats for each in replicas if each.stats is not None]
+        self._stats = [stats for stats in replicas.values() if stats is not None]
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client."""
@@ -75,21 +74,14 @@ def _of_all(replicas: Sequence[EngineStats], info: EngineInfo, status: dict[str,
     yield lora_requests(
         (load for stats in replicas for load in stats.gauges.adapters), len(replicas) * info.max_num_seqs
     )
+    running = sum(stats.gauges.num_running for stats in replicas)
     waiting = sum(stats.gauges.num_waiting for stats in replicas)
+    waiting += status["router"]["waiting"] if status else 0
     pages = sum(stats.gauges.pages_total for stats in replicas)
-    for name, text, value in (
-        (
-            "running",
-            "Requests in running batches, of all replicas.",
-            sum(each.gauges.num_running for each in replicas),
-        ),
-        (
-            "waiting",
-            "Requests waiting for admission at replicas, and those on none.",
-            waiting + (status["router"]["waiting"] if status else 0),
-        ),
-    ):
-        yield GaugeMetricFamily(f"manylora:cluster_requests_{name}", text, value=value)
+    text = "Requests in running batches, of all replicas."
+    yield GaugeMetricFamily("manylora:cluster_requests_running", text, value=running)
+    text = "Requests waiting for admission at replicas, and those on none."
+    yield GaugeMetricFamily("manylora:cluster_requests_waiting", text, value=waiting)
     yield GaugeMetricFamily(
         "manylora:cluster_kv_usage_perc",
         "Share (0 to 1) of all replicas' pools held by running requests and their adapters.",
@@ -160,7 +152,7 @@ def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operati
     loopback clients may use it."""
 
     async def show(request: Request) -> Response:
-        if not api_keys and not _is_loopback(request):
+        if not api_keys and (request.client is None or not is_loopback(request.client.host)):
             raise ApiError(403, "without API keys /cluster is for clients on this machine")
         try:
             return JSONResponse(await asyncio.wait_for(client.cluster_status(), _STATUS_S))
@@ -169,10 +161,3 @@ def cluster_operation(client: ClusterClient, api_keys: Sequence[str]) -> Operati
 
     summary = "The cluster's processes, their state and their load"
     return Operation("GET", "/cluster", same_origin(show), "cluster", summary)
-
-
-def _is_loopback(request: Request) -> bool:
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False

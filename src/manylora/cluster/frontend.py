@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
@@ -49,8 +47,6 @@ ORPHAN_S = 5.0
 JOIN_S = 30.0
 """The time that a joining front end waits for a cluster's first replica."""
 _AGAIN_S = 0.2
-
-_decoder = msgspec.msgpack.Decoder(messages.Joining)
 
 
 def run(launch: children.Launch, starter: children.Starter) -> int:
@@ -165,7 +161,7 @@ async def _join(router: tuple[str, int], credentials: Credentials) -> tuple[mess
     until_s = time.monotonic() + JOIN_S
     while True:
         try:
-            link = await dial(router, credentials, hello, _decoder)
+            link = await dial(router, credentials, hello, messages.Joining)
         except LinkRefused as error:
             raise ConfigError(f"the cluster does not want this front end: {error}") from error
         except LinkError as error:

@@ -20,7 +20,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -181,16 +181,12 @@ class Link:
     """A connection of two processes. ``peer``: the dialling side's hello; ``epoch``: the listener's epoch."""
 
     def __init__(
-        self,
-        reader: _Reader,
-        writer: asyncio.StreamWriter,
-        decoder: msgspec.msgpack.Decoder[Any],
-        peer: Hello,
-        welcome: _Welcome,
+        self, reader: _Reader, writer: asyncio.StreamWriter, receives: Any, peer: Hello, welcome: _Welcome
     ) -> None:
+        """Begin to send beats. ``receives``: the type of the messages that arrive."""
         self._reader = reader
         self._writer = writer
-        self._decoder = decoder
+        self._decoder = msgspec.msgpack.Decoder(receives)
         self.peer = peer
         self.epoch = welcome.epoch
         self.is_open = True
@@ -259,7 +255,9 @@ class Link:
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """Bind a socket to listen on, by default on the loopback, at a port that the system chooses. Raises
     ConfigError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small frames at once (TCP_NODELAY) only where the socket names TCP.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -267,11 +265,6 @@ def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         sock.close()
         raise ConfigError(f"links cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
-
-
-def adopt(descriptor: int) -> socket.socket:
-    """Make a socket object of a descriptor that another process has bound."""
-    return socket.socket(fileno=descriptor)
 
 
 def why_strange(hello: Hello, model: str) -> str | None:
@@ -301,29 +294,33 @@ def _sign(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, side + b"\0" + nonce + hello, "sha256")
 
 
-async def dial(
-    address: tuple[str, int], credentials: Credentials, hello: Hello, decoder: msgspec.msgpack.Decoder[Any]
-) -> Link:
-    """Open a link to the listener at ``address``. Raises LinkError, and LinkRefused where another try will
-    not help."""
-    loop = asyncio.get_running_loop()
-    limit_s = None if credentials.dialling is None else HANDSHAKE_S
+@contextlib.asynccontextmanager
+async def _streams(
+    tls: ssl.SSLContext | None, connect: Callable[..., Awaitable[tuple[Any, Any]]], *where: Any
+) -> AsyncIterator[tuple[_Reader, asyncio.StreamWriter]]:
+    """Yield streams over a connection, after the TLS handshake where there is TLS. An error in the block aborts
+    the connection. ``connect``: the event loop's function that makes a transport of ``where``."""
+    limit_s = None if tls is None else HANDSHAKE_S
     reader = _Reader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await connect(
+        lambda: protocol, *where, ssl=tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+    )
+    writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
     try:
-        async with asyncio.timeout(HANDSHAKE_S):
-            transport, protocol = await loop.create_connection(
-                lambda: asyncio.StreamReaderProtocol(reader),
-                *address,
-                ssl=credentials.dialling,
-                ssl_handshake_timeout=limit_s,
-                ssl_shutdown_timeout=limit_s,
-            )
-            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            try:
-                return await _introduce(reader, writer, credentials.secret, hello, decoder)
-            except BaseException:
-                transport.abort()
-                raise
+        yield reader, writer
+    except BaseException:
+        writer.transport.abort()
+        raise
+
+
+async def dial(address: tuple[str, int], credentials: Credentials, hello: Hello, receives: Any) -> Link:
+    """Open a link to the listener at ``address``. ``receives``: the type of the messages that arrive from there.
+    Raises LinkError, and LinkRefused where another try will not help."""
+    connect = asyncio.get_running_loop().create_connection
+    try:
+        async with asyncio.timeout(HANDSHAKE_S), _streams(credentials.dialling, connect, *address) as streams:
+            return await _introduce(*streams, credentials.secret, hello, receives)
     except TimeoutError as error:
         raise LinkError(f"{address[0]}:{address[1]} does not answer") from error
     except ssl.SSLError as error:
@@ -336,30 +333,26 @@ async def redial(
     address: tuple[str, int],
     credentials: Credentials,
     hello: Hello,
-    decoder: msgspec.msgpack.Decoder[Any],
+    receives: Any,
     *,
     most_s: float = math.inf,
-    ignores_refusals: bool = False,
+    insists: bool = False,
 ) -> Link:
     """Dial until there is a link, for ``most_s`` at most. Raises LinkError after that. Raises LinkRefused at
-    once, unless it ``ignores_refusals``."""
+    once, unless it ``insists`` on a link in spite of refusals."""
     until_s = time.monotonic() + most_s
     while True:
         try:
-            return await dial(address, credentials, hello, decoder)
+            return await dial(address, credentials, hello, receives)
         except LinkError as error:
-            is_final = isinstance(error, LinkRefused) and not ignores_refusals
+            is_final = isinstance(error, LinkRefused) and not insists
             if is_final or time.monotonic() >= until_s:
                 raise
         await asyncio.sleep(REDIAL_S)
 
 
 async def _introduce(
-    reader: _Reader,
-    writer: asyncio.StreamWriter,
-    secret: bytes,
-    hello: Hello,
-    decoder: msgspec.msgpack.Decoder[Any],
+    reader: _Reader, writer: asyncio.StreamWriter, secret: bytes, hello: Hello, receives: Any
 ) -> Link:
     hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
     framed = frame(hello)
@@ -381,13 +374,16 @@ async def _introduce(
         raise LinkError("the other side is not of a cluster") from error
     if welcome.refused:
         raise LinkRefused(welcome.refused)
-    _keep_small_frames_quick(writer)
-    return Link(reader, writer, decoder, hello, welcome)
+    return Link(reader, writer, receives, hello, welcome)
+
+
+Role = tuple[Any, Callable[[Link], Awaitable[None]]]
+"""The type of a role's messages, and the function that handles its link, which ends when that returns."""
 
 
 class Listener:
     """A listener that accepts links. ``judge`` gives the reason to refuse a process that knows the secret, or
-    None. ``serve`` handles a link, which ends when it returns."""
+    None."""
 
     def __init__(
         self,
@@ -395,21 +391,18 @@ class Listener:
         credentials: Credentials,
         epoch: int,
         silence_s: float,
-        decoder_of: Callable[[str], msgspec.msgpack.Decoder[Any] | None],
+        roles: Mapping[str, Role],
         judge: Callable[[Hello], str | None],
-        serve: Callable[[Link], Awaitable[None]],
     ) -> None:
         """Prepare to listen on a bound socket. ``silence_s``: a link ends, at both sides, when nothing has
-        arrived for this long. ``decoder_of``: the decoder of a role's messages; None where there is no such
-        role."""
+        arrived for this long."""
         self._sock = sock
         self._secret = credentials.secret
         self._tls = credentials.listening
         self._epoch = epoch
         self._silence_s = silence_s
-        self._decoder_of = decoder_of
+        self._roles = roles
         self._judge = judge
-        self._serve = serve
         self._num_strangers = 0
         self._tasks = Tasks()
 
@@ -442,44 +435,24 @@ class Listener:
                 sock.close()
 
     async def _meet(self, sock: socket.socket) -> None:
-        link = None
+        link, accept = None, asyncio.get_running_loop().connect_accepted_socket
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                link = await self._examine(*await self._open(sock))
+            async with asyncio.timeout(HANDSHAKE_S), _streams(self._tls, accept, sock) as streams:
+                link = await self._agree(*streams)
         except (LinkError, TimeoutError, msgspec.MsgspecError, OSError):
             pass
         finally:
             self._num_strangers -= 1
         if link is None:
             return
+        _, serve = self._roles[link.peer.role]
         try:
-            await self._serve(link)
+            await serve(link)
         finally:
             link.close()
 
-    async def _open(self, sock: socket.socket) -> tuple[_Reader, asyncio.StreamWriter]:
-        """Open streams over a connection, after the TLS handshake where there is TLS."""
-        loop = asyncio.get_running_loop()
-        limit_s = None if self._tls is None else HANDSHAKE_S
-        reader = _Reader()
-        transport, protocol = await loop.connect_accepted_socket(
-            lambda: asyncio.StreamReaderProtocol(reader),
-            sock,
-            ssl=self._tls,
-            ssl_handshake_timeout=limit_s,
-            ssl_shutdown_timeout=limit_s,
-        )
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-    async def _examine(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
-        """Agree on a link. Returns None where the other side was refused. Raises an error where it is no peer."""
-        try:
-            return await self._agree(reader, writer)
-        except BaseException:
-            writer.transport.abort()
-            raise
-
     async def _agree(self, reader: _Reader, writer: asyncio.StreamWriter) -> Link | None:
+        """Agree on a link. Returns None where the other side was refused. Raises an error where it is no peer."""
         said = await _read(reader, HANDSHAKE_BYTES)
         hello = msgspec.msgpack.decode(said, type=Hello)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -487,20 +460,13 @@ class Listener:
         proof = msgspec.msgpack.decode(await _read(reader, HANDSHAKE_BYTES), type=_Proof)
         if not hmac.compare_digest(proof.proof, _sign(self._secret, b"dialler", said, nonce)):
             raise LinkError("the other side does not know the cluster's secret")
-        decoder = self._decoder_of(hello.role)
-        refused = f"there is no role {hello.role!r}" if decoder is None else self._judge(hello)
+        receives, _ = self._roles.get(hello.role, (None, None))
+        refused = f"there is no role {hello.role!r}" if receives is None else self._judge(hello)
         welcome = _Welcome(refused or "", self._epoch, self._silence_s)
         writer.write(frame(welcome))
-        if refused or decoder is None:
+        if refused:
             with contextlib.suppress(OSError):
                 await writer.drain()
             writer.close()
             return None
-        _keep_small_frames_quick(writer)
-        return Link(reader, writer, decoder, hello, welcome)
-
-
-def _keep_small_frames_quick(writer: asyncio.StreamWriter) -> None:
-    sock = writer.get_extra_info("socket")
-    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return Link(reader, writer, receives, hello, welcome)

@@ -50,52 +50,6 @@ def gpus() -> list[str]:
     return [str(number) for number in range(min(filter(None, counts), default=0))]
 
 
-class NodeShare:
-    """A machine's share for each replica, measured once, for at most ``most`` replicas."""
-
-    def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
-        """Measure the machine. Raises ConfigError where it has too few GPUs for ``num_at_start`` replicas."""
-        self._ranks = settings.tensor_parallel_size
-        self._gpus = [] if settings.model.device == "cpu" else gpus()
-        self._per_gpu = per_gpu
-        needed = gpus_needed(num_at_start, self._ranks, per_gpu)
-        if settings.model.device == "cuda" and needed > len(self._gpus):
-            raise ConfigError(f"{num_at_start} replicas need {needed} GPUs, and there are {len(self._gpus)}")
-        if self._gpus and needed > len(self._gpus):
-            raise ConfigError(
-                f"{num_at_start} replicas do not fit on {len(self._gpus)} GPUs: --replicas-per-gpu shares them, "
-                "--device cpu does without"
-            )
-        if self._gpus:
-            check_shared_gpu(settings, per_gpu)
-        self._cores = num_cores() // most
-        self._pools = shared_pools(settings, free_bytes(), most, "cuda" if self._gpus else "cpu")
-
-    @property
-    def _room(self) -> int:
-        """The number of replicas for which there are GPUs."""
-        return self._per_gpu * (len(self._gpus) // self._ranks)
-
-    @property
-    def most_replicas(self) -> int | None:
-        """The number of replicas that fit on this machine; None: any number."""
-        return self._room if self._gpus else None
-
-    def share(self, settings: EngineSettings, replica: int) -> EngineSettings:
-        """Return a replica's settings with its own pools and CPU threads."""
-        return with_share(settings, self._pools, replica, self._cores)
-
-    def environment(self, replica: int) -> Mapping[str, str]:
-        """Return the environment variables of a replica's process, whose ranks share the threads and the GPUs."""
-        found = {}
-        if "OMP_NUM_THREADS" not in os.environ:
-            found["OMP_NUM_THREADS"] = str(max(1, self._cores))
-        if self._gpus:
-            first = self._ranks * (replica % self._room // self._per_gpu)
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + self._ranks])
-        return found
-
-
 def gpus_needed(replicas: int, ranks: int, per_gpu: int) -> int:
     """Count the GPUs of ``replicas`` replicas of ``ranks`` ranks each where ``per_gpu`` replicas share each
     GPU."""
@@ -110,28 +64,21 @@ def check_shared_gpu(settings: EngineSettings, per_gpu: int) -> None:
         )
 
 
-def shared_pools(
-    settings: EngineSettings, free: int, count: int, kind: Literal["cpu", "cuda"]
-) -> tuple[int | None, int]:
-    """Compute the device pool and the host pool, in bytes, of one of ``count`` replicas where ``free`` bytes
-    are free. The settings' sizes are taken as given. A pool without one is the ``count``-th part of a lone
-    replica's pool. A device pool of None means that the replica measures its GPU itself."""
-    device_pool, host_pool = settings.cache.device_pool, settings.cache.host_pool
+def with_share(
+    settings: EngineSettings, free: int, count: int, kind: Literal["cpu", "cuda"], replica: int, cores: int
+) -> EngineSettings:
+    """Return the settings of one of ``count`` replicas where ``free`` bytes are free, with the CPU threads of
+    ``cores`` cores. The settings' sizes of pools are taken as given. A pool without one is the ``count``-th part
+    of a lone replica's pool. A device pool of None means that the replica measures its GPU itself."""
+    cache, scheduler = settings.cache, settings.scheduler
+    device_pool, host_pool = cache.device_pool, cache.host_pool
     if kind == "cpu" and device_pool is None:
         device_pool = cpu_pool_bytes(free) // count
     if host_pool is None:
         host_pool = host_pool_bytes(free, kind) // count
-    return device_pool, host_pool
-
-
-def with_share(
-    settings: EngineSettings, pools: tuple[int | None, int], replica: int, cores: int
-) -> EngineSettings:
-    """Return the settings with these pools, and with the CPU threads of a replica that has ``cores`` cores."""
-    scheduler = settings.scheduler
     return dataclasses.replace(
         settings,
-        cache=dataclasses.replace(settings.cache, device_pool=pools[0], host_pool=pools[1]),
+        cache=dataclasses.replace(cache, device_pool=device_pool, host_pool=host_pool),
         scheduler=dataclasses.replace(scheduler, cold_start=scheduler.cold_start.share(replica, cores)),
     )
 
@@ -180,13 +127,29 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """A launcher of processes on this machine."""
+    """A launcher of processes on this machine, which is measured once and shared by ``most`` replicas."""
 
     name = "local"
 
-    def __init__(self, node: NodeShare) -> None:
-        self._node = node
-        self.most_replicas = node.most_replicas
+    def __init__(self, settings: EngineSettings, most: int, num_at_start: int, per_gpu: int) -> None:
+        """Measure the machine. Raises ConfigError where it has too few GPUs for ``num_at_start`` replicas."""
+        self._most = most
+        self._ranks = settings.tensor_parallel_size
+        self._gpus = [] if settings.model.device == "cpu" else gpus()
+        self._per_gpu = per_gpu
+        needed = gpus_needed(num_at_start, self._ranks, per_gpu)
+        if settings.model.device == "cuda" and needed > len(self._gpus):
+            raise ConfigError(f"{num_at_start} replicas need {needed} GPUs, and there are {len(self._gpus)}")
+        if self._gpus and needed > len(self._gpus):
+            raise ConfigError(
+                f"{num_at_start} replicas do not fit on {len(self._gpus)} GPUs: --replicas-per-gpu shares them, "
+                "--device cpu does without"
+            )
+        if self._gpus:
+            check_shared_gpu(settings, per_gpu)
+        self._cores = num_cores() // most
+        self._free_bytes = free_bytes()
+        self.most_replicas = per_gpu * (len(self._gpus) // self._ranks) if self._gpus else None
 
     async def open(self) -> None:
         """See Launcher."""
@@ -198,8 +161,20 @@ class LocalLauncher:
         """See Launcher."""
         if launch.role != messages.REPLICA:
             return await start_child(launch, {}, descriptors)
-        launch = msgspec.structs.replace(launch, engine=self._node.share(launch.engine, launch.id))
-        return await start_child(launch, self._node.environment(launch.id), descriptors)
+        kind: Literal["cpu", "cuda"] = "cuda" if self._gpus else "cpu"
+        engine = with_share(launch.engine, self._free_bytes, self._most, kind, launch.id, self._cores)
+        launch = msgspec.structs.replace(launch, engine=engine)
+        return await start_child(launch, self.environment(launch.id), descriptors)
+
+    def environment(self, replica: int) -> Mapping[str, str]:
+        """Return the environment variables of a replica's process, whose ranks share the threads and the GPUs."""
+        found = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            found["OMP_NUM_THREADS"] = str(max(1, self._cores))
+        if self.most_replicas is not None:
+            first = self._ranks * (replica % self.most_replicas // self._per_gpu)
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + self._ranks])
+        return found
 
 
 async def start_child(

@@ -10,8 +10,8 @@ import bisect
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from manylora.cluster import messages
 from manylora.cluster.link import Link
@@ -19,6 +19,9 @@ from manylora.protocol.routing import ON_DEVICE, ON_HOST, ReplicaId, ScaleHint
 from manylora.router.replicas import ReplicaState
 from manylora.router.router import Router
 from manylora.types import AdapterId
+
+if TYPE_CHECKING:
+    from manylora.cluster.switchboard import Switchboard
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """The first and the longest pause before a replica is asked again for an adapter that it could not have. Each
@@ -127,15 +130,15 @@ class Members:
             can_serve(up),
         )
 
-    def unlinked(self, slots: Iterable[messages.Slot]) -> list[messages.Slot]:
-        """Find the slots whose replicas run and are not linked."""
-        linked = {each.id: each.epoch for each in self.replicas.values()}
-        return [slot for slot in slots if slot.state == "running" and linked.get(slot.id, 0) < slot.epoch]
-
     def send_to_frontends(self, message: messages.ToFrontendFromRouter) -> None:
         """Send the same message to all front ends."""
         for each in self.frontends.values():
             each.link.send(message)
+
+    def send_to_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
+        """Send a message. Without a link the cluster is ending, and the message is dropped."""
+        if self.supervisor is not None:
+            self.supervisor.send(message)
 
 
 class Decisions:
@@ -164,88 +167,63 @@ def state_of(slot: messages.Slot, router: Router) -> str:
     """Return the state of the replica at a place."""
     if slot.state != "running":
         return slot.state
-    replica = router.fleet.up.get(slot.id)
-    if replica is None or replica.epoch != slot.epoch:
+    replica = router.fleet.find(slot.id, slot.epoch)
+    if replica is None:
         return "starting"
     if slot.drains_to:
         return "draining" if replica.requests else "drained"
     return "suspect" if replica.is_suspect else "running"
 
 
-def status(
-    router: Router,
-    members: Members,
-    table: messages.ProcessTable,
-    *,
-    policy: str,
-    epoch: int,
-    is_settled: bool,
-    revision: int,
-    num_adapters: int,
-    hint: ScaleHint | None,
-    moved: dict[str, int],
-    decisions: Decisions,
-    lacks: dict[ReplicaId, list[str]],
-) -> dict[str, Any]:
-    """Describe the cluster as JSON. ``lacks``: names of adapters that a replica cannot serve."""
+def status_of(board: Switchboard) -> dict[str, Any]:
+    """Describe the cluster as JSON."""
+    table, members, hint = board.table, board.members, board.hint or ScaleHint(0, "")
+    pids = dict(table.frontends)
+    for joined in members.frontends.values():
+        pids.setdefault(joined.id, joined.link.peer.pid)
     frontends = []
-    started = {child.id for child in table.frontends}
-    joined = [
-        messages.ChildProcess(each.id, each.link.peer.pid)
-        for each in members.frontends.values()
-        if each.id not in started
-    ]
-    for child in (*table.frontends, *joined):
-        member = members.frontends.get(child.id)
+    for number, pid in pids.items():
+        member = members.frontends.get(number)
         frontends.append(
             {
-                "id": child.id,
-                "pid": child.pid,
+                "id": number,
+                "pid": pid,
                 "state": "starting" if member is None else "running",
                 "stale_tokens": 0 if member is None else member.stale_tokens,
                 "recomputed_tokens": 0 if member is None else member.recomputed_tokens,
             }
         )
     return {
-        "replicas": [
-            _replica(slot, state_of(slot, router), router, members.replicas.get(slot.id), lacks)
-            for slot in sorted(table.slots, key=lambda slot: slot.id)
-        ],
+        "replicas": [_replica(board, slot) for slot in sorted(table.slots, key=lambda slot: slot.id)],
         "router": {
             "pid": os.getpid(),
-            "epoch": epoch,
-            "policy": policy,
-            "state": "running" if is_settled else "settling",
-            "requests": len(router.requests()),
-            "waiting": router.num_waiting,
-            "moved": moved,
-            "decisions": decisions.as_json(),
+            "epoch": board.launch.epoch,
+            "policy": board.config.policy,
+            "state": "running" if board.held_back is None else "settling",
+            "requests": len(board.router.requests),
+            "waiting": board.router.num_waiting,
+            "moved": dict(board.moved),
+            "decisions": board.decisions.as_json(),
         },
         "frontends": frontends,
         "supervisor": {"pid": table.supervisor, "launcher": table.launcher},
-        "adapters": {"revision": revision, "listed": num_adapters},
-        "scale_hint": {"delta": 0, "reason": ""}
-        if hint is None
-        else {"delta": hint.delta, "reason": hint.reason},
+        "adapters": {"revision": board.registry.revision, "listed": board.registry.num_listed},
+        "scale_hint": {"delta": hint.delta, "reason": hint.reason},
     }
 
 
-def _replica(
-    slot: messages.Slot,
-    state: str,
-    router: Router,
-    member: ReplicaMember | None,
-    lacks: dict[ReplicaId, list[str]],
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": slot.id, "pid": slot.pid, "epoch": slot.epoch, "state": state}
-    known = router.fleet.up.get(slot.id)
-    if known is not None and known.epoch != slot.epoch:
-        known = None
+def _replica(board: Switchboard, slot: messages.Slot) -> dict[str, Any]:
+    known, member = board.router.fleet.find(slot.id, slot.epoch), board.members.replicas.get(slot.id)
     if member is not None and member.epoch != slot.epoch:
         member = None
     report = known.report if known is not None else None
     tiers = list(known.residency.values()) if known is not None else []
-    return found | {
+    lacking = board.registry.lacking(member) if member is not None else []
+    return {
+        "id": slot.id,
+        "pid": slot.pid,
+        "epoch": slot.epoch,
+        "state": state_of(slot, board.router),
         "requests": len(known.requests) if known is not None else 0,
         "running": report.running if report else 0,
         "waiting": report.waiting if report else 0,
@@ -256,6 +234,6 @@ def _replica(
         "adapters_on_device": sum(tier == ON_DEVICE for tier in tiers),
         "adapters_on_host": sum(tier == ON_HOST for tier in tiers),
         "cold_start": member.up.cold_start if member is not None and member.up is not None else "",
-        "adapters_lacking": lacks.get(slot.id, []) if member is not None else [],
+        "adapters_lacking": sorted(listing.name for listing in lacking),
         "heard_s_ago": round(time.monotonic() - member.received_s, 3) if member is not None else None,
     }

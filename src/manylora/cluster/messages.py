@@ -11,20 +11,8 @@ import msgspec
 from manylora.config.sections import EngineSettings
 from manylora.engine.client import EngineStats, GenerationRequest
 from manylora.engine.wire import Deltas, Failed
-from manylora.protocol.routing import (
-    Asked,
-    Assign,
-    Cancelled,
-    Ended,
-    Held,
-    Progress,
-    Refuse,
-    ReplicaFacts,
-    ReplicaId,
-    ReplicaReport,
-    Withdraw,
-    Withdrawn,
-)
+from manylora.protocol import routing
+from manylora.protocol.routing import ReplicaId
 from manylora.reports import AdapterUse
 from manylora.types import AdapterCard, AdapterId, EngineInfo, RequestError, RequestId
 
@@ -70,12 +58,12 @@ class Note(msgspec.Struct, tag=True):
     attempt was not the last; ``recomputed_tokens``: the number that later attempts have computed again so
     far."""
 
-    asked: list[Asked] = []
-    held: list[Held] = []
-    progress: list[Progress] = []
-    withdrawn: list[Withdrawn] = []
-    ended: list[Ended] = []
-    cancelled: list[Cancelled] = []
+    asked: list[routing.Asked] = []
+    held: list[routing.Held] = []
+    progress: list[routing.Progress] = []
+    withdrawn: list[routing.Withdrawn] = []
+    ended: list[routing.Ended] = []
+    cancelled: list[routing.Cancelled] = []
     stale_tokens: int = 0
     recomputed_tokens: int = 0
 
@@ -114,9 +102,9 @@ ToRouterFromFrontend = Note | Synced | AdapterCall | HasRevision | AskStatus
 class Rulings(msgspec.Struct, tag=True):
     """The router's decisions, in order within each list; a request is in one of the lists at most."""
 
-    assign: list[Assign] = []
-    withdraw: list[Withdraw] = []
-    refuse: list[Refuse] = []
+    assign: list[routing.Assign] = []
+    withdraw: list[routing.Withdraw] = []
+    refuse: list[routing.Refuse] = []
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -176,7 +164,7 @@ class Up(msgspec.Struct, tag=True):
     """The notice that the replica's model is loaded, and the address at which it listens. ``adapters``:
     versions that it serves already; ``cold_start``: the mode in which it serves."""
 
-    facts: ReplicaFacts
+    facts: routing.ReplicaFacts
     host: str
     port: int
     adapters: list[AdapterId] = []
@@ -188,7 +176,7 @@ class Alive(msgspec.Struct, tag=True):
     counts; None while a full report is due."""
 
     sent_s: float
-    report: ReplicaReport | None = None
+    report: routing.ReplicaReport | None = None
 
 
 class AdapterReady(msgspec.Struct, tag=True):
@@ -358,19 +346,13 @@ class Slot(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class ChildProcess(msgspec.Struct, frozen=True):
-    """A front end, or another process that has no slot."""
-
-    id: int
-    pid: int
-
-
 class ProcessTable(msgspec.Struct, tag=True):
-    """The processes that the supervisor has started. ``most``: the number of replicas that its GPUs allow;
-    None: any number. ``info``: the facts of the first replica that started."""
+    """The processes that the supervisor has started. ``frontends``: their processes' ids by number; ``most``: the
+    number of replicas that its GPUs allow; None: any number. ``info``: the facts of the first replica that
+    started."""
 
     slots: list[Slot]
-    frontends: list[ChildProcess]
+    frontends: dict[int, int]
     supervisor: int
     launcher: str
     most: int | None = None

@@ -83,8 +83,8 @@ class Operations:
         return known is not None and known.epoch >= epoch
 
     def _is_empty(self, replica: ReplicaId, epoch: int) -> bool:
-        known = self._board.router.fleet.up.get(replica)
-        return known is None or known.epoch != epoch or not known.requests
+        known = self._board.router.fleet.find(replica, epoch)
+        return known is None or not known.requests
 
     async def _until(self, is_so: Callable[[], bool], most_s: float = float("inf")) -> bool:
         left_s = most_s
@@ -122,16 +122,13 @@ class Operations:
 
     # ------------------------------------------------------------ drains
 
-    async def drain(self, replica: ReplicaId, *, migrate: bool) -> None:
-        """Give the replica no more work, and return when it has no requests. Raises Refusal."""
-        await self._empty(replica, "stay", migrate=migrate)
-
-    async def _empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
-        """Drain the replica, and return the epoch that was drained. Raises Refusal."""
+    async def empty(self, replica: ReplicaId, drains_to: str, *, migrate: bool) -> int:
+        """Give the replica no more work, and return its epoch when it has no requests. ``drains_to``: see
+        NoteDrain. Raises Refusal."""
         slot = self._slot(replica)
         if slot is None:
             raise Refusal(f"there is no replica {replica}")
-        self._board.send_to_supervisor(messages.NoteDrain(replica, drains_to))
+        self._board.members.send_to_supervisor(messages.NoteDrain(replica, drains_to))
         self._drained.add((replica, slot.epoch))
         if self._is_up(replica, slot.epoch):
             self._board.handle(Drain(replica, migrate))
@@ -144,7 +141,7 @@ class Operations:
         elif slot.drains_to == "restart":
             self._tasks.spawn(self._by_itself(self._start_anew(slot.id)))
         else:
-            self._tasks.spawn(self._by_itself(self._empty(slot.id, slot.drains_to, migrate=False)))
+            self._tasks.spawn(self._by_itself(self.empty(slot.id, slot.drains_to, migrate=False)))
 
     # ------------------------------------------------------------ scaling
 
@@ -173,7 +170,7 @@ class Operations:
             free = (replica for replica in range(2 * MOST_REPLICAS) if replica not in used)
             new = [next(free) for _ in range(count - len(staying))]
             self._asked.update(new)
-            self._board.send_to_supervisor(messages.StartReplicas(new))
+            self._board.members.send_to_supervisor(messages.StartReplicas(new))
             await self._until_up(dict.fromkeys(new, 1))
 
     async def remove(self, replica: ReplicaId) -> None:
@@ -187,8 +184,8 @@ class Operations:
     async def _remove(self, replica: ReplicaId) -> None:
         self._removing.add(replica)
         try:
-            await self._empty(replica, "remove", migrate=True)
-            self._board.send_to_supervisor(messages.EndSlot(replica))
+            await self.empty(replica, "remove", migrate=True)
+            self._board.members.send_to_supervisor(messages.EndSlot(replica))
             await self._until(lambda: self._slot(replica) is None)
         finally:
             self._removing.discard(replica)
@@ -222,8 +219,8 @@ class Operations:
         return len(replicas)
 
     async def _start_anew(self, replica: ReplicaId) -> None:
-        epoch = await self._empty(replica, "restart", migrate=True)
-        self._board.send_to_supervisor(messages.EndReplica(replica, epoch))
+        epoch = await self.empty(replica, "restart", migrate=True)
+        self._board.members.send_to_supervisor(messages.EndReplica(replica, epoch))
         await self._until_up({replica: epoch + 1})
 
     # ------------------------------------------------------------ moves
@@ -235,20 +232,21 @@ class Operations:
         known = router.fleet.up.get(replica)
         if known is None or not known.is_open:
             raise Refusal(f"there is no replica {replica} that may get work")
-        names = [name for name in router.requests() if request in (name, name.rpartition("-")[0])]
+        names = [name for name in router.requests if request in (name, name.rpartition("-")[0])]
         if not names:
             raise Refusal(f"there is no request {request!r}")
         left, there, asked = set(names), set[str](), set[str]()
 
         def have_moved() -> bool:
             """Ask for the moves of requests that can leave by now."""
-            for name in [name for name in left - asked if router.can_leave(name)]:
+            live = router.requests
+            for name in [name for name in left - asked if name in live and live[name].can_leave]:
                 asked.add(name)
                 self._board.handle(MoveAsked(name, replica))
             there.update(
                 name for name in left if name in known.requests and not known.requests[name].is_withdrawing
             )
-            left.intersection_update(router.requests())
+            left.intersection_update(live)
             left.difference_update(there)
             return not left
 

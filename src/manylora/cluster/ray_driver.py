@@ -27,7 +27,7 @@ import msgspec
 from manylora._version import VERSION
 from manylora.cluster import children, messages
 from manylora.cluster.adapter_files import model_digest
-from manylora.cluster.local import check_shared_gpu, gpus_needed, shared_pools, with_share
+from manylora.cluster.local import check_shared_gpu, gpus_needed, with_share
 from manylora.config.cold_start import num_cores
 from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings
@@ -48,10 +48,6 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 _PORT = 6379
 _ANSWER_S = 0.1
 """The time that a process which ends waits for its last answer to leave."""
-
-_launch = msgspec.msgpack.Decoder(children.Launch)
-_encoder = msgspec.msgpack.Encoder()
-_said = msgspec.msgpack.Decoder(messages.ChildReady | Failed)
 
 
 class RayNodeFacts(msgspec.Struct):
@@ -82,7 +78,8 @@ def measure(node: RayNodeFacts, model: str, folder: str) -> RayNodeFacts:
 
 class RayNodes:
     """The nodes on which replicas may be placed. Raises ConfigError where they cannot all serve the same
-    model, or have too few GPUs."""
+    model, or have too few GPUs. ``most``: the number of replicas for which there is room; None: any number.
+    ``gpus_each``: the number of GPUs that Ray reserves for a replica; a fraction where replicas share one."""
 
     def __init__(
         self,
@@ -99,7 +96,10 @@ class RayNodes:
         self._most = most
         self._ranks = settings.tensor_parallel_size
         self._per_gpu = per_gpu
-        self._settings = settings
+        device, num_gpus = settings.model.device, sum(node.gpus for node in nodes)
+        self.uses_gpus = device == "cuda" or (device == "auto" and num_gpus > 0)
+        self.most = sum(map(self._room, nodes)) if self.uses_gpus else None
+        self.gpus_each = self._ranks / per_gpu if self.uses_gpus else 0
         if not nodes:
             raise ConfigError("Ray has no node that replicas may run on")
         for node in nodes:
@@ -114,9 +114,7 @@ class RayNodes:
         if self.most is not None and at_start > self.most:
             needed = gpus_needed(at_start, self._ranks, per_gpu)
             together = f", {self._ranks} of one node each" if self._ranks > 1 else ""
-            raise ConfigError(
-                f"{at_start} replicas need {needed} GPUs{together}, and Ray has {self.num_gpus}"
-            )
+            raise ConfigError(f"{at_start} replicas need {needed} GPUs{together}, and Ray has {num_gpus}")
         if self.uses_gpus and per_gpu > 1 and self._ranks > 1:
             raise ConfigError(
                 "--replicas-per-gpu above 1 does not work with --tensor-parallel-size above 1 on Ray, which gives "
@@ -125,28 +123,9 @@ class RayNodes:
         if self.uses_gpus:
             check_shared_gpu(settings, per_gpu)
 
-    @property
-    def num_gpus(self) -> int:
-        return sum(node.gpus for node in self._nodes.values())
-
-    @property
-    def uses_gpus(self) -> bool:
-        device = self._settings.model.device
-        return device == "cuda" or (device == "auto" and self.num_gpus > 0)
-
-    @property
-    def most(self) -> int | None:
-        """The number of replicas for which there is room; None: any number."""
-        return sum(map(self._room, self._nodes.values())) if self.uses_gpus else None
-
     def _room(self, node: RayNodeFacts) -> int:
         """Count the replicas for which the node has GPUs. One replica's GPUs are all on one node."""
         return self._per_gpu * (node.gpus // self._ranks)
-
-    @property
-    def gpus_each(self) -> float:
-        """The number of GPUs that Ray reserves for a replica; a fraction where replicas share one."""
-        return self._ranks / self._per_gpu if self.uses_gpus else 0
 
     def share(self, settings: EngineSettings, node: str, replica: int) -> tuple[EngineSettings, int]:
         """Return a replica's settings with its own share of that node, and its CPU threads. Without GPUs the
@@ -156,8 +135,7 @@ class RayNodes:
         count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
         cores = found.threads // count
         kind: Literal["cpu", "cuda"] = "cuda" if self.uses_gpus else "cpu"
-        pools = shared_pools(settings, found.free_bytes, count, kind)
-        return with_share(settings, pools, replica % count, cores), max(1, cores)
+        return with_share(settings, found.free_bytes, count, kind, replica % count, cores), max(1, cores)
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:
@@ -198,14 +176,15 @@ class _Driver:
 
         self._ray = ray
         self._starter = starter
-        self._host = launch.host
         self._actors: dict[str, Any] = {}
         self._placed: dict[str, str] = {}
         self._placing = threading.Lock()
         self._work_dir = os.getcwd()
         given = launch.cluster.ray_address or "auto"
         address = "local" if given == "local" else _reachable(given, launch.cluster.insecure_ray)
-        threading.Thread(target=self._give_up, args=(given,), daemon=True).start()
+        patience = threading.Timer(CONNECT_S if address != "local" else MEASURE_S, self._give_up, (given,))
+        patience.daemon = True
+        patience.start()
         own = {}
         self._own_folder = os.environ.get("RAY_TMPDIR") if address == "local" else None
         if address == "local":
@@ -218,7 +197,7 @@ class _Driver:
             if launch.engine.model.device == "cpu":
                 own["num_gpus"] = 0
         ray.init(address=address, configure_logging=False, log_to_driver=True, **own)
-        self._is_connected = True
+        patience.cancel()
         cluster = launch.cluster
         self.nodes = RayNodes(
             self._measured(launch),
@@ -229,13 +208,9 @@ class _Driver:
             per_gpu=cluster.replicas_per_gpu,
         )
 
-    _is_connected = False
-
     def _give_up(self, address: str) -> None:
-        time.sleep(CONNECT_S if address != "local" else MEASURE_S)
-        if not self._is_connected:
-            self._starter.report(Failed(f"Ray at {address} does not answer", is_user_error=True))
-            children.leave(2)
+        self._starter.report(Failed(f"Ray at {address} does not answer", is_user_error=True))
+        children.leave(2)
 
     def _measured(self, launch: children.Launch) -> list[RayNodeFacts]:
         """Measure the nodes on which replicas may run. Raises ConfigError."""
@@ -251,7 +226,7 @@ class _Driver:
             address, gpus = each["NodeManagerAddress"], int(each["Resources"].get("GPU", 0))
             if not (gpus if uses_gpus else each["Resources"].get("CPU")):
                 continue
-            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(self._host).is_loopback:
+            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(launch.host).is_loopback:
                 raise ConfigError(f"node {address} of Ray is another machine: it needs --cluster-host")
             node = RayNodeFacts(each["NodeID"], address, gpus if uses_gpus else 0)
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -278,7 +253,8 @@ class _Driver:
         code, reason = 1, ""
         try:
             life = self._start(name, order.launch)
-            said = _said.decode(self._ray.get(self._actors[name].said.remote()))
+            said = self._ray.get(self._actors[name].said.remote())
+            said = msgspec.msgpack.decode(said, type=messages.ChildReady | Failed)
             self._starter.report(messages.ActorSaid(name, said))
             code = self._ray.get(life)
         except self._ray.exceptions.ActorUnavailableError as error:
@@ -293,23 +269,17 @@ class _Driver:
     def _start(self, name: str, encoded: bytes) -> Any:
         """Start an actor, and return the call that ends when the actor does."""
         ray = self._ray
-        options = {
-            "max_concurrency": 8,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "num_cpus": 0,
-            "num_gpus": self.nodes.gpus_each,
-            "scheduling_strategy": self._place(name),
-        }
-        actor = self._actors[name] = ray.remote(ReplicaActor).options(**options).remote()
+        kind = ray.remote(max_concurrency=8, max_restarts=0, max_task_retries=0, num_cpus=0)(ReplicaActor)
+        placed = kind.options(num_gpus=self.nodes.gpus_each, scheduling_strategy=self._place(name))
+        actor = self._actors[name] = placed.remote()
         pid, node, address = ray.get(actor.place.remote())
         self._placed[name] = node
         self._starter.report(messages.ActorBegan(name, pid, node))
-        launch = _launch.decode(encoded)
+        launch = msgspec.msgpack.decode(encoded, type=children.Launch)
         engine, threads = self.nodes.share(launch.engine, node, launch.id)
         host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
         launch = msgspec.structs.replace(launch, engine=engine, host=host)
-        return actor.run.remote(_encoder.encode(launch), threads, self._work_dir)
+        return actor.run.remote(msgspec.msgpack.encode(launch), threads, self._work_dir)
 
     def _place(self, name: str) -> Any:
         """Choose the place of an actor: where GPUs are free, or else the node with the fewest replicas.
@@ -380,10 +350,9 @@ class ReplicaActor:
             self._code.put(code)
             time.sleep(_ANSWER_S)
 
-        children.call_before_leaving(leaving)
-        threading.Thread(
-            target=self._run, args=(_launch.decode(launch),), name="manylora-replica", daemon=True
-        ).start()
+        children.before_leaving.append(leaving)
+        decoded = msgspec.msgpack.decode(launch, type=children.Launch)
+        threading.Thread(target=self._run, args=(decoded,), name="manylora-replica", daemon=True).start()
         return self._code.get()
 
     def _run(self, launch: children.Launch) -> None:
@@ -409,7 +378,7 @@ class ReplicaActor:
 
     def report(self, message: messages.FromChild) -> None:
         """Queue a message for the driver (see Starter), which asks only for the first one."""
-        self._said.put(_encoder.encode(message))
+        self._said.put(msgspec.msgpack.encode(message))
 
     def watch(self, stopped: Callable[[], None], orphaned: Callable[[], None]) -> None:
         """Keep ``stopped`` (see Starter). An actor never learns that it is an orphan: its lease ends instead."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import ipaddress
 import logging
 import secrets
 import shutil
@@ -21,8 +20,10 @@ import msgspec
 from manylora.cluster import messages
 from manylora.cluster.children import FENCED, Launch, Tasks
 from manylora.cluster.local import LocalProcess, NotStarted, Started, start_child
+from manylora.cluster.slots import end_soon
 from manylora.config.declaring import ConfigError
 from manylora.engine.wire import Failed
+from manylora.listening import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ START_S = 3600.0
 _LONGEST_ROOT = 40
 """The most characters of a folder under which the paths of Ray's own sockets are short enough for the system."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def check_ray() -> None:
     """Check that Ray is installed, in the version that this was built for. Raises ConfigError."""
@@ -43,14 +42,6 @@ def check_ray() -> None:
     found = importlib.metadata.version("ray")
     if not found.startswith(VERSION):
         raise ConfigError(f"--launcher ray needs ray {VERSION}*, and {found} is installed")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class RayLauncher:
@@ -64,11 +55,7 @@ class RayLauncher:
         self._driver: LocalProcess | None = None
         self._opening = asyncio.Lock()
         self._folder: str | None = None
-        self._environment = {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_COLOR_PREFIX": "0",
-            "RAY_DEDUP_LOGS": "0",
-        }
+        self._environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}
         address = launch.cluster.ray_address or "auto"
         if address == "local" or is_loopback(address.rpartition(":")[0]):
             # Otherwise Ray replaces the loopback by a public address, and listens on all addresses.
@@ -123,11 +110,12 @@ class RayLauncher:
         match message:
             case messages.ActorBegan(name, pid, node):
                 if (actor := self._actors.get(name)) is not None:
-                    actor.begin(pid)
+                    actor.pid = pid
+                    actor.is_begun.set()
                 log.info("%s runs on node %s of Ray", name, node)
             case messages.ActorSaid(name, said):
                 if (actor := self._actors.get(name)) is not None:
-                    actor.report(said)
+                    actor.said.put_nowait(said)
             case messages.ActorEnded(name, code, reason):
                 if (actor := self._actors.pop(name, None)) is not None:
                     actor.end(code)
@@ -150,60 +138,43 @@ class RayLauncher:
                     raise OSError(str(error)) from error
         name = f"replica {launch.id} (epoch {launch.epoch})"
         actor = self._actors[name] = RayProcess(name, self._send)
-        self._send(messages.StartActor(name, _encoder.encode(launch)))
-        await actor.wait_begun()
+        self._send(messages.StartActor(name, msgspec.msgpack.encode(launch)))
+        await actor.is_begun.wait()
         return actor
 
     async def close(self) -> None:
         """End the process that speaks to Ray, and remove its folder."""
         self._tasks.cancel()
         if (driver := self._driver) is not None:
-            driver.send(messages.StopChild())
-            try:
-                await asyncio.wait_for(driver.wait(), CLOSE_S)
-            except TimeoutError:
-                driver.kill()
-                await driver.wait()
+            await end_soon(driver, CLOSE_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RayProcess:
-    """A replica that is an actor of Ray. ``pid``: its process's id on its own node."""
+    """A replica that is an actor of Ray. ``pid``: its process's id on its own node; ``is_begun``: its process
+    runs, or has ended before that; ``said``: its report of its start, then None at its end."""
 
     def __init__(self, name: str, send: Callable[[messages.ToRay], None]) -> None:
         self.pid = 0
         self._name = name
         self._send = send
-        self._begun = asyncio.Event()
+        self.is_begun = asyncio.Event()
         self._ended = asyncio.Event()
         self._code = 0
-        self._said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
-
-    def begin(self, pid: int) -> None:
-        """Note that the actor's process runs."""
-        self.pid = pid
-        self._begun.set()
-
-    def report(self, said: messages.ChildReady | Failed) -> None:
-        """Note the actor's report of its start."""
-        self._said.put_nowait(said)
+        self.said: asyncio.Queue[messages.ChildReady | Failed | None] = asyncio.Queue()
 
     def end(self, code: int) -> None:
         """Note that the actor has ended."""
         self._code = code
-        self._begun.set()
+        self.is_begun.set()
         self._ended.set()
-        self._said.put_nowait(None)
-
-    async def wait_begun(self) -> None:
-        """Wait until the actor's process runs, or has ended before that."""
-        await self._begun.wait()
+        self.said.put_nowait(None)
 
     async def begun(self) -> messages.ChildReady | Failed | None:
         """See Started."""
         try:
-            return await asyncio.wait_for(self._said.get(), START_S)
+            return await asyncio.wait_for(self.said.get(), START_S)
         except TimeoutError:
             self.kill()
             await self.wait()

@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 _File = TypeVar("_File")
 
 
-def journal_name(path: str, role: str, epoch: int) -> str:
-    """Name the file of one router or replica for ``path``. The first router's name has no epoch."""
+def journal_name(path: str | None, role: str, epoch: int) -> str | None:
+    """Name the file of one router or replica for ``path``, if any. The first router's name has no epoch."""
+    if path is None:
+        return None
     if role == "router":
         return f"{path}.router" if epoch == 1 else f"{path}.router.e{epoch}"
     return f"{path}.{role}.e{epoch}"
@@ -40,13 +42,13 @@ def open_of_router(
     """Open the router's journal and trace where the settings name them. Raises ConfigError where the first
     router cannot write them; a later one runs without."""
 
-    def opened(what: str, path: str | None, make: Callable[[Path], _File]) -> _File | None:
-        name = None if path is None else journal_name(path, "router", epoch)
-        return _opened("router", what, name, make, is_first=epoch == 1)
-
-    rotate = settings.journal_part_bytes
-    journal = opened("journal", settings.journal, lambda path: JournalWriter(path, config, rotate))
-    return journal, opened("trace", settings.cache.trace, lambda path: LineFile(path, "trace"))
+    rotate, is_first = settings.journal_part_bytes, epoch == 1
+    name = journal_name(settings.journal, "router", epoch)
+    journal = _opened(
+        "router", "journal", name, lambda path: JournalWriter(path, config, rotate), is_first=is_first
+    )
+    name = journal_name(settings.cache.trace, "router", epoch)
+    return journal, _opened("router", "trace", name, lambda path: LineFile(path, "trace"), is_first=is_first)
 
 
 def without_what_fails(settings: EngineSettings) -> EngineSettings:

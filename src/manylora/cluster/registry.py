@@ -16,7 +16,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,11 +25,11 @@ from manylora.cluster import messages
 from manylora.cluster.adapter_files import ADAPTER_FILES, adapter_digest
 from manylora.cluster.children import Tasks
 from manylora.cluster.link import Link
-from manylora.cluster.members import FrontendMember, Members, ReplicaMember
+from manylora.cluster.members import Members, ReplicaMember
 from manylora.cluster.messages import Listing
 from manylora.config.declaring import ConfigError
 from manylora.protocol.executor import AdapterError
-from manylora.protocol.routing import Listed, ReplicaId, RouterEvent, Unlisted
+from manylora.protocol.routing import Listed, RouterEvent, Unlisted
 from manylora.types import BASE, AdapterId, RequestError
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,7 @@ class Rollout:
     """
 
     def __init__(
-        self,
-        adapter_log: AdapterLog,
-        members: Members,
-        report: Callable[[RouterEvent], None],
-        wait_s: float,
+        self, adapter_log: AdapterLog, members: Members, report: Callable[[RouterEvent], None], wait_s: float
     ) -> None:
         """Start with the state in the log. ``wait_s``: how long a load waits for a replica where there is
         none."""
@@ -89,9 +85,7 @@ class Rollout:
                 continue
             if before is not None:
                 changed.append(msgspec.structs.replace(before, state="gone"))
-            changed.append(
-                messages.Listing(0, self._log.new_id(), name, path, "", 0, 0, int(time.time()), "listed")
-            )
+            changed.append(Listing(0, self._log.new_id(), name, path, "", 0, 0, int(time.time()), "listed"))
         stale = [each for each in self._log.current.values() if each.state != "listed"]
         changed += [msgspec.structs.replace(each, state="gone") for each in stale]
         if changed:
@@ -152,7 +146,7 @@ class Rollout:
             replica.receive_answer(message)
         self.pulse()
 
-    def _lacking(self, replica: ReplicaMember) -> list[messages.Listing]:
+    def lacking(self, replica: ReplicaMember) -> list[Listing]:
         """Find the listed versions that the replica has reported as not available to it."""
         found = (self._log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
@@ -160,7 +154,7 @@ class Rollout:
     def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
         """Return the versions that requests may name and that the replica cannot serve. Newly found ones are
         written to the process's log."""
-        found = self._lacking(replica)
+        found = self.lacking(replica)
         for listing in found:
             if listing.id not in replica.reported:
                 why = replica.why_not(listing.id)
@@ -168,28 +162,16 @@ class Rollout:
         replica.reported = {listing.id for listing in found}
         return tuple(sorted(replica.reported))
 
-    def names_lacking(self) -> dict[ReplicaId, list[str]]:
-        """List the names of the adapters that each replica cannot serve, for people."""
-        return {
-            each.id: sorted(listing.name for listing in self._lacking(each))
-            for each in self._members.replicas.values()
-        }
-
     async def retry(self) -> None:
         """Ask replicas again and again for the versions that they lack, since files may arrive late."""
         while True:
             await asyncio.sleep(RETRY_S)
             for replica in self._members.replicas.values():
-                for listing in self._lacking(replica):
+                for listing in self.lacking(replica):
                     if listing.state == "listed":
                         replica.ask_again(listing)
 
-    def receive_revision(self, frontend: FrontendMember, revision: int) -> None:
-        """Note that a front end has this revision now."""
-        frontend.revision = max(frontend.revision, revision)
-        self.pulse()
-
-    async def digested(self, adapter: AdapterId) -> messages.Listing:
+    async def digested(self, adapter: AdapterId) -> Listing:
         """Return a version with its digest. Adapters of the start have no digest until one is asked for.
         Raises AdapterError."""
         listing = self._of(adapter)
@@ -203,7 +185,7 @@ class Rollout:
                 self._append(listing)
         return listing
 
-    def _of(self, adapter: AdapterId) -> messages.Listing:
+    def _of(self, adapter: AdapterId) -> Listing:
         listing = self._log.current.get(adapter)
         if listing is None:
             raise AdapterError("the adapter is not there any more", status=404)
@@ -229,7 +211,7 @@ class Rollout:
 
     # ------------------------------------------------------------ loads
 
-    async def load(self, name: str, path: str, *, replaces: bool) -> messages.Listing:
+    async def load(self, name: str, path: str, *, replaces: bool) -> Listing:
         """Have every replica serve the adapter, then send it to every front end. Raises AdapterError."""
         before = self._log.find(name)
         if name in self._busy or (before is not None and not replaces):
@@ -237,9 +219,7 @@ class Rollout:
         self._busy.add(name)
         try:
             digest = await asyncio.to_thread(adapter_digest, Path(path))
-            found = messages.Listing(
-                0, self._log.new_id(), name, path, digest, 0, 0, int(time.time()), "loading"
-            )
+            found = Listing(0, self._log.new_id(), name, path, digest, 0, 0, int(time.time()), "loading")
             self._append(found)
             try:
                 listing = await self._load_everywhere(found)
@@ -259,7 +239,7 @@ class Rollout:
         finally:
             self._busy.discard(name)
 
-    def _give_up(self, found: messages.Listing) -> None:
+    def _give_up(self, found: Listing) -> None:
         self._report(Unlisted(found.id, self.revision))
         for replica in self._members.replicas.values():
             if found.id in replica.asked:
@@ -267,7 +247,7 @@ class Rollout:
         with contextlib.suppress(AdapterError):  # the log cannot be written: the next router ends it
             self._append(msgspec.structs.replace(found, state="gone"))
 
-    async def _load_everywhere(self, found: messages.Listing) -> messages.Listing:
+    async def _load_everywhere(self, found: Listing) -> Listing:
         for replica in self._members.replicas.values():
             if replica.up is not None:
                 replica.ask(found, verify=True)
@@ -307,7 +287,7 @@ class Rollout:
         self._report(Unlisted(leaving.id, self.revision))
         await self._retire(leaving)
 
-    async def _retire(self, leaving: messages.Listing) -> None:
+    async def _retire(self, leaving: Listing) -> None:
         """Wait for the requests that name the version, then have each replica free it."""
         while self._uses[leaving.id]:
             await self._change.wait()
@@ -326,12 +306,11 @@ class Rollout:
         while any(each.revision < revision for each in self._members.frontends.values()):
             await self._change.wait()
 
-    def _append(self, *listings: messages.Listing) -> None:
+    def _append(self, *listings: Listing) -> None:
         appended = self._log.append(*listings)
         news = messages.Revisions(self.revision, appended)
         self._members.send_to_frontends(news)
-        if self._members.supervisor is not None:
-            self._members.supervisor.send(news)
+        self._members.send_to_supervisor(news)
 
 
 class AdapterLog:
@@ -369,9 +348,10 @@ class AdapterLog:
         numbered = [msgspec.structs.replace(each, revision=revision) for each in listings]
         marks = ", ".join("?" * len(_FIELDS))
         try:
-            with self._transaction():
-                for each in numbered:
-                    self._file.execute(f"INSERT INTO log VALUES ({marks})", msgspec.structs.astuple(each))
+            with self._file:
+                self._file.execute("BEGIN IMMEDIATE")
+                rows = map(msgspec.structs.astuple, numbered)
+                self._file.executemany(f"INSERT INTO log VALUES ({marks})", rows)
         except sqlite3.Error as error:
             raise AdapterError(f"the registry cannot be written: {error}", status=503) from error
         for each in numbered:
@@ -384,17 +364,6 @@ class AdapterLog:
         if not self.revision and listings:
             self.append(*listings)
         self._last_id = max(self._last_id, last_id)
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._file.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._file.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                self._file.execute("ROLLBACK")
-            raise
 
     def _apply(self, listing: Listing) -> None:
         self.revision = max(self.revision, listing.revision)

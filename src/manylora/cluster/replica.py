@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -59,8 +60,6 @@ SKIP_S = 1.0
 """The time after which an assignment that later ones have overtaken counts as lost."""
 CLOSE_S = 1.5
 
-_from_router = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
-_from_frontend = msgspec.msgpack.Decoder(messages.ToReplicaFromFrontend)
 
 _STEP_S = {"cpu": 0.01, "cuda": 0.01}
 _ROW_S = {"cpu": 5e-4, "cuda": 2e-5}
@@ -103,27 +102,6 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         return await _Replica(launch, credentials, cache, driver).serve(starter)
 
     return asyncio.run(serve())
-
-
-class _Lease:
-    """The right to serve, counted from the moments at which the replica asked for it. A thread of its own
-    watches it."""
-
-    def __init__(self, lasts_s: float) -> None:
-        self._lasts_s = lasts_s
-        self._until_s = float("inf")
-        threading.Thread(target=self._watch, name="manylora-lease", daemon=True).start()
-
-    def renew(self, asked_s: float) -> None:
-        """Renew the lease: the router has answered a message that was sent at ``asked_s``."""
-        before_s = 0.0 if self._until_s == float("inf") else self._until_s
-        self._until_s = max(before_s, asked_s + self._lasts_s)
-
-    def _watch(self) -> None:
-        while time.monotonic() < self._until_s:
-            time.sleep(min(0.1, self._lasts_s / 10))
-        log.error("no lease for %g s: the replica ends", self._lasts_s)
-        children.leave(children.FENCED)
 
 
 class _Seen:
@@ -181,7 +159,7 @@ class _Replica:
         puller = msgspec.structs.replace(self._hello, role=messages.PULLER)
         self._source = FileSource(launch.router, credentials, puller)
         self._cache = cache
-        self._lease = _Lease(launch.cluster.lease)
+        self._lease_until_s = math.inf  # the first lease begins with the router's first answer
         self._seen = _Seen()
         self._open: dict[RequestId, _Open] = {}
         self._router: Link | None = None
@@ -192,7 +170,6 @@ class _Replica:
         self._last: commands.Status | None = None
         self._adapters: dict[AdapterId, AdapterCard | None] = {}
         self._work = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-adapters")
-        self._died = asyncio.Event()
         self._tasks = Tasks()
 
     async def serve(self, starter: children.Starter) -> int:
@@ -204,31 +181,34 @@ class _Replica:
 
         def died(reason: str) -> None:
             log.error("%s: %s", self._name, reason)
-            loop.call_soon_threadsafe(self._died.set)
+            loop.call_soon_threadsafe(self._tasks.over.set)
 
+        threading.Thread(target=self._watch_lease, name="manylora-lease", daemon=True).start()
         self._driver.start(deliver, died, is_watched=True)
         listener = Listener(
             bind(self._launch.host),
             self._credentials,
             self._launch.epoch,
             self._launch.cluster.silence_s,
-            lambda role: _from_frontend if role == messages.FRONTEND else None,
-            self._judge,
-            self._serve_frontend,
+            {messages.FRONTEND: (messages.ToReplicaFromFrontend, self._serve_frontend)},
+            lambda hello: why_strange(hello, self._launch.model),
         )
         await listener.start()
         self._address = listener.address
         for work in (self._follow_router(), self._report()):
             self._tasks.spawn(work)
         starter.report(messages.ChildReady(self._driver.info))
-        ends = [loop.create_task(event.wait()) for event in (self._died, self._tasks.one_failed)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await self._tasks.over.wait()
         return 1
 
-    # ------------------------------------------------------------ front ends
+    def _watch_lease(self) -> None:
+        """End the process with its lease, on a thread that nothing else can hold up."""
+        while time.monotonic() < self._lease_until_s:
+            time.sleep(min(0.1, self._launch.cluster.lease / 10))
+        log.error("no lease for %g s: the replica ends", self._launch.cluster.lease)
+        children.leave(children.FENCED)
 
-    def _judge(self, hello: Hello) -> str | None:
-        return why_strange(hello, self._launch.model)
+    # ------------------------------------------------------------ front ends
 
     async def _serve_frontend(self, link: Link) -> None:
         while (message := await link.receive()) is not None:
@@ -264,18 +244,18 @@ class _Replica:
     def _deliver(self, deltas: list[Delta]) -> None:
         """Send deltas to the front ends that own their requests. Deltas of requests that are not open are
         dropped."""
-        by_link: dict[int, tuple[Link, list[Delta]]] = {}
+        by_link: dict[Link, list[Delta]] = {}
         for delta in deltas:
             found = self._open.get(delta.request)
             if found is None or found.attempt != delta.attempt:
                 continue
-            by_link.setdefault(id(found.link), (found.link, []))[1].append(delta)
+            by_link.setdefault(found.link, []).append(delta)
             if delta.finish_reason is not None:
                 is_refusal = delta.error is not None and delta.error.status < 500
                 found.num_open = 0 if is_refusal else found.num_open - 1
                 if not found.num_open:
                     del self._open[delta.request]
-        for link, theirs in by_link.values():
+        for link, theirs in by_link.items():
             link.send(Deltas(theirs))
         self._news.set()
 
@@ -285,7 +265,9 @@ class _Replica:
         """Keep a link to the router, whichever process it is."""
         while True:
             try:
-                link = await redial(self._launch.router, self._credentials, self._hello, _from_router)
+                link = await redial(
+                    self._launch.router, self._credentials, self._hello, messages.ToReplicaFromRouter
+                )
             except LinkRefused as error:
                 log.error("%s is not wanted: %s", self._name, error)
                 children.leave(children.FENCED)
@@ -309,7 +291,7 @@ class _Replica:
     def _receive(self, link: Link, message: object) -> None:
         match message:
             case messages.Lease(sent_s):
-                self._lease.renew(sent_s)
+                self._lease_until_s = sent_s + self._launch.cluster.lease
             case messages.AskWhole():
                 self._is_whole = True
                 self._news.set()

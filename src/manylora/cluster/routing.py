@@ -19,6 +19,7 @@ from typing import Any
 from manylora.cluster import children, messages
 from manylora.cluster.children import Tasks
 from manylora.cluster.folder import admin_socket, short_path
+from manylora.cluster.members import status_of
 from manylora.cluster.operations import Operations, Refusal
 from manylora.cluster.registry import AdapterLog
 from manylora.cluster.switchboard import Switchboard
@@ -52,7 +53,7 @@ def run(launch: children.Launch, starter: children.Starter) -> int:
         def stop() -> None:
             loop.call_soon_threadsafe(stopped.set)
 
-        await process.start(launch)
+        await process.start()
         operations = Operations(process, launch.cluster)
         tasks.spawn(operations.watch())
         admin = Admin(process, operations, Path(launch.folder))
@@ -121,9 +122,9 @@ class Admin:
         try:
             match question:
                 case {"do": "status"}:
-                    return self._board.status()
+                    return status_of(self._board)
                 case {"do": "drain", "replica": int(replica), "migrate": bool(migrate)}:
-                    await operations.drain(replica, migrate=migrate)
+                    await operations.empty(replica, "stay", migrate=migrate)
                     return {"said": f"replica {replica} is empty, and gets no more work"}
                 case {"do": "scale", "replicas": int(count)}:
                     await operations.in_time(operations.scale(count))

@@ -40,15 +40,15 @@ KILLED_S = 1.0
 
 
 class ProcessPlace:
-    """A place for one process at a time. ``process``: the present one; ``was_silent``: whether the last one
-    was killed because it was silent."""
+    """A place for one process at a time. ``name``: for people; ``process``: the present one; ``was_silent``:
+    whether the last one was killed because it was silent."""
 
     def __init__(self, name: str, launcher: Launcher, silence_s: float, settled_s: float = 0.0) -> None:
-        """Start without a process. ``name``: for people; ``silence_s``: the silence after which a process is
-        killed; ``settled_s``: the time that a started process must live so that the next start comes soon."""
+        """Start without a process. ``silence_s``: the silence after which a process is killed; ``settled_s``: the
+        time that a started process must live so that the next start comes soon."""
         self.process: Started | None = None
         self.was_silent = False
-        self._name = name
+        self.name = name
         self._launcher = launcher
         self._silence_s = silence_s
         self._settled_s = settled_s
@@ -77,8 +77,8 @@ class ProcessPlace:
         return said
 
     def _not_started(self, error: NotStarted) -> NotStarted:
-        log.error("%s cannot be started: %s", self._name, error)
-        return NotStarted(f"{self._name} cannot be started: {error}")
+        log.error("%s cannot be started: %s", self.name, error)
+        return NotStarted(f"{self.name} cannot be started: {error}")
 
     async def ended(self) -> int:
         """Wait for the end of the process, and return its exit code. A silent process is killed."""
@@ -86,7 +86,7 @@ class ProcessPlace:
         assert process is not None
         self.was_silent = not await process.live(self._silence_s)
         if self.was_silent:
-            log.error("%s has said nothing for %.1f s: it is ended", self._name, self._silence_s)
+            log.error("%s has said nothing for %.1f s: it is ended", self.name, self._silence_s)
             process.kill()
         code = await process.wait()
         self.process = None
@@ -172,19 +172,16 @@ class ReplicaPlace:
         with contextlib.suppress(OSError):
             note.unlink()
         is_crash = not self._is_ended and code not in (0, children.REFUSED, children.FENCED)
-        self._exited(messages.Exited(self.id, self.epoch, _why(code), is_crash, blamed))
+        why = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        self._exited(messages.Exited(self.id, self.epoch, why, is_crash, blamed))
 
     def _launch_of_epoch(self) -> children.Launch:
         settings = self._launch.engine
         role = f"r{self.id}"
-        journal, trace = settings.journal, settings.cache.trace
-        if journal is not None:
-            journal = journal_name(journal, role, self.epoch)
-        if trace is not None:
-            trace = journal_name(trace, role, self.epoch)
+        trace = journal_name(settings.cache.trace, role, self.epoch)
         engine = dataclasses.replace(
             settings,
-            journal=journal,
+            journal=journal_name(settings.journal, role, self.epoch),
             cache=dataclasses.replace(settings.cache, trace=trace),
             # Adapters come from the registry, not from the settings.
             adapters=AdapterSettings(max_adapter_rank=settings.adapters.max_adapter_rank),
@@ -211,11 +208,16 @@ class ReplicaPlace:
             return
         self._is_ended = True
         self._set("stopping")
-        process.stop()
-        try:
-            await asyncio.wait_for(asyncio.shield(process.wait()), STOP_S)
-        except TimeoutError:
-            await end_now(process)
+        await end_soon(process, STOP_S)
+
+
+async def end_soon(process: Started, seconds: float) -> None:
+    """Ask a process to end in order, and kill it where it takes longer."""
+    process.stop()
+    try:
+        await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        await end_now(process)
 
 
 async def end_now(process: Started) -> None:
@@ -223,7 +225,3 @@ async def end_now(process: Started) -> None:
     process.kill()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), KILLED_S)
-
-
-def _why(code: int) -> str:
-    return f"by signal {-code}" if code < 0 else f"with exit code {code}"

@@ -24,9 +24,9 @@ from manylora.cluster.adapter_files import model_digest
 from manylora.cluster.children import Tasks
 from manylora.cluster.folder import SECRET, Folder, default_folder, remove_left, was_left
 from manylora.cluster.link import Hello, Link, bind, credentials_of, redial
-from manylora.cluster.local import Launcher, LocalLauncher, NodeShare, NotStarted, Started
+from manylora.cluster.local import Launcher, LocalLauncher, NotStarted, Started
 from manylora.cluster.ray_launcher import RayLauncher, check_ray
-from manylora.cluster.slots import ProcessPlace, ReplicaPlace, end_now
+from manylora.cluster.slots import ProcessPlace, ReplicaPlace, end_soon
 from manylora.config.cluster import TLS_OPTIONS, ClusterOptions
 from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings, HttpSettings
@@ -49,8 +49,6 @@ LEFT_S = 10.0
 """How long to wait for the port after a supervisor's death. By then all its processes have ended."""
 LAST_S = 5.0
 """The time that front ends may take beyond the time for draining."""
-
-_from_router = msgspec.msgpack.Decoder(messages.ToSupervisorFromRouter)
 
 
 def run_cluster(engine: EngineSettings, http: HttpSettings, cluster: ClusterOptions) -> int:
@@ -114,9 +112,7 @@ async def _serve(launch: children.Launch, sock: socket.socket, folder: Folder) -
         launcher = RayLauncher(launch)
     else:
         most = max(cluster.num_at_start, cluster.bounds[1])
-        launcher = LocalLauncher(
-            NodeShare(launch.engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
-        )
+        launcher = LocalLauncher(launch.engine, most, cluster.num_at_start, cluster.replicas_per_gpu)
     try:
         await launcher.open()
         return await _Supervisor(launch, launcher, sock, folder).serve()
@@ -141,48 +137,48 @@ class _Supervisor:
         self._listings: dict[AdapterId, messages.Listing] = {}  # for the next router
         self._last_adapter: AdapterId = BASE
         self._frontends: dict[int, ProcessPlace] = {}
-        lease_s = launch.cluster.lease
-        self._router = ProcessPlace(
-            "the router", launcher, max(1.0, 0.6 * lease_s)
-        )  # replicas end without its leases
+        # Replicas end without the router's leases.
+        self._router = ProcessPlace("the router", launcher, max(1.0, 0.6 * launch.cluster.lease))
+        self._has_routed = False  # a router has run
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
-        self._stopped = asyncio.Event()
-        self._hurried = asyncio.Event()
-        self._failed: asyncio.Future[Failed]
+        self._is_stopped = False  # by a signal
+        self._failed: Failed | None = None
         self._tasks = Tasks()
 
     async def serve(self) -> int:
         """Serve until a signal, a failed start or a failed task, and return the exit code. Raises ConfigError
         where the settings cannot work."""
         loop = asyncio.get_running_loop()
-        self._failed = loop.create_future()
         for number in stop_signals():
             loop.add_signal_handler(number, self._stop, number)
-        for work in (self._keep_folder(), self._keep_router(), self._follow_router()):
+        keeps_router = self._keep(self._router, messages.ROUTER, 0, self._router_sock)
+        for work in (self._keep_folder(), keeps_router, self._follow_router()):
             self._tasks.spawn(work)
         for replica in range(self._launch.cluster.num_at_start):
             self._add_slot(replica)
-        stopped, broken = (
-            loop.create_task(event.wait()) for event in (self._stopped, self._tasks.one_failed)
-        )
-        waits: list[asyncio.Future[Any]] = [stopped, broken, self._failed]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if self._failed.done():
-                failed = self._failed.result()
-                if failed.is_user_error:
-                    raise ConfigError(failed.message)
-                log.error("%s", failed.message)
-                return 1
-            return 1 if broken.done() else 0
+            await self._tasks.over.wait()
+            if self._failed is None:
+                return 0 if self._is_stopped else 1
+            if self._failed.is_user_error:
+                raise ConfigError(self._failed.message)
+            log.error("%s", self._failed.message)
+            return 1
         finally:
             await self._end()
 
     def _stop(self, number: int) -> None:
         log.info("signal %d: the cluster ends", number)
-        (self._hurried if self._stopped.is_set() else self._stopped).set()
+        if self._is_stopped:  # a second signal: front ends end now
+            for process in self._frontend_processes():
+                process.stop()
+        self._is_stopped = True
+        self._tasks.over.set()
+
+    def _frontend_processes(self) -> list[Started]:
+        return [place.process for place in self._frontends.values() if place.process is not None]
 
     async def _keep_folder(self) -> None:
         """Make the cluster's folder again whenever it vanishes."""
@@ -199,12 +195,7 @@ class _Supervisor:
     def _add_slot(self, replica: ReplicaId) -> None:
         launch = msgspec.structs.replace(self._launch, role=messages.REPLICA)
         slot = ReplicaPlace(
-            replica,
-            self._epochs.get(replica, 0),
-            launch,
-            self._launcher,
-            self._changed,
-            self._exited,
+            replica, self._epochs.get(replica, 0), launch, self._launcher, self._changed, self._exited
         )
         self._slots[replica] = slot
         self._tasks.spawn(slot.run())
@@ -219,7 +210,9 @@ class _Supervisor:
             elif slot.info is not None and self._launch.info is None:
                 self._launch = msgspec.structs.replace(self._launch, info=slot.info)
                 for number in range(self._launch.cluster.frontends):
-                    self._tasks.spawn(self._keep_frontend(number))
+                    name, silence_s = f"front end {number}", self._launch.cluster.silence_s
+                    place = self._frontends[number] = ProcessPlace(name, self._launcher, silence_s)
+                    self._tasks.spawn(self._keep(place, messages.FRONTEND, number, self._sock))
         self._send_table()
 
     def _exited(self, exited: messages.Exited) -> None:
@@ -235,62 +228,56 @@ class _Supervisor:
 
     def _fail(self, failed: Failed) -> None:
         """End the cluster if it does not serve yet. The first reason counts."""
-        if not self._is_serving and not self._failed.done():
-            self._failed.set_result(failed)
+        if not self._is_serving and self._failed is None:
+            self._failed = failed
+            self._tasks.over.set()
 
     def _send_table(self) -> None:
         if self._link is None:
             return
-        frontends = [
-            messages.ChildProcess(number, place.process.pid)
-            for number, place in self._frontends.items()
-            if place.process is not None
-        ]
-        slots = [slot.as_slot() for slot in self._slots.values()]
-        self._link.send(
-            messages.ProcessTable(
-                slots,
-                frontends,
-                os.getpid(),
-                self._launcher.name,
-                self._launcher.most_replicas,
-                self._launch.info,
-            )
-        )
+        launcher, slots = self._launcher, [slot.as_slot() for slot in self._slots.values()]
+        frontends = {n: each.process.pid for n, each in self._frontends.items() if each.process is not None}
+        most, info = launcher.most_replicas, self._launch.info
+        self._link.send(messages.ProcessTable(slots, frontends, os.getpid(), launcher.name, most, info))
 
-    # ------------------------------------------------------------ the router
+    # ------------------------------------------------------------ the router and front ends
 
-    async def _keep_router(self) -> None:
+    async def _keep(self, place: ProcessPlace, role: str, number: int, sock: socket.socket) -> None:
+        """Keep a router or a front end in its place, one process after another."""
         epoch = 0
-        takes_over = False
-        descriptor = self._router_sock.fileno()
         while not self._is_stopping:
             epoch += 1
             launch = msgspec.structs.replace(
-                self._launch,
-                role=messages.ROUTER,
-                epoch=epoch,
-                descriptor=descriptor,
-                takes_over=takes_over,
-                listings=list(self._listings.values()),
-                last_adapter=self._last_adapter,
+                self._launch, role=role, id=number, epoch=epoch, descriptor=sock.fileno()
             )
+            if role == messages.ROUTER:
+                listings = list(self._listings.values())
+                launch = msgspec.structs.replace(
+                    launch, takes_over=self._has_routed, listings=listings, last_adapter=self._last_adapter
+                )
             with contextlib.suppress(NotStarted):
-                await self._router.start(launch, [descriptor])
-                answer = await self._router.begun()
-                takes_over |= isinstance(answer, messages.ChildReady)
+                await place.start(launch, [sock.fileno()])
+                self._send_table()
+                answer = await place.begun()
                 if isinstance(answer, Failed):
                     self._fail(answer)
-                code = await self._router.ended()
-                if not self._is_stopping and not self._failed.done():
-                    log.error("the router has ended with %d: another takes its place", code)
-            await self._router.pause()
+                elif role == messages.ROUTER:
+                    self._has_routed |= answer is not None
+                elif answer is None:
+                    self._fail(Failed("a front end ended while it was starting"))
+                else:
+                    self._report_serving()
+                code = await place.ended()
+                if not self._is_stopping and self._failed is None:
+                    log.error("%s has ended with %d: another takes its place", place.name, code)
+            self._send_table()
+            await place.pause()
 
     async def _follow_router(self) -> None:
         hello = Hello(messages.SUPERVISOR, 0, 1, os.getpid(), VERSION, self._launch.model)
         while not self._is_stopping:
             link = self._link = await redial(
-                self._launch.router, self._credentials, hello, _from_router, ignores_refusals=True
+                self._launch.router, self._credentials, hello, messages.ToSupervisorFromRouter, insists=True
             )
             self._send_table()
             while (message := await link.receive()) is not None:
@@ -320,32 +307,6 @@ class _Supervisor:
                 if (slot := self._slots.get(replica)) is not None:
                     self._tasks.spawn(slot.end())
 
-    # ------------------------------------------------------------ front ends
-
-    async def _keep_frontend(self, number: int) -> None:
-        epoch = 0
-        descriptor = self._sock.fileno()
-        silence_s = self._launch.cluster.silence_s
-        place = self._frontends[number] = ProcessPlace(f"front end {number}", self._launcher, silence_s)
-        while not self._is_stopping:
-            epoch += 1
-            launch = msgspec.structs.replace(
-                self._launch, role=messages.FRONTEND, id=number, epoch=epoch, descriptor=descriptor
-            )
-            with contextlib.suppress(NotStarted):
-                await place.start(launch, [descriptor])
-                self._send_table()
-                answer = await place.begun()
-                if isinstance(answer, messages.ChildReady):
-                    self._report_serving()
-                else:
-                    self._fail(answer or Failed("a front end ended while it was starting"))
-                code = await place.ended()
-                if not self._is_stopping and not self._failed.done():
-                    log.error("front end %d has ended with %d: another takes its place", number, code)
-            self._send_table()
-            await place.pause()
-
     def _report_serving(self) -> None:
         if not self._is_serving:
             self._is_serving = True
@@ -363,24 +324,8 @@ class _Supervisor:
     async def _end(self) -> None:
         """Let the front ends drain, then end the replicas and the router, which nothing needs any more."""
         self._is_stopping = True
-        frontends = [place.process for place in self._frontends.values() if place.process is not None]
-        if self._is_serving:
-            for each in frontends:
-                each.stop()
-            hurrying = self._tasks.spawn(self._hurry(frontends))
-            waits = [asyncio.ensure_future(each.wait()) for each in frontends]
-            if waits:
-                await asyncio.wait(waits, timeout=self._launch.http.drain_timeout + LAST_S - 1.0)
-            hurrying.cancel()
-        await asyncio.gather(*map(end_now, frontends), *(slot.end() for slot in self._slots.values()))
-        if (router := self._router.process) is not None:
-            router.stop()
-            try:
-                await asyncio.wait_for(router.wait(), 1.0)
-            except TimeoutError:
-                await end_now(router)
-
-    async def _hurry(self, frontends: list[Started]) -> None:
-        await self._hurried.wait()
-        for each in frontends:
-            each.stop()
+        seconds = self._launch.http.drain_timeout + LAST_S - 1.0 if self._is_serving else 0.0
+        await asyncio.gather(*(end_soon(process, seconds) for process in self._frontend_processes()))
+        await asyncio.gather(*(slot.end() for slot in self._slots.values()))
+        if self._router.process is not None:
+            await end_soon(self._router.process, 1.0)

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import concurrent.futures
 import logging
+import socket
 import time
 from typing import Any
 
@@ -18,36 +19,14 @@ import msgspec
 
 from manylora.cluster import children, messages
 from manylora.cluster.children import Tasks
-from manylora.cluster.link import Hello, Link, Listener, adopt, credentials_of, why_strange
-from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status
+from manylora.cluster.link import Hello, Link, Listener, Role, credentials_of, why_strange
+from manylora.cluster.members import Decisions, FrontendMember, Members, ReplicaMember, can_serve, status_of
 from manylora.cluster.recording import TraceLines, open_of_router
 from manylora.cluster.registry import AdapterLog, Rollout, serve_files
 from manylora.config.declaring import ConfigError
-from manylora.protocol import commands, events
+from manylora.protocol import commands, events, routing
 from manylora.protocol.executor import AdapterError
-from manylora.protocol.routing import (
-    Asked,
-    AskReport,
-    Assign,
-    Cancelled,
-    Ended,
-    Fence,
-    Lacks,
-    Place,
-    Planned,
-    Progress,
-    Refuse,
-    ReplicaDown,
-    ReplicaId,
-    ReplicaUp,
-    Routed,
-    RouterEvent,
-    ScaleHint,
-    Solve,
-    Unplace,
-    Withdraw,
-    Withdrawn,
-)
+from manylora.protocol.routing import ReplicaId, RouterEvent
 from manylora.router.router import Router
 from manylora.solving import SolverProcess, solver_is_there
 from manylora.types import AdapterId, RequestError, RequestId
@@ -61,18 +40,11 @@ HINT_S = 5.0
 """The time, in seconds, that a hint stays fresh beyond ``scale_down_s``, in which the router repeats a hint
 that still holds."""
 
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    messages.FRONTEND: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
-    messages.REPLICA: msgspec.msgpack.Decoder(messages.ToRouterFromReplica),
-    messages.NEWCOMER: msgspec.msgpack.Decoder(messages.ToRouterFromFrontend),
-    messages.PULLER: msgspec.msgpack.Decoder(messages.ToRouterFromPuller),
-    messages.SUPERVISOR: msgspec.msgpack.Decoder(messages.ToRouterFromSupervisor),
-}
-
 
 class Switchboard:
     """The router's process at its links. ``members``: the linked processes; ``table``: the processes that the
-    supervisor has started; ``moved``: numbers of moves by reason; ``trace``: decisions as lines."""
+    supervisor has started; ``moved``: numbers of moves by reason; ``trace``: decisions as lines; ``held_back``:
+    the notes of front ends that wait until the router decides, or None where it does."""
 
     def __init__(
         self, launch: children.Launch, adapter_log: AdapterLog, named: list[tuple[str, str]]
@@ -80,54 +52,49 @@ class Switchboard:
         """Build the router and its registry. ``named``: adapters of the start, and their folders. Raises
         ConfigError."""
         self.config = launch.cluster.router_config()
-        self.epoch = launch.epoch
+        self.launch = launch
         self.router = Router(self.config)
         self.members = Members()
-        self.table = messages.ProcessTable([], [], 0, launch.cluster.launcher)
+        self.table = messages.ProcessTable([], {}, 0, launch.cluster.launcher)
         self.moved: collections.Counter[str] = collections.Counter()
         self.decisions = Decisions()
-        self._hint: ScaleHint | None = None
+        self._hint: routing.ScaleHint | None = None
         self._hint_s = 0.0
         self.registry = Rollout(adapter_log, self.members, self.handle, self.config.queue_timeout_s)
-        self._model = launch.model
         self._credentials = credentials_of(launch.secret, launch.cluster.tls, launch.router[0])
-        self._engine = launch.engine
         self._owners: dict[RequestId, tuple[FrontendMember, AdapterId]] = {}
-        self._orders: dict[int, tuple[Link, messages.Rulings]] = {}
+        self._orders: dict[Link, messages.Rulings] = {}
         self._fenced: dict[ReplicaId, int] = {}
         self._could_serve = False
-        self._held_back: list[tuple[FrontendMember, messages.Note]] | None = None
-        if launch.takes_over:
-            self._held_back = []
-        else:
+        self.held_back: list[tuple[FrontendMember, messages.Note]] | None = [] if launch.takes_over else None
+        if not launch.takes_over:
             try:
                 self.registry.begin(named)
             except AdapterError as error:
                 raise ConfigError(str(error)) from error
         self._is_served = asyncio.Event()  # a replica has been up
         self._tasks = Tasks()
-        self._timer: asyncio.TimerHandle | None = None
         self._solver = SolverProcess(SOLVE_S) if solver_is_there() else None
         self._solving = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="manylora-solving")
         self._journal, trace = open_of_router(launch.engine, self.config, launch.epoch)
         self.trace = TraceLines(trace)
 
-    async def start(self, launch: children.Launch) -> None:
+    async def start(self) -> None:
         """Listen, and take over the state of an earlier router."""
         self._loop = asyncio.get_running_loop()
         self.registry.take_over()
         self._tasks.spawn(self.registry.retry())
-        listener = Listener(
-            adopt(launch.descriptor),
-            self._credentials,
-            self.epoch,
-            launch.cluster.silence_s,
-            _decoders.get,
-            self._judge,
-            self._serve,
-        )
+        roles: dict[str, Role] = {
+            messages.FRONTEND: (messages.ToRouterFromFrontend, self._serve_frontend),
+            messages.REPLICA: (messages.ToRouterFromReplica, self._serve_replica),
+            messages.NEWCOMER: (messages.ToRouterFromFrontend, self._serve_newcomer),
+            messages.PULLER: (messages.ToRouterFromPuller, lambda link: serve_files(link, self.registry)),
+            messages.SUPERVISOR: (messages.ToRouterFromSupervisor, self._serve_supervisor),
+        }
+        sock, silence_s = socket.socket(fileno=self.launch.descriptor), self.launch.cluster.silence_s
+        listener = Listener(sock, self._credentials, self.launch.epoch, silence_s, roles, self._judge)
         await listener.start()
-        if self._held_back is not None:
+        if self.held_back is not None:
             self._is_served.set()
             self._loop.call_later(SETTLE_S, self._settle)
 
@@ -140,7 +107,7 @@ class Switchboard:
             self._solver.close()
 
     @property
-    def hint(self) -> ScaleHint | None:
+    def hint(self) -> routing.ScaleHint | None:
         """The router's last hint, or None where it is stale: the router repeats a hint that still holds."""
         is_fresh = time.monotonic() - self._hint_s <= self.config.scale_down_s + HINT_S
         return self._hint if is_fresh else None
@@ -162,45 +129,42 @@ class Switchboard:
 
     def _carry_out(self, command: Any, now: float) -> None:
         match command:
-            case Assign() | Withdraw() | Refuse():
+            case routing.Assign() | routing.Withdraw() | routing.Refuse():
                 self._order(command)
             case commands.SetTimer(at):
-                self._timer = self._loop.call_later(max(0.0, at - now), self.handle, events.Timer())
-            case Fence(replica, epoch):
+                self._loop.call_later(max(0.0, at - now), self.handle, events.Timer())
+            case routing.Fence(replica, epoch):
                 self._fence(replica, epoch)
-            case AskReport(replica):
+            case routing.AskReport(replica):
                 if (member := self.members.replicas.get(replica)) is not None:
                     member.link.send(messages.AskWhole())
-            case Place(adapter, replica):
-                self._keep(adapter, replica, True)
-            case Unplace(adapter, replica):
-                self._keep(adapter, replica, False)
-            case Solve():
-                self._solve(command)
-            case ScaleHint():
+            case routing.Place(adapter, replica) | routing.Unplace(adapter, replica):
+                if (member := self.members.replicas.get(replica)) is not None:
+                    is_kept = isinstance(command, routing.Place)
+                    member.link.send(messages.KeepAdapter(adapter, is_kept))
+            case routing.Solve():
+                if self._solver is not None:
+                    solving = self._solving.submit(self._solver.solve, command)
+                    solving.add_done_callback(self._receive_solution)
+            case routing.ScaleHint():
                 self._hint, self._hint_s = command, now
-            case Routed():
+            case routing.Routed():
                 if command.source is not None:
                     self.moved[command.reason] += 1
                 self.trace.write(now, command)
-            case Planned():
+            case routing.Planned():
                 self.trace.write(now, command)
 
-    def _keep(self, adapter: AdapterId, replica: ReplicaId, is_kept: bool) -> None:
-        if (member := self.members.replicas.get(replica)) is not None:
-            member.link.send(messages.KeepAdapter(adapter, is_kept))
-
-    def _order(self, command: Assign | Withdraw | Refuse) -> None:
-        owner = self._owners.get(command.request)
-        if owner is None:
+    def _order(self, command: routing.Assign | routing.Withdraw | routing.Refuse) -> None:
+        if command.request not in self._owners:
             return
-        member, _ = owner
+        member, _ = self._owners[command.request]
         if not self._orders:
             self._loop.call_soon(self._send_orders)
-        _, orders = self._orders.setdefault(id(member.link), (member.link, messages.Rulings()))
-        if isinstance(command, Assign):
+        orders = self._orders.setdefault(member.link, messages.Rulings())
+        if isinstance(command, routing.Assign):
             orders.assign.append(command)
-        elif isinstance(command, Withdraw):
+        elif isinstance(command, routing.Withdraw):
             orders.withdraw.append(command)
         else:
             orders.refuse.append(command)
@@ -208,28 +172,15 @@ class Switchboard:
 
     def _send_orders(self) -> None:
         orders, self._orders = self._orders, {}
-        for link, each in orders.values():
+        for link, each in orders.items():
             link.send(each)
 
-    def send_to_supervisor(self, message: messages.ToSupervisorFromRouter) -> None:
-        """Send a message. Without a link the cluster is ending, and the message is dropped."""
-        if self.members.supervisor is not None:
-            self.members.supervisor.send(message)
-
-    def _solve(self, problem: Solve) -> None:
-        solver = self._solver
-        if solver is None:
-            return
-
-        def work() -> None:
-            answer = solver.solve(problem)
-            self._loop.call_soon_threadsafe(self.handle, answer)
-
-        self._solving.submit(work)
+    def _receive_solution(self, done: concurrent.futures.Future[routing.Solved]) -> None:
+        self._loop.call_soon_threadsafe(self.handle, done.result())
 
     def _fence(self, replica: ReplicaId, epoch: int) -> None:
         self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
-        self.send_to_supervisor(messages.EndReplica(replica, epoch))
+        self.members.send_to_supervisor(messages.EndReplica(replica, epoch))
         self._forget_replica(replica, epoch)
 
     def _forget_replica(self, replica: ReplicaId, epoch: int) -> None:
@@ -241,7 +192,7 @@ class Switchboard:
         self._send_endpoints()
 
     def _send_endpoints(self) -> None:
-        if self._held_back is not None:
+        if self.held_back is not None:
             return  # replicas without a link may serve: front ends keep theirs
         endpoints = self.members.endpoints(self.router.fleet.up)
         self._could_serve = endpoints.can_serve
@@ -261,19 +212,7 @@ class Switchboard:
             is_left = slot is not None and slot.epoch == hello.epoch and slot.pid not in (0, hello.pid)
             if hello.epoch < least or is_left:  # or its supervisor has died
                 return f"epoch {hello.epoch} of replica {hello.id} is over"
-        return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self._model)
-
-    async def _serve(self, link: Link) -> None:
-        if link.peer.role == messages.REPLICA:
-            await self._serve_replica(link)
-        elif link.peer.role == messages.FRONTEND:
-            await self._serve_frontend(link)
-        elif link.peer.role == messages.NEWCOMER:
-            await self._serve_newcomer(link)
-        elif link.peer.role == messages.PULLER:
-            await serve_files(link, self.registry)
-        else:
-            await self._serve_supervisor(link)
+        return why_strange(hello, hello.model if hello.role == messages.NEWCOMER else self.launch.model)
 
     async def _serve_replica(self, link: Link) -> None:
         hello = link.peer
@@ -301,8 +240,7 @@ class Switchboard:
             self.registry.pulse()
 
     def _is_up(self, member: ReplicaMember) -> bool:
-        known = self.router.fleet.up.get(member.id)
-        return known is not None and known.epoch == member.epoch
+        return self.router.fleet.find(member.id, member.epoch) is not None
 
     def _see_if_up(self, member: ReplicaMember) -> None:
         if member.up is None or not member.has_answered or self.members.replicas.get(member.id) is not member:
@@ -311,7 +249,9 @@ class Switchboard:
         is_last = all(slot.id in up or slot.id == member.id for slot in self.table.slots)
         self.registry.settle(member, is_last=is_last)
         if not self._is_up(member):
-            self.handle(ReplicaUp(member.id, member.epoch, member.up.facts, self.registry.lacks(member)))
+            self.handle(
+                routing.ReplicaUp(member.id, member.epoch, member.up.facts, self.registry.lacks(member))
+            )
             if not self._is_up(member):
                 return
             member.link.send(messages.AskWhole())
@@ -321,7 +261,7 @@ class Switchboard:
             if self._is_up(each) and each.has_answered:
                 lacks = self.registry.lacks(each)
                 if lacks != tuple(sorted(up[each.id].lacks)):
-                    self.handle(Lacks(each.id, each.epoch, lacks))
+                    self.handle(routing.Lacks(each.id, each.epoch, lacks))
         self._send_endpoints()
 
     async def _serve_supervisor(self, link: Link) -> None:
@@ -341,14 +281,14 @@ class Switchboard:
                     log.log(level, "replica %d (epoch %d) has ended: %s", replica, epoch, reason)
                     self._fenced[replica] = max(epoch, self._fenced.get(replica, 0))
                     names = None if blamed is None else tuple(blamed)
-                    self.handle(ReplicaDown(replica, epoch, reason, is_crash, names))
+                    self.handle(routing.ReplicaDown(replica, epoch, reason, is_crash, names))
                     self._forget_replica(replica, epoch)
         if self.members.supervisor is link:
             self.members.supervisor = None
 
     async def _serve_newcomer(self, link: Link) -> None:
         timeout_s = self.config.queue_timeout_s
-        link.send(messages.Joining(self._engine, self.table.info, self._model, timeout_s))
+        link.send(messages.Joining(self.launch.engine, self.table.info, self.launch.model, timeout_s))
         await link.receive()  # no message follows: it links again as a front end
 
     async def _serve_frontend(self, link: Link) -> None:
@@ -360,24 +300,25 @@ class Switchboard:
             self._lose_frontend(before)
         self.members.frontends[member.id] = member
         link.send(self.registry.whole())
-        if self._held_back is None:
+        if self.held_back is None:
             link.send(self.members.endpoints(self.router.fleet.up))
         while (message := await link.receive()) is not None:
             match message:
                 case messages.Note():
-                    if self._held_back is not None:
-                        self._held_back.append((member, message))
+                    if self.held_back is not None:
+                        self.held_back.append((member, message))
                     else:
                         self._receive_note(member, message)
                 case messages.Synced():
                     member.is_synced = True
                     self._settle_if_all_are_there()
                 case messages.HasRevision(revision):
-                    self.registry.receive_revision(member, revision)
+                    member.revision = max(member.revision, revision)
+                    self.registry.pulse()
                 case messages.AdapterCall():
                     self._tasks.spawn(self._answer_adapter_call(link, message))
                 case messages.AskStatus(call):
-                    link.send(messages.Reply(call, body=msgspec.json.encode(self.status())))
+                    link.send(messages.Reply(call, body=msgspec.json.encode(status_of(self))))
         if self.members.frontends.get(member.id) is member:
             del self.members.frontends[member.id]
             self._lose_frontend(member)
@@ -393,16 +334,16 @@ class Switchboard:
         for held in note.held:
             if self._own(member, held.asked):
                 self.handle(held)
-        news: list[Progress | Withdrawn] = [*note.progress, *note.withdrawn]
+        news: list[routing.Progress | routing.Withdrawn] = [*note.progress, *note.withdrawn]
         for event in news:
             if event.request in self._owners:
                 self.handle(event)
-        ends: list[Ended | Cancelled] = [*note.ended, *note.cancelled]
+        ends: list[routing.Ended | routing.Cancelled] = [*note.ended, *note.cancelled]
         for end in ends:
             if self._disown(end.request, member):
                 self.handle(end)
 
-    def _own(self, member: FrontendMember, asked: Asked) -> bool:
+    def _own(self, member: FrontendMember, asked: routing.Asked) -> bool:
         """Return whether the request is this front end's. Refuse it if another front end has one with the
         same id."""
         owner = self._owners.get(asked.request)
@@ -411,7 +352,7 @@ class Switchboard:
             self.registry.use(asked.adapter)
         elif owner[0] is not member:
             error = RequestError(400, f"request id {asked.request!r} is already in use")
-            member.link.send(messages.Rulings(refuse=[Refuse(asked.request, error)]))
+            member.link.send(messages.Rulings(refuse=[routing.Refuse(asked.request, error)]))
             return False
         return True
 
@@ -426,12 +367,12 @@ class Switchboard:
 
     def _lose_frontend(self, member: FrontendMember) -> None:
         """Cancel all requests of a front end."""
-        if self._held_back is not None:
-            self._held_back = [each for each in self._held_back if each[0] is not member]
+        if self.held_back is not None:
+            self.held_back = [each for each in self.held_back if each[0] is not member]
         for request, (owner, _) in list(self._owners.items()):
             if owner is member:
                 self._disown(request)
-                self.handle(Cancelled(request))
+                self.handle(routing.Cancelled(request))
 
     async def _answer_adapter_call(self, link: Link, call: messages.AdapterCall) -> None:
         reply = messages.Reply(call.call)
@@ -449,44 +390,27 @@ class Switchboard:
     def _settle_if_all_are_there(self) -> None:
         running = [slot for slot in self.table.slots if slot.state == "running"]
         are_up = all(slot.id in self.router.fleet.up for slot in running)
-        are_synced = all(
-            child.id in self.members.frontends and self.members.frontends[child.id].is_synced
-            for child in self.table.frontends
-        )
+        linked = self.members.frontends
+        are_synced = all(number in linked and linked[number].is_synced for number in self.table.frontends)
         if self.members.supervisor is not None and are_up and are_synced:
             self._settle()
 
     def _end_unlinked(self, slots: list[messages.Slot]) -> None:
         """End replicas that ran before this router did and have not linked to it. Each has had the time of a
         lease to link again, or to end."""
-        for slot in self.members.unlinked(slots):
-            if slot.epoch > self._fenced.get(slot.id, 0):
+        linked = {each.id: each.epoch for each in self.members.replicas.values()}
+        for slot in slots:
+            is_linked = slot.state != "running" or linked.get(slot.id, 0) >= slot.epoch
+            if not is_linked and slot.epoch > self._fenced.get(slot.id, 0):
                 log.error("replica %d has not come back to the router: it is ended", slot.id)
                 self._fence(slot.id, slot.epoch)
 
     def _settle(self) -> None:
         """Begin to decide, first on the notes that front ends have sent so far."""
-        if self._held_back is None:
+        if self.held_back is None:
             return
-        held_back, self._held_back = self._held_back, None
+        held_back, self.held_back = self.held_back, None
         log.info("the router has taken over")
         for member, note in held_back:
             self._receive_note(member, note)
         self._send_endpoints()
-
-    def status(self) -> dict[str, Any]:
-        """Describe the cluster as JSON (``members.status``)."""
-        return status(
-            self.router,
-            self.members,
-            self.table,
-            policy=self.config.policy,
-            epoch=self.epoch,
-            is_settled=self._held_back is None,
-            revision=self.registry.revision,
-            num_adapters=self.registry.num_listed,
-            hint=self.hint,
-            moved=dict(self.moved),
-            decisions=self.decisions,
-            lacks=self.registry.names_lacking(),
-        )

@@ -7,18 +7,14 @@ Policies read all of this and change none of it.
 from __future__ import annotations
 
 import collections
-from bisect import bisect_left, bisect_right, insort
+import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from operator import add, sub
 
 from manylora.config.routing import RouterConfig
-from manylora.protocol.routing import (
-    BLOCK_TOKENS,
-    NOWHERE,
-    ON_DEVICE,
-    ReplicaFacts,
-    ReplicaId,
-    ReplicaReport,
-)
+from manylora.protocol import routing
+from manylora.protocol.routing import BLOCK_TOKENS, NOWHERE, ON_DEVICE, ReplicaFacts, ReplicaId, ReplicaReport
 from manylora.router.prefixes import Prefixes
 from manylora.router.replicas import KindKey, ReplicaKind, ReplicaLoad, ReplicaState, kind_key
 from manylora.router.requests import LiveRequest, Shape, shape_of
@@ -27,17 +23,17 @@ from manylora.types import BASE, AdapterId, RequestId
 
 class LoadIndex:
     """The ids of replicas by an integer load. Each change takes O(log n), but for moving entries of small
-    lists."""
+    lists. ``loads``: those that some replica has, ascending."""
 
     def __init__(self) -> None:
         self._ids: dict[int, list[int]] = {}  # by load, ascending
-        self._loads: list[int] = []  # that some have, ascending
+        self.loads: list[int] = []
 
     def add(self, load: int, replica: int) -> None:
         ids = self._ids.get(load)
         if ids is None:
             self._ids[load] = [replica]
-            insort(self._loads, load)
+            insort(self.loads, load)
         else:
             insort(ids, replica)
 
@@ -45,39 +41,23 @@ class LoadIndex:
         ids = self._ids[load]
         if len(ids) == 1:
             del self._ids[load]
-            del self._loads[bisect_left(self._loads, load)]
+            del self.loads[bisect_left(self.loads, load)]
         else:
             del ids[bisect_left(ids, replica)]
 
-    @property
-    def least_load(self) -> int:
-        """The least load; there must be a replica."""
-        return self._loads[0]
-
-    @property
-    def largest_load(self) -> int:
-        return self._loads[-1]
-
     def ascending(self) -> Iterator[int]:
         """Yield ids, the least load first, then the lowest id; the index must not change meanwhile."""
-        for load in self._loads:
+        for load in self.loads:
             yield from self._ids[load]
 
     def descending(self, below: int) -> Iterator[int]:
         """Yield ids of a load below the bound, the largest first, then the highest id."""
-        for place in range(bisect_left(self._loads, below) - 1, -1, -1):
-            yield from reversed(self._ids[self._loads[place]])
+        for place in range(bisect_left(self.loads, below) - 1, -1, -1):
+            yield from reversed(self._ids[self.loads[place]])
 
     def least(self, count: int) -> list[int]:
         """Return the first ``count`` ids of ``ascending``."""
-        found: list[int] = []
-        for load in self._loads:
-            ids = self._ids[load]
-            missing = count - len(found)
-            if len(ids) >= missing:
-                return found + ids[:missing]
-            found += ids
-        return found
+        return list(itertools.islice(self.ascending(), count))
 
 
 _FIRST = 128.0
@@ -141,7 +121,7 @@ class Fleet:
         self._lacking: collections.Counter[AdapterId] = collections.Counter()  # replicas that are up
         self.load = ReplicaLoad()
         self.version = 0  # one more whenever a replica comes or goes
-        self._known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
+        self.known_shapes: dict[Shape, Shape] = {}  # of all that ever were up
         self._kinds: dict[KindKey, ReplicaKind] = {}  # likewise
 
     # ------------------------------------------------------------ what policies ask
@@ -150,10 +130,10 @@ class Fleet:
         """Return the replicas that have the adapter in some tier, or get it with a request."""
         return self._homes.get(adapter, ())
 
-    def next_open(self, after: ReplicaId) -> ReplicaState:
-        """Return the next open replica in the order of ids, cyclically; there must be one."""
-        place = bisect_right(self.open_ids, after)
-        return self.up[self.open_ids[place % len(self.open_ids)]]
+    def find(self, replica: ReplicaId, epoch: int) -> ReplicaState | None:
+        """Return this epoch of the replica if it is up."""
+        found = self.up.get(replica)
+        return found if found is not None and found.epoch == epoch else None
 
     def can_take(self, replica: ReplicaState | None, request: LiveRequest) -> bool:
         """Return whether the replica is open and could serve the request alone to its end."""
@@ -171,7 +151,7 @@ class Fleet:
 
     def is_any_shape_right(self, request: LiveRequest) -> bool:
         """Return whether a replica that was ever up could hold the request."""
-        return any(map(request.can_ever_fit, self._known_shapes))
+        return any(map(request.can_ever_fit, self.known_shapes))
 
     def is_any_right(self, request: LiveRequest) -> bool:
         """Return whether a replica that is up and does not drain could serve the request."""
@@ -193,18 +173,10 @@ class Fleet:
         return frozenset(replica.id for replica in self.up.values() if adapter in replica.lacks)
 
     @property
-    def knows_shapes(self) -> bool:
-        """Whether any replica was ever up."""
-        return bool(self._known_shapes)
-
-    @property
     def mean_load(self) -> ReplicaLoad:
         """The mean load of a replica."""
         count = len(self.up) or 1
-        rows, kv_tokens, adapters, adapter_pages, rank_sum = self.load
-        return ReplicaLoad(
-            rows / count, kv_tokens / count, adapters / count, adapter_pages / count, rank_sum / count
-        )
+        return ReplicaLoad(*[total / count for total in self.load])
 
     def remaining_tokens(self, request: LiveRequest) -> float:
         """Return how many tokens each sample of the request is still expected to generate."""
@@ -214,27 +186,28 @@ class Fleet:
 
     # ------------------------------------------------------------ adapters
 
-    def list_adapter(self, adapter: AdapterId, rank: int, num_pages: int) -> None:
-        size = rank, num_pages
-        self.adapters[adapter] = self._sizes.setdefault(size, size)
+    def list_adapter(self, event: routing.Listed) -> None:
+        size = event.rank, event.num_pages
+        self.adapters[event.adapter] = self._sizes.setdefault(size, size)
 
-    def unlist_adapter(self, adapter: AdapterId) -> None:
-        if adapter != BASE:
-            self.adapters.pop(adapter, None)
-            self.lengths.forget(adapter)
+    def unlist_adapter(self, event: routing.Unlisted) -> None:
+        if event.adapter != BASE:
+            self.adapters.pop(event.adapter, None)
+            self.lengths.forget(event.adapter)
 
-    def _note_home(self, adapter: AdapterId, replica: ReplicaId, is_home: bool) -> None:
+    def _note_home(self, adapter: AdapterId, replica: ReplicaState) -> None:
+        """Note whether the replica has the adapter in some tier, or gets it with a request."""
         homes = self._homes.get(adapter, ())
-        place = bisect_left(homes, replica)
-        was_home = place < len(homes) and homes[place] == replica
-        if is_home and not was_home:
-            self._homes[adapter] = (*homes[:place], replica, *homes[place:])
-        elif was_home and not is_home:
-            left = homes[:place] + homes[place + 1 :]
-            if left:
-                self._homes[adapter] = left
-            else:
-                del self._homes[adapter]
+        is_home = adapter in replica.adapters or adapter in replica.residency
+        if adapter == BASE or is_home == (replica.id in homes):
+            return
+        place = bisect_left(homes, replica.id)
+        if is_home:
+            self._homes[adapter] = (*homes[:place], replica.id, *homes[place:])
+        elif len(homes) > 1:
+            self._homes[adapter] = homes[:place] + homes[place + 1 :]
+        else:
+            del self._homes[adapter]
 
     # ------------------------------------------------------------ requests
 
@@ -243,47 +216,33 @@ class Fleet:
         before = replica.load
         cached = BLOCK_TOKENS * self.prefixes.add(request.prefix, replica)
         number = replica.take(request, cached)
-        self._recount(replica, before)
-        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
-            self._note_home(request.adapter, replica.id, True)
+        self._recount(replica, request.adapter, before)
         return number
 
     def hold(self, replica: ReplicaState, request: LiveRequest) -> None:
         """Add a request that the replica has already, by another router's assignment."""
         before = replica.load
         replica.hold(request)
-        self._recount(replica, before)
-        if request.adapter != BASE and replica.adapters[request.adapter] == 1:
-            self._note_home(request.adapter, replica.id, True)
+        self._recount(replica, request.adapter, before)
         self.prefixes.add(request.prefix, replica)
 
     def drop(self, replica: ReplicaState, request: LiveRequest) -> None:
         """Remove the request from the replica."""
         before = replica.load
         replica.drop(request)
-        self._recount(replica, before)
-        adapter = request.adapter
-        if adapter != BASE and adapter not in replica.adapters and adapter not in replica.residency:
-            self._note_home(adapter, replica.id, False)
+        self._recount(replica, request.adapter, before)
 
-    def _recount(self, replica: ReplicaState, before: ReplicaLoad) -> None:
-        """Update the sums and indexes after a change of the replica's load."""
+    def _recount(self, replica: ReplicaState, adapter: AdapterId, before: ReplicaLoad) -> None:
+        """Update the sums and indexes after the replica got or lost a request for the adapter."""
         self._reload(before, replica.load)
+        self._note_home(adapter, replica)
         if replica.is_open:
             self.by_load.remove(int(before.rows), replica.id)
             self.by_load.add(replica.rows, replica.id)
 
     def _reload(self, before: ReplicaLoad, now: ReplicaLoad) -> None:
-        if now == before:
-            return
-        total = self.load
-        self.load = ReplicaLoad(
-            total.rows + now.rows - before.rows,
-            total.kv_tokens + now.kv_tokens - before.kv_tokens,
-            total.adapters + now.adapters - before.adapters,
-            total.adapter_pages + now.adapter_pages - before.adapter_pages,
-            total.rank_sum + now.rank_sum - before.rank_sum,
-        )
+        if now != before:
+            self.load = ReplicaLoad(*map(add, self.load, map(sub, now, before)))
 
     # ------------------------------------------------------------ replicas
 
@@ -291,24 +250,25 @@ class Fleet:
         """Add a replica that is up."""
         # One tuple for equal shapes: requests remember the last that they were asked about.
         shape = shape_of(facts)
-        shape = self._known_shapes.setdefault(shape, shape)
+        shape = self.known_shapes.setdefault(shape, shape)
         kind = self._kinds.setdefault(kind_key(facts), ReplicaKind(facts))
         state = self.up[replica] = ReplicaState(replica, epoch, facts, shape, kind, self.now)
         self._shapes[shape] += 1
         self.version += 1
-        self._open(state)
+        self._reopen(state)
         return state
 
     def remove(self, replica: ReplicaState) -> None:
         """Remove a replica that is down; its requests must have been dropped."""
-        self._close(replica)
+        replica.end()
+        self._reopen(replica)
         if replica.drains_from_s is None:
             self._forget_shape(replica.shape)
-        for adapter in replica.residency:
-            self._note_home(adapter, replica.id, False)
+        residency, replica.residency = replica.residency, {}
+        for adapter in residency:
+            self._note_home(adapter, replica)
         self.note_lacks(replica, ())
         self._reload(replica.load, ReplicaLoad())
-        replica.end()
         self.version += 1
         del self.up[replica.id]
 
@@ -321,39 +281,36 @@ class Fleet:
         self._lacking = +self._lacking  # of counts above 0
 
     def drain(self, replica: ReplicaState, since_s: float) -> None:
-        """Close the replica for good, draining since ``since_s``."""
+        """Close the replica for good, draining since ``since_s``; the earliest moment counts."""
         if replica.drains_from_s is None:
-            self._close(replica)
             self._forget_shape(replica.shape)
-        replica.drain(since_s)
+            replica.drains_from_s = since_s
+            self._reopen(replica)
+        replica.drains_from_s = min(replica.drains_from_s, since_s)
 
     def suspect(self, replica: ReplicaState) -> None:
         """Close the replica until it reports again."""
-        self._close(replica)
-        replica.suspect()
+        replica.is_suspect = True
+        self._reopen(replica)
 
-    def reserve(self, replica: ReplicaState) -> None:
-        """Close the replica for all requests but one."""
-        self._close(replica)
-        replica.reserve()
-
-    def release(self, replica: ReplicaState) -> None:
-        """Let the replica have any request again."""
-        replica.release()
-        if replica.is_open:
-            self._open(replica)
+    def reserve(self, replica: ReplicaState, is_reserved: bool) -> None:
+        """Close the replica for all requests but one, or let it have any request again."""
+        replica.is_reserved = is_reserved
+        self._reopen(replica)
 
     def _forget_shape(self, shape: Shape) -> None:
         self._shapes[shape] -= 1
         if not self._shapes[shape]:
             del self._shapes[shape]
 
-    def _open(self, replica: ReplicaState) -> None:
-        insort(self.open_ids, replica.id)
-        self.by_load.add(replica.rows, replica.id)
-
-    def _close(self, replica: ReplicaState) -> None:
-        if replica.is_open:
+    def _reopen(self, replica: ReplicaState) -> None:
+        """Let the replica get new work, or none, as its present state says."""
+        is_held = replica.is_suspect or replica.is_reserved or replica.drains_from_s is not None
+        was_open, replica.is_open = replica.is_open, replica.is_up and not is_held
+        if replica.is_open and not was_open:
+            insort(self.open_ids, replica.id)
+            self.by_load.add(replica.rows, replica.id)
+        elif was_open and not replica.is_open:
             del self.open_ids[bisect_left(self.open_ids, replica.id)]
             self.by_load.remove(replica.rows, replica.id)
 
@@ -361,12 +318,11 @@ class Fleet:
 
     def receive(self, replica: ReplicaState, report: ReplicaReport) -> list[RequestId]:
         """Take a newer report; return the requests whose assignments it has seen."""
-        was_open, before = replica.is_open, replica.load
+        before = replica.load
         seen = replica.receive(report, self.now)
         self._reload(before, replica.load)
-        replica.trust()
-        if replica.is_open and not was_open:
-            self._open(replica)
+        replica.is_suspect = False
+        self._reopen(replica)
         status = report.status
         if status.is_full:
             named = {adapter for adapter, tier in status.residency if tier != NOWHERE}
@@ -381,7 +337,10 @@ class Fleet:
     def _set_tier(self, replica: ReplicaState, adapter: AdapterId, tier: int) -> None:
         if adapter == BASE or not NOWHERE <= tier <= ON_DEVICE:
             return
-        before = replica.residency.get(adapter, NOWHERE)
-        replica.set_tier(adapter, tier)
-        if (before == NOWHERE) != (tier == NOWHERE):
-            self._note_home(adapter, replica.id, tier != NOWHERE or adapter in replica.adapters)
+        was_there = adapter in replica.residency
+        if tier != NOWHERE:
+            replica.residency[adapter] = tier
+        elif was_there:
+            del replica.residency[adapter]
+        if was_there != (tier != NOWHERE):
+            self._note_home(adapter, replica)

@@ -60,7 +60,7 @@ class Prefixes:
                     else:
                         del generation[block]
 
-    def match(self, prefix: Sequence[int], most: int) -> list[tuple[ReplicaState, int]]:
+    def match(self, prefix: Sequence[int], most: int) -> dict[ReplicaState, int]:
         """Return the open replicas with the longest parts of a prompt, each with its number of blocks, longest
         first."""
         young, old = self._young, self._old
@@ -70,8 +70,7 @@ class Prefixes:
             if holders is None:
                 break
             levels.append(holders)
-        found: list[tuple[ReplicaState, int]] = []
-        seen: list[ReplicaState] = []
+        found: dict[ReplicaState, int] = {}
         last: tuple[ReplicaState, ...] | None = None
         for depth in range(len(levels), 0, -1):
             holders = levels[depth - 1]
@@ -79,9 +78,8 @@ class Prefixes:
                 continue
             last = holders
             for holder in reversed(holders):
-                if holder not in seen and holder.is_open:
-                    seen.append(holder)
-                    found.append((holder, depth))
+                if holder.is_open and holder not in found:
+                    found[holder] = depth
                     if len(found) == most:
                         return found
         return found

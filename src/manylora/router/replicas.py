@@ -121,7 +121,8 @@ class ReplicaState:
         self.max_seqs = facts.max_seqs
         self.shape = shape
         self.kind = kind
-        self.is_open = self.is_up = True
+        self.is_open = False
+        self.is_up = True
         self.is_suspect = False
         self.is_reserved = False
         self.drains_from_s: float | None = None
@@ -180,22 +181,18 @@ class ReplicaState:
         """Assign a request, with ``num_cached`` tokens expected in the prefix cache; return the assignment's
         number."""
         self.num_assigned += 1
-        self._note_change()
         num_tokens = request.num_tokens
         taken = Taken(
             request.id, request.samples, self.pages_for(request), max(num_tokens - num_cached, 1), num_tokens
         )
         self.unseen[self.num_assigned] = taken
         self._reserve(taken)
-        self._add(request)
+        self.hold(request)
         return self.num_assigned
 
     def hold(self, request: LiveRequest) -> None:
-        """Add a request that is here already, and counted in the reports."""
+        """Add a request. Where it was here already, the reports count it."""
         self._note_change()
-        self._add(request)
-
-    def _add(self, request: LiveRequest) -> None:
         self.requests[request.id] = request
         self.rows += request.samples
         self.rank_sum += request.rank
@@ -278,47 +275,9 @@ class ReplicaState:
         self.kind.note(learnt_of(before), learnt_of(status))
         return seen
 
-    def set_tier(self, adapter: AdapterId, tier: int) -> None:
-        """Set the reported tier of an adapter."""
-        if tier == NOWHERE:
-            self.residency.pop(adapter, None)
-        else:
-            self.residency[adapter] = tier
-
-    # ------------------------------------------------------------ life
-
-    def suspect(self) -> None:
-        """Close the replica, as no report has come for too long."""
-        self.is_suspect = True
-        self.is_open = False
-
-    def trust(self) -> None:
-        """Open a suspect replica again, as a report has come."""
-        self.is_suspect = False
-        self._reopen()
-
-    def reserve(self) -> None:
-        """Reserve the replica for one request."""
-        self.is_reserved = True
-        self.is_open = False
-
-    def release(self) -> None:
-        """End the reservation."""
-        self.is_reserved = False
-        self._reopen()
-
-    def _reopen(self) -> None:
-        is_held = self.is_suspect or self.is_reserved or self.drains_from_s is not None
-        self.is_open = self.is_up and not is_held
-
-    def drain(self, since_s: float) -> None:
-        """Close the replica for good; the earliest moment counts."""
-        self.drains_from_s = since_s if self.drains_from_s is None else min(self.drains_from_s, since_s)
-        self.is_open = False
-
     def end(self) -> None:
-        """End this epoch."""
-        self.is_open = self.is_up = False
+        """End this epoch: what it has learnt counts no more."""
+        self.is_up = False
         self.kind.note(learnt_of(self.report), NOTHING)
 
     # ------------------------------------------------------------ seconds

@@ -123,15 +123,14 @@ class LiveRequest:
         """Known tokens of its present attempt."""
         return self.num_generated - self._num_before
 
-    def note_progress(self, sample: int, position: int) -> bool:
-        """Note how many tokens a sample has; return whether they are more than before."""
+    def note_progress(self, sample: int, position: int) -> None:
+        """Note how many tokens a sample has, where these are more than before."""
         if not 0 <= sample < len(self.positions) or position <= self.positions[sample]:
-            return False
+            return
         self.num_generated += position - self.positions[sample]
         self.positions[sample] = position
         if self.replica is not None:
             self._bind()
-        return True
 
     def _bind(self) -> None:
         if self.num_generated and self.numerics is None:

@@ -6,37 +6,13 @@ are alive. A policy (``router.policies``) chooses among replicas. Knows no clock
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
+from typing import Any
 
 from manylora.config.routing import RouterConfig, read_parameters
-from manylora.protocol import commands, events
-from manylora.protocol.routing import (
-    Asked,
-    AskReport,
-    Assign,
-    Cancelled,
-    Drain,
-    Ended,
-    Fence,
-    Held,
-    Lacks,
-    Listed,
-    MoveAsked,
-    Planned,
-    Progress,
-    Refuse,
-    ReplicaDown,
-    ReplicaId,
-    ReplicaReport,
-    ReplicaUp,
-    Routed,
-    RouterCommand,
-    RouterEvent,
-    Solved,
-    Unlisted,
-    Withdraw,
-    Withdrawn,
-)
+from manylora.protocol import commands, events, routing
+from manylora.protocol.routing import ReplicaId, RouterCommand, RouterEvent
 from manylora.router.fleet import Fleet
 from manylora.router.policies.policy import Relocation, Wish, find_router
 from manylora.router.queue import Quarantine, RouterQueue
@@ -47,7 +23,8 @@ from manylora.types import RequestError, RequestId
 
 
 class Router:
-    """The state machine. ``handle`` is the only way to change it; commands come in execution order.
+    """The state machine. ``handle`` is the only way to change it; commands come in execution order. For
+    reading: ``fleet``, the replicas as the router knows them; ``requests``, the live ones, oldest first.
 
     It ignores unknown ids, late reports and old attempts.
     """
@@ -58,9 +35,9 @@ class Router:
         kind = find_router(config.policy)
         self._policy = kind(read_parameters(config.policy, kind.parameters, config.settings))
         self._drops = kind.handover == "drop"
-        self._fleet = Fleet(config)
+        self.fleet = Fleet(config)
         self._scaling = ScaleHints(config)
-        self._requests: dict[RequestId, LiveRequest] = {}
+        self.requests: dict[RequestId, LiveRequest] = {}
         self._queue = RouterQueue()
         self._quarantine = Quarantine()
         self._stranded: dict[RequestId, LiveRequest] = {}  # no replica that is up can hold them
@@ -69,120 +46,85 @@ class Router:
         self._timer_is_set = False
         self._may_serve = False  # waiting requests may find room now
         self._commands: list[RouterCommand] = []
+        self._reactions: dict[type[RouterEvent], Callable[[Any], None]] = {
+            routing.Asked: self._asked,
+            routing.Held: self._held,
+            routing.Progress: self._progress,
+            routing.ReplicaReport: self._report,
+            routing.Ended: self._ended,
+            routing.Cancelled: self._cancelled,
+            routing.Withdrawn: self._withdrawn,
+            events.Timer: self._tick,
+            routing.ReplicaUp: self._replica_up,
+            routing.ReplicaDown: self._replica_down,
+            routing.Drain: self._drain,
+            routing.MoveAsked: self._move,
+            routing.Listed: self.fleet.list_adapter,
+            routing.Unlisted: self.fleet.unlist_adapter,
+            routing.Lacks: self._lacks,
+            routing.Solved: self._solved,
+        }
 
     # ------------------------------------------------------------ the door
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
         """React to one event at time ``now`` (seconds, any origin, never decreasing)."""
-        self._fleet.now = now
-        match event:
-            case Asked():
-                self._asked(event)
-            case Held():
-                self._held(event)
-            case Progress():
-                request = self._requests.get(event.request)
-                if request is not None:
-                    request.note_progress(event.sample, event.position)
-                    if self._quarantine.is_cleared(request):
-                        self._end_quarantine(request)
-            case ReplicaReport():
-                self._report(event)
-            case Ended():
-                self._ended(event)
-            case Cancelled():
-                self._end(event.request)
-            case Withdrawn():
-                self._withdrawn(event)
-            case events.Timer():
-                self._timer_is_set = False
-                self._tick()
-            case ReplicaUp():
-                self._replica_up(event)
-            case ReplicaDown():
-                replica = self._fleet.up.get(event.replica)
-                if replica is not None and replica.epoch == event.epoch:
-                    self._lose(replica, event.is_crash, event.blamed)
-            case Drain():
-                self._drain(event)
-            case MoveAsked():
-                self._move(event)
-            case Listed():
-                self._fleet.list_adapter(event.adapter, event.rank, event.num_pages)
-            case Unlisted():
-                self._fleet.unlist_adapter(event.adapter)
-            case Lacks():
-                self._lacks(event)
-            case Solved():
-                self._carry_out(self._policy.on_solved(self._fleet, event))
+        self.fleet.now = now
+        self._reactions[type(event)](event)
         if self._may_serve:
             self._may_serve = False
             self._serve_quarantined()
             self._serve_queue()
-        if not self._timer_is_set and (self._fleet.up or self._requests):
+        if not self._timer_is_set and (self.fleet.up or self.requests):
             self._timer_is_set = True
             self._commands.append(commands.SetTimer(now + self._config.tick_s))
         decided, self._commands = self._commands, []
         return decided
 
     @property
-    def fleet(self) -> Fleet:
-        """The replicas as the router knows them, for reading."""
-        return self._fleet
-
-    @property
     def num_waiting(self) -> int:
         """The number of requests that are on no replica."""
-        return len(self._queue) + len(self._stranded) + len(self._quarantine)
-
-    def requests(self) -> tuple[RequestId, ...]:
-        """Return the live requests, oldest first."""
-        return tuple(self._requests)
-
-    def can_leave(self, request: RequestId) -> bool:
-        """Return whether a move of the request can begin."""
-        found = self._requests.get(request)
-        return found is not None and found.can_leave
+        return len(self._queue.waiting) + len(self._stranded) + len(self._quarantine.waiting)
 
     # ------------------------------------------------------------ requests
 
-    def _asked(self, asked: Asked) -> None:
-        request = self._requests.get(asked.request)
+    def _asked(self, asked: routing.Asked) -> None:
+        request = self.requests.get(asked.request)
         if request is not None:
             self._asked_again(request, asked)
             return
-        size = self._fleet.adapters.get(asked.adapter)
+        size = self.fleet.adapters.get(asked.adapter)
         if size is None:
             error = RequestError(404, "the adapter is not served any more", "model")
-            self._commands.append(Refuse(asked.request, error))
+            self._commands.append(routing.Refuse(asked.request, error))
             return
         request = self._open(asked, size)
         if not self._is_refused(request):
             self._place(request)
 
-    def _open(self, asked: Asked, size: tuple[int, int]) -> LiveRequest:
+    def _open(self, asked: routing.Asked, size: tuple[int, int]) -> LiveRequest:
         self._num_asked += 1
-        request = LiveRequest(asked, *size, self._fleet.now, self._num_asked)
-        self._requests[request.id] = request
+        request = LiveRequest(asked, *size, self.fleet.now, self._num_asked)
+        self.requests[request.id] = request
         return request
 
-    def _held(self, held: Held) -> None:
+    def _held(self, held: routing.Held) -> None:
         """Take over a request that another router assigned to a replica."""
-        asked, replica = held.asked, self._fleet.up.get(held.replica)
-        if asked.request in self._requests:
+        asked, replica = held.asked, self.fleet.find(held.replica, held.epoch)
+        if asked.request in self.requests:
             return
-        size = self._fleet.adapters.get(asked.adapter)
-        if replica is None or replica.epoch != held.epoch or size is None:
+        size = self.fleet.adapters.get(asked.adapter)
+        if replica is None or size is None:
             self._asked(asked)
             return
         request = self._open(asked, size)
-        if self._fleet.fits_ever(replica, request):
+        if self.fleet.fits_ever(replica, request):
             request.hold(replica.id, replica.shape[-1])
-            self._fleet.hold(replica, request)
+            self.fleet.hold(replica, request)
         elif not self._is_refused(request):
             self._place(request)
 
-    def _asked_again(self, request: LiveRequest, asked: Asked) -> None:
+    def _asked_again(self, request: LiveRequest, asked: routing.Asked) -> None:
         """Take a repeated request: the front end may know sooner than the router that an attempt is lost."""
         if asked.attempts < request.attempt or request.replica is None:
             return
@@ -200,7 +142,7 @@ class Router:
             self._refuse(request, 503, f"{request.deaths} replicas have died with the request {request.id}")
         elif request.failures >= self._config.max_attempts:
             self._refuse(request, 503, f"the request was tried {request.failures} times in vain")
-        elif self._fleet.knows_shapes and not self._fleet.is_any_shape_right(request):
+        elif self.fleet.known_shapes and not self.fleet.is_any_shape_right(request):
             self._refuse(request, 400, "no replica can ever hold the request")
         else:
             return False
@@ -208,46 +150,53 @@ class Router:
 
     def _refuse(self, request: LiveRequest, status: int, message: str) -> None:
         self._forget(request)
-        self._commands.append(Refuse(request.id, RequestError(status, message)))
+        self._commands.append(routing.Refuse(request.id, RequestError(status, message)))
 
-    def _ended(self, event: Ended) -> None:
-        request = self._requests.get(event.request)
+    def _ended(self, event: routing.Ended) -> None:
+        request = self.requests.get(event.request)
         if request is None:
             return
         if event.output_tokens:
-            self._fleet.lengths.saw(request.adapter, event.output_tokens)
+            self.fleet.lengths.saw(request.adapter, event.output_tokens)
         if request.replica is not None:
-            self._fleet.prefixes.add(event.blocks, self._fleet.up[request.replica])
+            self.fleet.prefixes.add(event.blocks, self.fleet.up[request.replica])
         self._forget(request)
 
-    def _end(self, name: RequestId) -> None:
-        """End a request in any state."""
-        request = self._requests.get(name)
+    def _cancelled(self, event: routing.Cancelled) -> None:
+        request = self.requests.get(event.request)
         if request is not None:
             self._forget(request)
+
+    def _progress(self, event: routing.Progress) -> None:
+        request = self.requests.get(event.request)
+        if request is not None:
+            request.note_progress(event.sample, event.position)
+            if self._quarantine.is_cleared(request):
+                self._end_quarantine(request)
 
     def _forget(self, request: LiveRequest) -> None:
         if request.replica is not None:
             self._take_off(request, "ended")
-        elif request in self._quarantine:
-            self._quarantine.remove(request)
+        elif self._quarantine.waiting.pop(request.id, None) is not None:
             self._end_quarantine(request)
-        elif self._stranded.pop(request.id, None) is None and request in self._queue:
-            self._queue.remove(request)
+        elif request.id in self._queue.waiting:
+            del self._queue.waiting[request.id]
             self._may_serve = True  # it may have blocked others
-        del self._requests[request.id]
+        else:
+            self._stranded.pop(request.id, None)
+        del self.requests[request.id]
 
     def _take_off(self, request: LiveRequest, reason: str) -> None:
         """Take the request off its replica."""
         assert request.replica is not None
-        self._fleet.drop(self._fleet.up[request.replica], request)
+        self.fleet.drop(self.fleet.up[request.replica], request)
         request.leave(reason)
         self._end_quarantine(request)
         self._may_serve = True
 
     def _end_quarantine(self, request: LiveRequest) -> None:
         """Give up the replica that is reserved for the request."""
-        self._quarantine.leave(self._fleet, request)
+        self._quarantine.leave(self.fleet, request)
         self._may_serve = True
 
     # ------------------------------------------------------------ placing
@@ -257,7 +206,7 @@ class Router:
         if self._runs_alone(request):
             self._wait(request)
             return
-        others_wait = len(self._queue) > 0
+        others_wait = bool(self._queue.waiting)
         if (not others_wait and self._try(request)) or self._is_stranded(request):
             return
         self._queue.put(request)
@@ -270,13 +219,13 @@ class Router:
     def _wait(self, request: LiveRequest) -> None:
         """Queue the request, or quarantine it."""
         if self._runs_alone(request):
-            self._quarantine.put(request)
+            self._quarantine.waiting[request.id] = request
         else:
             self._queue.put(request)
         self._may_serve = True
 
     def _try(self, request: LiveRequest) -> bool:
-        replica = self._policy.choose(self._fleet, request)
+        replica = self._policy.choose(self.fleet, request)
         if replica is None:
             return False
         self._assign(request, replica)
@@ -284,25 +233,25 @@ class Router:
 
     def _is_stranded(self, request: LiveRequest) -> bool:
         """Set the request aside if no replica that is up can serve it, so that it blocks no others."""
-        if self._fleet.is_any_right(request):
+        if self.fleet.is_any_right(request):
             return False
-        request.gap_s = self._fleet.now
+        request.gap_s = self.fleet.now
         self._stranded[request.id] = request
         return True
 
     def _assign(self, request: LiveRequest, replica: ReplicaState) -> None:
-        number = self._fleet.take(replica, request)
+        number = self.fleet.take(replica, request)
         request.assign(replica.id, number, replica.shape[-1])
         resume = tuple(request.positions) if request.num_generated else ()
         failures, deaths = request.failures, request.deaths
         self._commands.append(
-            Assign(request.id, request.attempt, replica.id, number, resume, failures, deaths)
+            routing.Assign(request.id, request.attempt, replica.id, number, resume, failures, deaths)
         )
         if self._config.trace:
-            waited_s = self._fleet.now - request.key[0]
+            waited_s = self.fleet.now - request.key[0]
             source = request.source
             self._commands.append(
-                Routed(request.id, request.attempt, replica.id, request.reason, waited_s, source)
+                routing.Routed(request.id, request.attempt, replica.id, request.reason, waited_s, source)
             )
 
     def _serve_queue(self) -> None:
@@ -310,63 +259,63 @@ class Router:
         while (request := self._queue.first()) is not None:
             if not (self._try(request) or self._is_stranded(request)):
                 return
-            self._queue.remove(request)
+            del self._queue.waiting[request.id]
 
     def _serve_quarantined(self) -> None:
         """Assign quarantined requests whose reserved replica is empty; reserve one for each of the others."""
-        for request in self._quarantine.waiting():
+        for request in sorted(self._quarantine.waiting.values(), key=attrgetter("key")):
             if self._is_stranded(request):
-                self._quarantine.remove(request)
-                self._quarantine.leave(self._fleet, request)
-            elif (replica := self._quarantine.replica_for(self._fleet, request)) is not None:
-                self._quarantine.remove(request)
+                del self._quarantine.waiting[request.id]
+                self._quarantine.leave(self.fleet, request)
+            elif (replica := self._quarantine.replica_for(self.fleet, request)) is not None:
+                del self._quarantine.waiting[request.id]
                 self._assign(request, replica)
 
     # ------------------------------------------------------------ moves
 
-    def _move(self, event: MoveAsked) -> None:
-        request = self._requests.get(event.request)
+    def _move(self, event: routing.MoveAsked) -> None:
+        request = self.requests.get(event.request)
         if request is None or request.replica == event.replica:
             return
-        if self._fleet.can_take(self._fleet.up.get(event.replica), request):
+        if self.fleet.can_take(self.fleet.up.get(event.replica), request):
             self._withdraw(request, event.replica, "asked")
 
     def _carry_out(self, wishes: Sequence[Wish]) -> None:
         for wish in wishes:
             if isinstance(wish, Relocation):
                 self._relocate(wish)
-            elif self._config.trace or not isinstance(wish, Planned):
+            elif self._config.trace or not isinstance(wish, routing.Planned):
                 self._commands.append(wish)
 
     def _relocate(self, wish: Relocation) -> None:
         """Begin a move, if its request is still where the policy saw it."""
-        request = self._requests.get(wish.request)
+        request = self.requests.get(wish.request)
         if request is None or (request.attempt, request.replica) != (wish.attempt, wish.source):
             return
-        if wish.target is not None and not self._fleet.can_take(self._fleet.up.get(wish.target), request):
+        if wish.target is not None and not self.fleet.can_take(self.fleet.up.get(wish.target), request):
             return
         if not wish.is_forced:
-            now, config = self._fleet.now, self._config
+            now, config = self.fleet.now, self._config
             if now - request.moved_s < config.move_cooldown_s:
                 return
             if wish.gain_s <= wish.cost_s * 2**request.num_moves:
                 return
         if self._withdraw(request, wish.target, wish.reason) and not wish.is_forced:
-            request.moved_s = self._fleet.now
+            request.moved_s = self.fleet.now
             request.num_moves += 1
 
     def _withdraw(self, request: LiveRequest, target: ReplicaId | None, reason: str) -> bool:
         """Ask its replica to release the request, if that has it and was not asked yet."""
         if request.replica is None or not request.can_leave:
             return False
-        self._commands.append(Withdraw(request.id, request.attempt, request.replica))
+        self._commands.append(routing.Withdraw(request.id, request.attempt, request.replica))
         request.withdraw(target, reason)
         if self._drops:
             self._hand_over(request)
         return True
 
-    def _withdrawn(self, event: Withdrawn) -> None:
-        request = self._requests.get(event.request)
+    def _withdrawn(self, event: routing.Withdrawn) -> None:
+        request = self.requests.get(event.request)
         if request is None or not request.is_withdrawing or request.attempt != event.attempt:
             return
         for sample, position in enumerate(event.positions):
@@ -377,33 +326,31 @@ class Router:
         """Move the request to its target, or to a replica that is chosen now."""
         name, reason = request.target, request.reason
         self._take_off(request, reason)
-        target = None if name is None or self._runs_alone(request) else self._fleet.up.get(name)
-        if target is not None and self._fleet.can_take(target, request) and target.has_room(request):
+        target = None if name is None or self._runs_alone(request) else self.fleet.up.get(name)
+        if target is not None and self.fleet.can_take(target, request) and target.has_room(request):
             self._assign(request, target)
         else:
             self._place(request)
 
     # ------------------------------------------------------------ replicas
 
-    def _replica_up(self, event: ReplicaUp) -> None:
+    def _replica_up(self, event: routing.ReplicaUp) -> None:
         if event.epoch <= self._epochs.get(event.replica, -1):
-            known = self._fleet.up.get(event.replica)
-            if known is None or known.epoch != event.epoch:
-                self._commands.append(Fence(event.replica, event.epoch))
+            if self.fleet.find(event.replica, event.epoch) is None:
+                self._commands.append(routing.Fence(event.replica, event.epoch))
             return
-        before = self._fleet.up.get(event.replica)
-        if before is not None:
+        if (before := self.fleet.up.get(event.replica)) is not None:
             self._lose(before, is_crash=False)
         self._epochs[event.replica] = event.epoch
-        replica = self._fleet.add(event.replica, event.epoch, event.facts)
-        self._fleet.note_lacks(replica, event.lacks)
+        replica = self.fleet.add(event.replica, event.epoch, event.facts)
+        self.fleet.note_lacks(replica, event.lacks)
         self._requeue_stranded()
 
-    def _lacks(self, event: Lacks) -> None:
+    def _lacks(self, event: routing.Lacks) -> None:
         """Note the adapters that a replica cannot serve, and move their requests elsewhere."""
-        if (replica := self._fleet.up.get(event.replica)) is None or replica.epoch != event.epoch:
+        if (replica := self.fleet.find(event.replica, event.epoch)) is None:
             return
-        self._fleet.note_lacks(replica, event.adapters)
+        self.fleet.note_lacks(replica, event.adapters)
         for request in list(replica.requests.values()):
             if request.adapter in replica.lacks:
                 self._take_off(request, "lost")
@@ -414,28 +361,33 @@ class Router:
         """Queue requests that were set aside and may find a replica now; refuse those that never can."""
         self._may_serve = True
         for request in list(self._stranded.values()):
-            if self._fleet.is_any_right(request):
+            if self.fleet.is_any_right(request):
                 del self._stranded[request.id]
                 self._wait(request)
-            elif not self._fleet.is_any_shape_right(request):
+            elif not self.fleet.is_any_shape_right(request):
                 self._refuse(request, 400, "no replica can ever hold the request")
 
-    def _report(self, report: ReplicaReport) -> None:
-        replica = self._fleet.up.get(report.replica)
-        if replica is None or replica.epoch != report.epoch:
+    def _report(self, report: routing.ReplicaReport) -> None:
+        replica = self.fleet.find(report.replica, report.epoch)
+        if replica is None:
             if report.epoch <= self._epochs.get(report.replica, -1):
-                self._commands.append(Fence(report.replica, report.epoch))
+                self._commands.append(routing.Fence(report.replica, report.epoch))
             return
         if report.status.seq <= replica.report.seq:
             return
         had_gap = replica.has_gap
-        for name in self._fleet.receive(replica, report):
-            self._requests[name].is_accepted = True
+        for name in self.fleet.receive(replica, report):
+            self.requests[name].is_accepted = True
         if replica.has_gap and not had_gap:
-            self._commands.append(AskReport(replica.id))
-        self._may_serve = len(self._queue) + len(self._quarantine) > 0
+            self._commands.append(routing.AskReport(replica.id))
+        self._may_serve = bool(self._queue.waiting or self._quarantine.waiting)
         if report.status.is_exhausted:
-            self._carry_out(self._policy.on_timer(self._fleet))
+            self._carry_out(self._policy.on_timer(self.fleet))
+
+    def _replica_down(self, event: routing.ReplicaDown) -> None:
+        replica = self.fleet.find(event.replica, event.epoch)
+        if replica is not None:
+            self._lose(replica, event.is_crash, event.blamed)
 
     def _lose(
         self, replica: ReplicaState, is_crash: bool, blamed: Collection[RequestId] | None = None
@@ -445,23 +397,23 @@ class Router:
         Only a crash counts against the requests.
         """
         self._quarantine.lose(replica)
-        lost = sorted(replica.requests.values(), key=lambda request: request.key)
+        lost = sorted(replica.requests.values(), key=attrgetter("key"))
         for request in lost:
             self._take_off(request, "lost")
             if is_crash:
                 request.die(request.is_accepted if blamed is None else request.id in blamed)
-        self._fleet.remove(replica)
+        self.fleet.remove(replica)
         for request in lost:
             if not self._is_refused(request):
                 self._wait(request)
         self._may_serve = True
 
-    def _drain(self, event: Drain) -> None:
-        replica = self._fleet.up.get(event.replica)
+    def _drain(self, event: routing.Drain) -> None:
+        replica = self.fleet.up.get(event.replica)
         if replica is None:
             return
-        since_s = self._fleet.now - (self._config.drain_timeout_s if event.migrate else 0.0)
-        self._fleet.drain(replica, since_s)
+        since_s = self.fleet.now - (self._config.drain_timeout_s if event.migrate else 0.0)
+        self.fleet.drain(replica, since_s)
         if event.migrate:
             self._empty(replica)
 
@@ -471,12 +423,16 @@ class Router:
 
     # ------------------------------------------------------------ the clock
 
-    def _tick(self) -> None:
-        fleet, config, now = self._fleet, self._config, self._fleet.now
+    def _solved(self, event: routing.Solved) -> None:
+        self._carry_out(self._policy.on_solved(self.fleet, event))
+
+    def _tick(self, _: events.Timer) -> None:
+        self._timer_is_set = False
+        fleet, config, now = self.fleet, self._config, self.fleet.now
         for replica in list(fleet.up.values()):
             silent_s = now - replica.reported_s
             if silent_s > config.lease_s:
-                self._commands.append(Fence(replica.id, replica.epoch))
+                self._commands.append(routing.Fence(replica.id, replica.epoch))
                 self._lose(replica, is_crash=False)
             elif silent_s > config.suspect_s and not replica.is_suspect:
                 fleet.suspect(replica)
@@ -484,7 +440,7 @@ class Router:
                 self._empty(replica)
         for request in list(self._stranded.values()):
             if request.gap_s is not None and now - request.gap_s >= config.queue_timeout_s:
-                self._refuse(request, 503, self._fleet.why_none(request))
+                self._refuse(request, 503, self.fleet.why_none(request))
         self._carry_out(self._policy.on_timer(fleet))
         hint = self._scaling.tick(fleet, self.num_waiting)
         if hint is not None:

@@ -63,10 +63,7 @@ def wait_s(view: Fleet, replica: ReplicaState, rows: int, pages: int) -> float:
 
 
 def cheapest(
-    view: Fleet,
-    request: LiveRequest,
-    candidates: Sequence[ReplicaState],
-    blocks: Mapping[ReplicaState, int],
+    view: Fleet, request: LiveRequest, candidates: Sequence[ReplicaState], blocks: Mapping[ReplicaState, int]
 ) -> ReplicaState | None:
     """Return the candidate of least cost, the first among equal ones. Returns None if none can ever hold the
     request.

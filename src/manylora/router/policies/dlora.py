@@ -9,16 +9,8 @@ from typing import ClassVar
 from manylora.config.routing import DloraParameters, ReactiveParameters
 from manylora.protocol.routing import Planned, Solve, Solved
 from manylora.router.fleet import Fleet
+from manylora.router.policies import dlora_plan
 from manylora.router.policies.cost import QueueBySteps, load_s
-from manylora.router.policies.dlora_plan import (
-    Placement,
-    Plan,
-    PlanState,
-    build_programme,
-    greedy_plan,
-    is_solution,
-    round_shares,
-)
 from manylora.router.policies.policy import Relocation, RoutingPolicy, Wish
 from manylora.router.replicas import ReplicaState
 from manylora.router.requests import LiveRequest
@@ -31,7 +23,7 @@ class DloraProactive(RoutingPolicy):
     parameters: ClassVar[type[DloraParameters]] = DloraParameters
 
     def __init__(self, parameters: DloraParameters) -> None:
-        self._placement = Placement(parameters)
+        self._placement = dlora_plan.Placement(parameters)
         self._queue = QueueBySteps()
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
@@ -78,7 +70,7 @@ class Dlora(DloraProactive):
         given = self._reactive
         if self._asked is not None and view.now - self._asked_s >= given.solve_wait_s:
             problem, self._asked = self._asked, None
-            wishes += wishes_of(problem, greedy_plan(problem))
+            wishes += wishes_of(problem, dlora_plan.greedy_plan(problem))
         if view.now - self._checked_s < given.check_s or self._asked is not None:
             return wishes
         self._checked_s = view.now
@@ -87,7 +79,7 @@ class Dlora(DloraProactive):
             if chosen:
                 self._num_solves += 1
                 self._asked_s = view.now
-                self._asked = build_programme(view, chosen, self._num_solves, given.eta_steps)
+                self._asked = dlora_plan.build_programme(view, chosen, self._num_solves, given.eta_steps)
                 wishes.append(self._asked)
         return wishes
 
@@ -97,10 +89,10 @@ class Dlora(DloraProactive):
         if problem is None or solved.number != problem.number:
             return ()
         self._asked = None
-        plans = [greedy_plan(problem)]
-        if is_solution(problem, solved.shares):
-            plans.insert(0, round_shares(problem, solved.shares))
-        best = min(plans, key=lambda plan: PlanState(problem, plan).value_s())
+        plans = [dlora_plan.greedy_plan(problem)]
+        if dlora_plan.is_solution(problem, solved.shares):
+            plans.insert(0, dlora_plan.round_shares(problem, solved.shares))
+        best = min(plans, key=lambda plan: dlora_plan.PlanState(problem, plan).value_s())
         return wishes_of(problem, best, solved.bound_s)
 
     def _overloaded(self, view: Fleet) -> list[ReplicaState]:
@@ -125,10 +117,11 @@ class Dlora(DloraProactive):
         return replica.free_pages < (1 - self._reactive.most_kv_use) * replica.facts.num_pages
 
 
-def wishes_of(problem: Solve, plan: Plan, bound_s: float = 0.0) -> list[Wish]:
+def wishes_of(problem: Solve, plan: dlora_plan.Plan, bound_s: float = 0.0) -> list[Wish]:
     """Turn a plan into its moves and a record of its value. Each move gets the gain of the whole plan."""
     sources = [request.source for request in problem.requests]
-    before_s, value_s = PlanState(problem, sources).value_s(), PlanState(problem, plan).value_s()
+    before_s = dlora_plan.PlanState(problem, sources).value_s()
+    value_s = dlora_plan.PlanState(problem, plan).value_s()
     gain_s = before_s - value_s
     moves: list[Wish] = [
         Relocation(

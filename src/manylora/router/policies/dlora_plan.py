@@ -8,15 +8,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from manylora.config.routing import DloraParameters
-from manylora.protocol.routing import (
-    ON_DEVICE,
-    Place,
-    ProgrammeReplica,
-    ProgrammeRequest,
-    ReplicaId,
-    Solve,
-    Unplace,
-)
+from manylora.protocol import routing
+from manylora.protocol.routing import ON_DEVICE, ProgrammeRequest, ReplicaId, Solve
 from manylora.router.fleet import Fleet
 from manylora.router.replicas import ReplicaState
 from manylora.router.requests import LiveRequest
@@ -35,7 +28,7 @@ def build_programme(view: Fleet, replicas: Sequence[ReplicaState], number: int, 
         page_tokens = replica.facts.page_tokens
         taken = sum(request.pages_now(page_tokens) for request in live) + replica.adapter_pages
         places.append(
-            ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.kind.page_in_s)
+            routing.ProgrammeReplica(replica.id, max(replica.free_pages, 0) + taken, replica.kind.page_in_s)
         )
         step_s = replica.step_s
         for request in live:
@@ -84,29 +77,20 @@ class PlanState:
     def _cost_s(self, request: ProgrammeRequest, place: int) -> float:
         return request.run_s + (request.move_s if place != request.source else 0.0)
 
-    def finish_s(self, place: int) -> float:
-        """Return the time at which the replica finishes its requests, in seconds."""
-        return self._finish_s(place, self._run_s[place], self._pages[place], len(self._adapters[place]))
-
-    def _finish_s(self, place: int, run_s: float, pages: int, num_adapters: int) -> float:
+    def finish_s(self, place: int, request: int | None = None) -> float:
+        """Return the time at which the replica finishes its requests, in seconds. ``request``: without this one,
+        where it is there, or with it, where it is elsewhere."""
         replica = self._problem.replicas[place]
+        run_s, pages, num_adapters = self._run_s[place], self._pages[place], len(self._adapters[place])
+        if request is not None:
+            each, sign = self._problem.requests[request], -1 if self.plan[request] == place else 1
+            run_s += sign * self._cost_s(each, place)
+            pages += sign * each.pages
+            count = self._adapters[place].get(each.adapter, 0) + sign
+            if count == max(sign, 0):  # the adapter's first request, or its last one
+                pages += sign * self._sizes[each.adapter]
+                num_adapters += sign
         return run_s + max(pages - replica.pages, 0) * replica.page_s + self._problem.eta_s * num_adapters
-
-    def finish_without_s(self, request: int) -> float:
-        """Return the time at which the request's replica would finish without it, in seconds."""
-        place, each = self.plan[request], self._problem.requests[request]
-        is_last = self._adapters[place][each.adapter] == 1
-        pages = self._pages[place] - each.pages - (self._sizes[each.adapter] if is_last else 0)
-        num_adapters = len(self._adapters[place]) - is_last
-        return self._finish_s(place, self._run_s[place] - self._cost_s(each, place), pages, num_adapters)
-
-    def finish_with_s(self, request: int, place: int) -> float:
-        """Return the time at which another replica would finish with this request added, in seconds."""
-        each = self._problem.requests[request]
-        is_first = each.adapter not in self._adapters[place]
-        pages = self._pages[place] + each.pages + (self._sizes[each.adapter] if is_first else 0)
-        num_adapters = len(self._adapters[place]) + is_first
-        return self._finish_s(place, self._run_s[place] + self._cost_s(each, place), pages, num_adapters)
 
     def value_s(self) -> float:
         """Return the time at which the last replica finishes, in seconds: the plan's value, where less is
@@ -141,11 +125,11 @@ def improve(problem: Solve, plan: Sequence[int]) -> Plan:
         for request, place in enumerate(state.plan):
             if place != worst:
                 continue
-            without_s = state.finish_without_s(request)
+            without_s = state.finish_s(worst, request)
             for other in places:
                 if other == worst or without_s >= best_s:
                     continue
-                then_s = max(without_s, state.finish_with_s(request, other))
+                then_s = max(without_s, state.finish_s(other, request))
                 if then_s < best_s:
                     best, best_s = (request, other), then_s
         if best is None:
@@ -217,64 +201,6 @@ Copy = tuple[AdapterId, int]
 NOTHING: Mapping[AdapterId, Collection[int]] = {}
 
 
-class _Bursts:
-    """The burst tolerances of adapters while copies are added. ``free``: unallocated pages of each replica."""
-
-    def __init__(
-        self,
-        free: Sequence[int],
-        holders: Mapping[AdapterId, Iterable[int]],
-        sizes: Mapping[AdapterId, int],
-        loads: Mapping[AdapterId, float],
-        request_pages: float,
-    ) -> None:
-        self.free = list(free)
-        self.holders = {adapter: set(holders.get(adapter, ())) for adapter in sorted(loads)}
-        self._on: list[set[AdapterId]] = [set() for _ in free]
-        for adapter, places in self.holders.items():
-            for place in places:
-                self._on[place].add(adapter)
-        self._sizes = sizes
-        self._loads = loads
-        self._request_pages = request_pages
-        self._heap = [self._entry(adapter) for adapter in self.holders]
-        heapq.heapify(self._heap)
-
-    def tolerance(self, adapter: AdapterId) -> float:
-        """Return the number of requests for which the adapter's replicas have free pages, over the adapter's
-        rate."""
-        peak = sum(max(self.free[place], 0) for place in self.holders[adapter]) / self._request_pages
-        return peak / self._loads[adapter]
-
-    def _entry(self, adapter: AdapterId) -> tuple[float, float, AdapterId]:
-        """Return an entry that sorts by tolerance, then by the larger load, then by the lower id."""
-        return self.tolerance(adapter), -self._loads[adapter], adapter
-
-    def least(self) -> tuple[float, AdapterId]:
-        """Return the least tolerance, and its adapter."""
-        while True:
-            entry = self._heap[0]
-            now = self._entry(entry[2])
-            if entry == now:
-                return now[0], now[2]
-            heapq.heapreplace(self._heap, now)
-
-    def change(self, adapter: AdapterId, place: int, is_added: bool) -> None:
-        """Add a copy, or remove it again."""
-        if is_added:
-            self.holders[adapter].add(place)
-            self._on[place].add(adapter)
-            self.free[place] -= self._sizes[adapter]
-        else:
-            self.free[place] += self._sizes[adapter]
-        for each in sorted(self._on[place]):
-            heapq.heappush(self._heap, self._entry(each))
-        if not is_added:
-            self.holders[adapter].remove(place)
-            self._on[place].remove(adapter)
-            heapq.heappush(self._heap, self._entry(adapter))
-
-
 def plan_copies(
     free: Sequence[int],
     reserve: Sequence[int],
@@ -294,24 +220,37 @@ def plan_copies(
     """
     if not loads:
         return []
-    bursts, left = _Bursts(free, holders, sizes, loads, request_pages), list(reserve)
+    unallocated, left = list(free), list(reserve)
+    has = {adapter: set(holders.get(adapter, ())) for adapter in sorted(loads)}
+    on = [{adapter for adapter, places in has.items() if place in places} for place in range(len(left))]
+
+    def entry(adapter: AdapterId) -> tuple[float, float, AdapterId]:
+        """Return an entry that sorts by burst tolerance, then by the larger load, then by the lower id. The
+        tolerance is the number of requests for which the adapter's replicas have free pages, over its rate."""
+        peak = sum(max(unallocated[place], 0) for place in has[adapter]) / request_pages
+        return peak / loads[adapter], -loads[adapter], adapter
+
+    def least() -> tuple[float, float, AdapterId]:
+        while (now := entry(heap[0][-1])) != heap[0]:
+            heapq.heapreplace(heap, now)
+        return now
+
+    heap = [entry(adapter) for adapter in has]
+    heapq.heapify(heap)
     copies: list[Copy] = []
     while True:
-        before, adapter = bursts.least()
-        size = sizes[adapter]
-        places = [
-            place
-            for place in range(len(left))
-            if place not in bursts.holders[adapter]
-            and size <= left[place]
-            and place not in barred.get(adapter, ())
-        ]
+        before, _, adapter = least()
+        size, without = sizes[adapter], {*has[adapter], *barred.get(adapter, ())}
+        places = [place for place in range(len(left)) if place not in without and size <= left[place]]
         if not places:
             return copies
-        place = max(places, key=lambda each: (bursts.free[each], -each))
-        bursts.change(adapter, place, is_added=True)
-        if bursts.least()[0] < before:
-            bursts.change(adapter, place, is_added=False)
+        place = max(places, key=lambda each: (unallocated[each], -each))
+        has[adapter].add(place)
+        on[place].add(adapter)
+        unallocated[place] -= size
+        for each in sorted(on[place]):
+            heapq.heappush(heap, entry(each))
+        if least()[0] < before:
             return copies
         left[place] -= size
         copies.append((adapter, place))
@@ -322,7 +261,7 @@ _PROMPT_TOKENS = 256.0
 _KEEP = 0.99
 """The weight of the mean prompt against one new request."""
 
-Placed = Place | Unplace
+Placed = routing.Place | routing.Unplace
 
 
 class Placement:
@@ -375,7 +314,7 @@ class Placement:
                     continue
                 del copies[name]
                 if is_there:
-                    dropped.append(Unplace(adapter, name))
+                    dropped.append(routing.Unplace(adapter, name))
             if not copies:
                 del self._copies[adapter]
         return dropped
@@ -418,5 +357,5 @@ class Placement:
         for adapter, place in plan_copies(free, reserve, holders, sizes, loads, request_pages, barred):
             replica = view.open_ids[place]
             self._copies.setdefault(adapter, {})[replica] = view.up[replica].epoch
-            wishes.append(Place(adapter, replica))
+            wishes.append(routing.Place(adapter, replica))
         return wishes

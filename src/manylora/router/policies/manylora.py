@@ -44,7 +44,7 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
         cost_s = prefill_s + load_s(target, request.adapter, request.adapter_pages)
         gain_s = gap_s
         if request.num_generated:
-            gain_s = min(gap_s, view.remaining_tokens(request) * step_gap_s(source, target))
+            gain_s = min(gap_s, view.remaining_tokens(request) * max(source.step_s - target.step_s, 0.0))
         if gain_s > least_ratio * cost_s:
             moves.append(
                 Relocation(
@@ -53,12 +53,6 @@ def balance(view: Fleet, most_moves: int, least_ratio: float) -> list[Relocation
             )
             gap_s -= prefill_s + request.num_tokens * source.kind.token_s
     return moves
-
-
-def step_gap_s(source: ReplicaState, target: ReplicaState) -> float:
-    """Return by how many seconds a decode step is longer on one replica than on another; 0 where it is
-    shorter."""
-    return max(source.step_s - target.step_s, 0.0)
 
 
 _POINTS = 16
@@ -117,7 +111,7 @@ class CheapestReplica(RoutingPolicy):
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
-        blocks = dict(view.prefixes.match(request.prefix, self._given.prefix_candidates))
+        blocks = view.prefixes.match(request.prefix, self._given.prefix_candidates)
         homes: Sequence[ReplicaId] = ()
         if request.adapter != BASE:
             homes = self._ring.homes(view, request.adapter, self.num_homes(view.now, request.adapter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from manylora.config.routing import CacheAwareParameters
@@ -20,13 +21,11 @@ class RoundRobin(RoutingPolicy):
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
-        last = self._last
-        for _ in view.open_ids:
-            replica = view.next_open(last)
-            if view.fits_ever(replica, request):
-                self._last = replica.id
-                return replica
-            last = replica.id
+        place = bisect_right(view.open_ids, self._last)
+        for name in view.open_ids[place:] + view.open_ids[:place]:
+            if view.fits_ever(view.up[name], request):
+                self._last = name
+                return view.up[name]
         return None
 
 
@@ -49,10 +48,10 @@ class CacheAware(RoutingPolicy):
         if not view.open_ids:
             return None
         given = self._given
-        least, largest = view.by_load.least_load, view.by_load.largest_load
+        least, largest = view.by_load.loads[0], view.by_load.loads[-1]
         is_unequal = largest - least > given.most_difference and largest > given.most_ratio * least
         if request.prefix and not is_unequal:
-            for replica, blocks in view.prefixes.match(request.prefix, 1):
+            for replica, blocks in view.prefixes.match(request.prefix, 1).items():
                 has_most = blocks * BLOCK_TOKENS > given.least_share * request.prompt_tokens
                 if has_most and view.fits_ever(replica, request):
                     return replica
