@@ -229,6 +229,6 @@ def test_what_has_left_is_not_kept() -> None:
         sequence = sequence_of(number, number % 5, priority=number % 3)
         queue.arrive(sequence)
         queue.remove(sequence)
-    sizes = [len(line._oldest._heap) for line in queue._all._lines.values()]
-    assert max(sizes) < 50
+    heaps = [queue._all._levels, *queue._all._clients.values()]
+    assert max(len(ranking._heap) for ranking in heaps) < 50
     assert queue.leading(9) == standing

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 from manylora.policy.merging.choice import MergeGauges
 from manylora.policy.merging.state import MergeState
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
 from manylora.policy.tree import ABSENT, HELD, RESIDENT
 from manylora.policy.value import REUSE_S
@@ -23,11 +21,11 @@ from manylora.types import BASE, AdapterId
 class ClusterReport:
     """The reports of one replica for its router."""
 
-    def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
-        self._residency = residency
-        self._tree = residency.tree
+    def __init__(self, held: Reservations) -> None:
+        self._residency = held.residency
+        self._tree = held.residency.tree
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self._seq = 0
         self._reported: dict[AdapterId, int] = {}  # but NOWHERE
         self._num_preemptions = 0
@@ -47,7 +45,7 @@ class ClusterReport:
             kv_tokens += sequence.num_computed
             remaining = sequence.num_remaining
             waiting_tokens += remaining if remaining > 1 else 0
-        before, self._num_preemptions = self._num_preemptions, self._held.num_preemptions
+        before, self._num_preemptions = self._num_preemptions, residency.counters.preemptions
         token_s, page_in_s, page_read_s = residency.rates.learnt()
         device = residency.device
         # The value a second of the node that left last, over the time in which KV keeps its value.
@@ -65,7 +63,7 @@ class ClusterReport:
             residency=moved,
             evicted=evicted,
             page_price_s=page_price_s,
-            is_exhausted=self._held.is_short or self._held.num_preemptions > before,
+            is_exhausted=self._held.is_short or self._num_preemptions > before,
             token_s=token_s,
             page_in_s=page_in_s,
             page_read_s=page_read_s,
@@ -98,13 +96,11 @@ class ClusterReport:
 class Gauges:
     """The snapshots of one replica's gauges."""
 
-    def __init__(
-        self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: MergeState | None
-    ) -> None:
-        self._residency = residency
-        self._tree = residency.tree
+    def __init__(self, held: Reservations, merging: MergeState | None) -> None:
+        self._residency = held.residency
+        self._tree = held.residency.tree
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self._merging = merging
         self._busy_before: frozenset[AdapterId] = frozenset()
 
@@ -119,7 +115,7 @@ class Gauges:
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
         cached = tree.kv_pages - tree.pinned_kv_pages + left_over
-        merging = MergeGauges() if self._merging is None else self._merging.gauges()
+        merging = MergeGauges() if self._merging is None else self._merging.policy.gauges()
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),

@@ -9,21 +9,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence as SequenceOf
 
-from manylora.config.policy import PolicyConfig
+from manylora.policy import sequences
 from manylora.policy.batching import Admission
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
-from manylora.policy.sequences import (
-    ENDED,
-    LEAVING,
-    RUNNING,
-    WAITING,
-    RequestState,
-    Scheduled,
-    Sequence,
-    rows_ended,
-)
+from manylora.policy.sequences import ENDED, LEAVING, RUNNING, WAITING, RequestState, Scheduled, Sequence
 from manylora.protocol import commands, events
 from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
@@ -34,24 +23,18 @@ UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter
 class Requests:
     """The live requests of a replica, from arrival to the end of each sample."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        residency: Residency,
-        held: Reservations,
-        waiting: WaitingQueue,
-        admission: Admission,
-    ) -> None:
-        self._config = config
+    def __init__(self, held: Reservations, admission: Admission) -> None:
+        self._config = held.config
         self._admission = admission
-        self._residency = residency
+        self._residency = held.residency
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self.commands: list[commands.Command] = []
         """Commands in execution order, but for those that ``residency`` decided since the last ``collect``."""
         self.by_id: dict[RequestId, RequestState] = {}
         self._leaving: dict[RequestId, RequestState] = {}  # of them
-        self._num_live: collections.Counter[AdapterId] = collections.Counter()
+        self.num_live = collections.Counter[AdapterId]()
+        """Their number by adapter."""
         self._num_arrivals = 0
         self._num_sequences = 0
 
@@ -69,14 +52,6 @@ class Requests:
         self.collect()
         decided, self.commands = self.commands, []
         return decided
-
-    def has_any_of(self, adapter: AdapterId) -> bool:
-        """Return whether a live request is for the adapter."""
-        return self._num_live[adapter] > 0
-
-    def forget(self, adapter: AdapterId) -> None:
-        """Drop the account of an adapter that is gone with all its requests."""
-        del self._num_live[adapter]
 
     # ------------------------------------------------------------ arrival
 
@@ -98,7 +73,7 @@ class Requests:
         )
         self._num_arrivals += 1
         self.by_id[request.id] = state
-        self._num_live[request.adapter] += 1
+        self.num_live[request.adapter] += 1
         if is_resumed:
             self._resume(state, event.resume, now)
         else:
@@ -224,7 +199,7 @@ class Requests:
         """Take what a step has computed: full pages, scores of the prompt, tokens."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
         shares = self._waiting.shares
-        rows_ended(rows)
+        sequences.rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
             if stage is RUNNING:
@@ -235,7 +210,10 @@ class Requests:
             elif stage is ENDED:
                 continue
             if sequence.state.num_unscored:
-                self._note_scored(sequence, step)
+                first = sequence.state.num_scored
+                if sequence.state.score(sequence, step):
+                    scored = commands.PromptScored(sequence.state.id, sequence.id, first)
+                    self.commands.append(scored)
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
@@ -251,11 +229,6 @@ class Requests:
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)
-
-    def _note_scored(self, sequence: Sequence, step: int) -> None:
-        state, first = sequence.state, sequence.state.num_scored
-        if state.score(sequence, step):
-            self.commands.append(commands.PromptScored(state.id, sequence.id, first))
 
     def fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """Fail the requests of a step's rows, none of which counts as computed."""
@@ -364,7 +337,7 @@ class Requests:
             self._drop(carrier, now)
         del self.by_id[state.id]
         self._leaving.pop(state.id, None)
-        self._num_live[state.request.adapter] -= 1
+        self.num_live[state.request.adapter] -= 1
 
     def _drop(self, sequence: Sequence, now: float) -> None:
         self._take_back(sequence, now)
@@ -375,7 +348,7 @@ class Requests:
         if sequence.stage is WAITING:
             self._waiting.remove(sequence)
         elif sequence.stage is not LEAVING:
-            self._held.release(sequence, now)
+            self._held.release(sequence, now, now)
             self.collect()
         if sequence.forget_executor():
             self.send(commands.EndSequence(sequence.id))

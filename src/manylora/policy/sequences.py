@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import enum
+import operator
 from collections.abc import Sequence as SequenceOf
 from typing import Final
 
@@ -199,10 +200,6 @@ class Sequence:
     # ------------------------------------------------------------ asked
 
     @property
-    def is_waiting(self) -> bool:
-        return self.stage is WAITING
-
-    @property
     def has_drawn(self) -> bool:
         """Whether a step has drawn a token for the sequence since its admission, or will."""
         return self.num_pending > 0 or len(self.tokens) > self.num_at_admission
@@ -326,14 +323,6 @@ class Sequence:
         self.num_shared = 0
         self.num_computed = self.num_scheduled = 0
 
-    def pause(self, now: float) -> None:
-        """Note the beginning of a pause."""
-        self.paused_s = now
-
-    def resume(self) -> None:
-        """Note the end of a pause."""
-        self.paused_s = None
-
     def lengthen(self, long_from: int | None) -> None:
         """Switch a sequence without pages to a long context, if it needs one."""
         if self.outgrows(long_from):
@@ -364,6 +353,9 @@ class Sequence:
         """Note a failed row of the sequence."""
         self.num_pending -= draws
 
+
+by_arrival = operator.attrgetter("order")
+"""The key that sorts sequences by arrival."""
 
 Scheduled = tuple[Sequence, int, int]
 """A row of a step: the sequence, tokens to compute, samples to draw."""

@@ -60,27 +60,9 @@ class Node:
     """
 
     __slots__ = (
-        "adapter",
-        "busy",
-        "children",
-        "depth",
-        "evicted_in",
-        "has_landed",
-        "host",
-        "host_pages",
-        "is_dropped",
-        "key",
-        "last_use",
-        "num_on_device",
-        "num_pages",
-        "pages",
-        "parent",
-        "pins",
-        "residence",
-        "stamps",
-        "visits",
-        "weighed_at",
-        "weight",
+        "adapter", "busy", "children", "depth", "evicted_in", "has_landed", "host", "host_pages", "is_dropped",
+        "key", "last_use", "num_on_device", "num_pages", "pages", "parent", "pins", "residence", "stamps",
+        "visits", "weighed_at", "weight",
     )  # fmt: skip
 
     def __init__(self, adapter: AdapterId, parent: Node | None, key: PageKey, num_pages: int) -> None:
