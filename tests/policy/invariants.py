@@ -253,7 +253,7 @@ def _check_merging(residency: Residency, merging: MergeState, steps: list[list[S
         assert shape.merged == BASE or own == {shape.merged}, "beside a merged adapter's rows no others run"
     if isinstance(merging.policy, DloraMerging):
         credits = merging.policy.credits
-        beyond = sum(credit - credits.start for credit in credits.all().values())
+        beyond = sum(credit - credits.start for credit in credits.changed.values())
         assert beyond + credits.left_over == 0, "what one adapter pays another gets"
 
 

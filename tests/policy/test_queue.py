@@ -12,6 +12,7 @@ import pytest
 from manylora.config.queueing import QueueConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RequestState, Sequence
+from manylora.protocol.events import Arrive
 from manylora.types import Request, SamplingParams
 from tests.policy.invariants import members
 from tests.sampled import sampled
@@ -31,7 +32,7 @@ def sequence_of(
     params = SamplingParams(max_tokens=4, seed=0)
     prompt = tuple(range(1 + number % 7))
     request = Request(f"r{number}", adapter, prompt, params, priority=priority, client=client, share=share)
-    return Sequence(number, RequestState(request, number, 4, arrived_s), 0, list(prompt))
+    return Sequence(number, RequestState(Arrive(request), number, 4, arrived_s), 0, list(prompt))
 
 
 class Naive:

@@ -190,13 +190,15 @@ class ComingCopies:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """The copies that a step in flight needs, and its forecasts. ``waited``: forecasts of rows that had to
-    wait."""
+    """The copies that a step in flight needs, and its forecasts.
+
+    ``forecasts``: of its first cold row, if it has any (``is_cold``), then of rows that had to wait.
+    """
 
     awaits: tuple[commands.Await, ...]
     cpu: tuple[commands.CpuRows, ...]
-    begun: _Forecast | None
-    waited: list[_Forecast]
+    forecasts: list[_Forecast]
+    is_cold: bool
     stall_s: float
     has_others: bool
 
@@ -258,13 +260,9 @@ class ColdStarts:
         self._num_served = 0
         self._has_others = len(self._held.admitted) > self._held.num_loading
         for sequence in self._held.admitted if self._held.num_loading else ():
-            if (
-                sequence.stage is not LOADING
-                or sequence.num_failed_copies
-                or self._held.is_in_flight(sequence)
-            ):
+            if sequence.stage is not LOADING or sequence.num_failed_copies:
                 continue
-            copies = self._copies.of_sequence(sequence)
+            copies = None if self._held.is_in_flight(sequence) else self._copies.of_sequence(sequence)
             room = len(sequence.pages) * self._page_tokens - sequence.num_scheduled
             num_tokens = min(sequence.num_remaining, plan.budget, room)
             if not copies or num_tokens <= 0:
@@ -367,14 +365,15 @@ class ColdStarts:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(commands.Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
         cpu = tuple(commands.CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
-        waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
+        forecasts = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
-        if first is not None or waited:
-            begun = None
-            if first is not None:
-                begun = self._forecast(self._residency.tree.node(first.adapter), self.chosen[first.id])
-            self._in_flight[step] = _Step(awaits, cpu, begun, waited, self._stall_s, self._has_others)
+        if first is not None:
+            root = self._residency.tree.node(first.adapter)
+            forecasts.insert(0, self._forecast(root, self.chosen[first.id]))
+        if forecasts:
+            is_cold = first is not None
+            self._in_flight[step] = _Step(awaits, cpu, forecasts, is_cold, self._stall_s, self._has_others)
         return awaits, cpu
 
     def step_ended(
@@ -407,16 +406,16 @@ class ColdStarts:
         if step.cpu:
             self._residency.host_read_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
-        if step.begun is not None:
+        if step.is_cold:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
             self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
-        for forecast in (*((step.begun,) if step.begun else ()), *step.waited):
+        for forecast in step.forecasts:
             expected_s, answer_s = forecast.answer_s - forecast.made_s, now - forecast.made_s
             self._residency.counters.cold_answered(expected_s, answer_s)
             if event.ok and not event.spoilt and not forecast.is_guess:
                 self._misses.answered(forecast.mode, expected_s, answer_s)
             text = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
-            if forecast is step.begun:
+            if step.is_cold and forecast is step.forecasts[0]:
                 text += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"
             self._residency.note("begin", forecast.node, text)
 

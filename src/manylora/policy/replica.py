@@ -93,10 +93,8 @@ class Replica:
             case events.AdapterRemoved():
                 self._remove(event.adapter)
             case events.Keep():
-                if event.is_kept:
-                    self._pinned.keep(event.adapter)
-                else:
-                    self._pinned.forget(event.adapter)
+                change = self._pinned.keep if event.is_kept else self._pinned.forget
+                change(event.adapter)
             case events.ReportDue():
                 counters = dataclasses.replace(self._residency.counters)
                 return [commands.Report(self._gauges.read(event.which), counters)]
@@ -192,14 +190,6 @@ class Replica:
                 self._merging.policy.forget(adapter)
             self._requests.send(commands.AdapterFreed(adapter))
 
-    # ------------------------------------------------------------ the clock
-
-    def _set_timer(self, now: float) -> None:
-        """Set the timer of the next interval, while there is anything to watch."""
-        if self._requests.by_id or self._swapper.may_bring_in:
-            self._timer_is_set = True
-            self._requests.send(commands.SetTimer(now + self._config.cache.interval_s))
-
     # ------------------------------------------------------------ steps
 
     def _start_next(self, now: float) -> bool:
@@ -216,8 +206,9 @@ class Replica:
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)
-        if not self._timer_is_set:
-            self._set_timer(now)
+        if not self._timer_is_set and (self._requests.by_id or self._swapper.may_bring_in):
+            self._timer_is_set = True
+            self._requests.send(commands.SetTimer(now + self._config.cache.interval_s))
         if rows:
             self._start_step(rows, now)
         elif not in_flight:

@@ -17,6 +17,8 @@ from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse, CreditUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
 
+_Counts = collections.Counter[AdapterId]
+
 
 class ClusterReport:
     """The reports of one replica for its router."""
@@ -106,7 +108,7 @@ class Gauges:
 
     def read(self, which: Which) -> Snapshot:
         """Return the present gauges. O(requests + adapters reported)."""
-        running = collections.Counter[AdapterId]()
+        running = _Counts()
         waiting = collections.Counter(self._waiting.num_by_adapter)
         for sequence in self._held.admitted:
             where = running if sequence.stage is RUNNING and sequence.paused_s is None else waiting
@@ -150,12 +152,7 @@ class Gauges:
         gone = {adapter for adapter in before if not self._tree.has(adapter)}
         return {BASE} | self._tree.take_changed() | self._busy_before | (before - gone)
 
-    def _use(
-        self,
-        adapter: AdapterId,
-        running: collections.Counter[AdapterId],
-        waiting: collections.Counter[AdapterId],
-    ) -> AdapterUse:
+    def _use(self, adapter: AdapterId, running: _Counts, waiting: _Counts) -> AdapterUse:
         num_pages = self._tree.idle_size(adapter)
         if num_pages is not None:
             return AdapterUse(adapter, ABSENT.value, num_pages, 0, 0)
@@ -167,5 +164,5 @@ class Gauges:
             running[adapter],
             waiting[adapter],
             node.host.value,
-            self._tree.idle_kv_of(adapter),
+            self._tree.idle_kv_of[adapter],
         )

@@ -62,15 +62,11 @@ class Requests:
             self._release(live, now)
         is_resumed = any(event.resume)
         error = self._refusal(event) or self._limit(request)
-        if error is None and not is_resumed:
-            error = self._admission.refusal()
+        error = error or (None if is_resumed else self._admission.refusal())
         if error is not None:
             self.send(commands.Reject(request.id, error))
             return
-        num_tokens, arrived_s = self._most_tokens(request), now - event.waited_s
-        state = RequestState(
-            request, self._num_arrivals, num_tokens, arrived_s, event.resume, event.closed, event.attempt
-        )
+        state = RequestState(event, self._num_arrivals, self._most_tokens(request), now)
         self._num_arrivals += 1
         self.by_id[request.id] = state
         self.num_live[request.adapter] += 1
@@ -114,27 +110,24 @@ class Requests:
         num_prompt, limit = len(request.prompt), self._config.max_model_len
         asked = request.params.max_tokens
         num_generated = 1 if asked is None else asked
-        if num_prompt + num_generated > limit:
-            return RequestError(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + num_generated} tokens ({num_prompt} in the prompt, {num_generated} for the "
-                "completion).",
-                "max_tokens" if num_prompt < limit else "prompt",
+        num_tokens = num_prompt + num_generated
+        if num_tokens > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {num_tokens} "
+                f"tokens ({num_prompt} in the prompt, {num_generated} for the completion)."
             )
+            return RequestError(400, message, "max_tokens" if num_prompt < limit else "prompt")
         adapter_pages = self._residency.tree.node(request.adapter).num_pages
-        num_computed = max(num_prompt, num_prompt + num_generated - 1)
-        kv_pages = -(-num_computed // self._config.page_tokens)
+        num_computed = max(num_prompt, num_tokens - 1)
+        kv_pages = self._held.pages_for(num_computed)
         room = self._kv_pages_beside(request.adapter)
         if kv_pages > room:
-            return RequestError(
-                400,
-                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
-                f"{kv_pages} for {num_computed} tokens) but the pool has "
-                f"{self._config.num_pages}"
-                + (f", of which {room} for tokens" if self._residency.has_parts else ""),
-                "max_tokens",
+            its_part = f", of which {room} for tokens" if self._residency.has_parts else ""
+            message = (
+                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, {kv_pages} "
+                f"for {num_computed} tokens) but the pool has {self._config.num_pages}{its_part}"
             )
+            return RequestError(400, message, "max_tokens")
         return None
 
     def _resume(self, state: RequestState, resume: SequenceOf[SequenceOf[int]], now: float) -> None:
@@ -161,8 +154,7 @@ class Requests:
                 self._waiting.put_back(self._new_sequence(state, sample, [*state.request.prompt, *tokens]))
 
     def _queue_later_if_shared(self, sequence: Sequence) -> None:
-        size = self._config.page_tokens
-        if sequence.num_shared >= sequence.num_prompt // size:
+        if sequence.num_shared >= sequence.num_prompt // self._config.page_tokens:
             self._queue_later(sequence.state)
 
     def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:

@@ -11,26 +11,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from manylora.config.policy import PolicyConfig
+from manylora.policy import tree as trees
 from manylora.policy.cache_policies import CachePolicy, Signals, find_cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.pages import PageLedger
 from manylora.policy.transfers import Transfers
-from manylora.policy.tree import (
-    ABSENT,
-    FILLING,
-    HELD,
-    LOADING,
-    NO_COPY,
-    OFFLOADING,
-    RESIDENT,
-    Changes,
-    DependencyTree,
-    HostState,
-    Node,
-    PageKey,
-    Residence,
-    subtree,
-)
+from manylora.policy.tree import ABSENT, FILLING, HELD, LOADING, NO_COPY, OFFLOADING, RESIDENT, Node
 from manylora.policy.value import KvTurns, Rates, Visits
 from manylora.protocol import commands, events
 from manylora.reports import Counters
@@ -43,13 +29,13 @@ class Residency:
     def __init__(self, config: PolicyConfig, policy: CachePolicy | None = None) -> None:
         """``policy``: to use instead of the policy that the config names."""
         self.policy = policy or find_cache(config.cache.policy)
-        self.tree = DependencyTree(self.policy.keeps_dependencies)
+        self.tree = trees.DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
         self.host_reads: dict[Node, int] = {}
         """By node, the last step in flight that reads its host pages."""
         self.transfers = Transfers(config.cold_start.num_groups)
-        self.changes = Changes(config.page_tokens)
+        self.changes = trees.Changes(config.page_tokens)
         self.last_value: float | None = None
         """The value of the node that left the device last for want of room, if the policy ``prices_pages``."""
         self.rates = Rates(config.page_bytes, config.page_tokens)
@@ -93,7 +79,7 @@ class Residency:
 
     # ------------------------------------------------------------ states
 
-    def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
+    def _set_device(self, node: Node, residence: trees.Residence, pages: tuple[PageId, ...]) -> None:
         leaf = self.tree.set_device(node, residence, pages)
         if node.parent is None:
             self.changes.moved(node.adapter)
@@ -103,7 +89,7 @@ class Residency:
         if node.host is HELD or (residence is RESIDENT and node.busy == 0):
             self.candidates.offer(node)
 
-    def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
+    def _set_host(self, node: Node, state: trees.HostState, pages: tuple[PageId, ...]) -> None:
         self.tree.set_host(node, state, pages)
         if node.parent is None:
             self.changes.moved(node.adapter)
@@ -122,7 +108,7 @@ class Residency:
         root = self.tree.node(adapter)
         return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
-    def insert(self, parent: Node, key: PageKey, now: float, begins_turn: bool) -> Node:
+    def insert(self, parent: Node, key: trees.PageKey, now: float, begins_turn: bool) -> Node:
         """Insert a KV node under ``parent``, in neither tier; the caller fills it at once."""
         node = self.tree.insert(parent, key, now)
         self._offer_all(self.turns.add(node, begins_turn))
@@ -274,7 +260,7 @@ class Residency:
     def discard(self, root: Node) -> None:
         """Take a node and all nodes below it out of both tiers. None of them is pinned; an adapter stays
         known."""
-        for node in reversed(subtree(root)) if root.children else (root,):
+        for node in reversed(trees.subtree(root)) if root.children else (root,):
             self._release(node)
             if node.parent is not None and not node.is_dropped:
                 self.counters.history_drops += 1
@@ -515,7 +501,7 @@ class Residency:
 
     def abandon_load(self, node: Node) -> None:
         """Make a node whose contents will not arrive absent, and all loading nodes below it."""
-        for member in reversed(subtree(node)):
+        for member in reversed(trees.subtree(node)):
             if member.residence is not LOADING:
                 continue
             pages, move = member.pages, self.transfers.current.get(member)

@@ -72,16 +72,11 @@ class Transfers:
         queued, self._queued = self._queued, []
         started = []
         for to_device in (False, True):
-            batch: list[Move] = []
-            for move in queued:
-                if move.to_device is not to_device:
-                    continue
-                if move.node.is_adapter:
-                    started.append(self._start([move], move.node.adapter))
-                else:
-                    batch.append(move)
-            for first in range(0, len(batch), MOST_PAGES_A_COPY):
-                started.append(self._start(batch[first : first + MOST_PAGES_A_COPY], None))
+            moves = [move for move in queued if move.to_device is to_device]
+            started += [self._start([move], move.node.adapter) for move in moves if move.node.is_adapter]
+            kv = [move for move in moves if not move.node.is_adapter]
+            for first in range(0, len(kv), MOST_PAGES_A_COPY):
+                started.append(self._start(kv[first : first + MOST_PAGES_A_COPY], None))
         return started
 
     def _start(self, moves: list[Move], adapter: AdapterId | None) -> commands.SwapPages:

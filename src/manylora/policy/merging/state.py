@@ -225,15 +225,14 @@ class MergedBatching(FirstComeFirstServed):
 
     def candidates(self, now: float) -> list[Sequence]:
         """See FirstComeFirstServed. The batch comes first; then the adapters that may be admitted, or all."""
-        found: list[Sequence] | None = None
-        for sequence in self._choice.batch:
-            if sequence.stage is WAITING and self._is_let_in(sequence):
-                found = [sequence]
-                break
-        if found is None and self._choice.line is None:
+        batch, line = self._choice.batch, self._choice.line
+        first = next((s for s in batch if s.stage is WAITING and self._is_let_in(s)), None)
+        if first is not None:
+            found = [first]
+        elif line is None:
             found = super().candidates(now)
-        elif found is None:
-            firsts = [self._waiting.first_of(adapter) for adapter in self._choice.line or ()]
+        else:
+            firsts = [self._waiting.first_of(adapter) for adapter in line]
             found = [sequence for sequence in firsts if sequence is not None and self._is_let_in(sequence)]
         # A sequence that has just lost its slot does not take another's in return.
         return [] if any(sequence.id in self._displaced for sequence in found) else found
