@@ -207,10 +207,8 @@ REMOVED_PARAMETERS: Mapping[str, str] = {
         ("dlora-proactive", "half_life_s reserve"),
         ("dlora", "half_life_s reserve check_s solve_interval_s solve_wait_s most_kv_use most_delay_ratio"),
         ("dlora", "least_delay_s most_replicas eta_steps"),
-        (
-            "manylora",
-            "idle_candidates holder_candidates prefix_candidates home_half_life_s balance_s most_moves",
-        ),
+        ("manylora", "idle_candidates holder_candidates prefix_candidates"),
+        ("manylora", "home_half_life_s balance_s most_moves"),
     )
     for key in keys.split()
 }

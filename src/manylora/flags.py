@@ -16,19 +16,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
-from manylora.aliases import (
-    ALIASES,
-    CLUSTER_ALIASES,
-    FOREIGN,
-    REMOVED_VALUES,
-    Alias,
-    adapter_pairs,
-    check_removed,
-    check_switch,
-)
+from manylora import aliases
+from manylora.aliases import ALIASES, CLUSTER_ALIASES, Alias
 from manylora.config.cluster import ClusterOptions
 from manylora.config.cold_start import ColdStartConfig
-from manylora.config.declaring import ConfigError, option_of, parse_size, setting_of
+from manylora.config.declaring import ConfigError, UserSetting, option_of, parse_size, setting_of
 from manylora.config.merging import MergeConfig
 from manylora.config.policy import CacheConfig, cache_config
 from manylora.config.queueing import QueueConfig
@@ -55,19 +47,12 @@ class Flag:
     name: str
     section: type
     field: str
+    about: UserSetting
     kind: str
-    help: str
-    metavar: str | None
     default: Any
     """None where the default is nothing at all, or depends on other settings."""
     choices: tuple[str, ...]
     repeats: bool
-    takes_numbers: bool
-    """Whether a number is accepted in place of text."""
-    takes_several: bool
-    """Whether several values may follow one flag."""
-    is_internal: bool
-    """Whether only experiments set it."""
 
     @property
     def option(self) -> str:
@@ -78,29 +63,21 @@ class Flag:
         return self.section is HttpSettings
 
 
-_METAVARS = {"int": "N", "float": "S", "size": "SIZE"}
-
-
 def _flags(section: type) -> Iterator[Flag]:
     for field in fields_of(section):
         about = setting_of(field)
         if about is None:
             continue
         repeats = get_origin(field.kind) is tuple
-        kind = "size" if about.is_size else "str" if repeats else field.kind.__name__
         yield Flag(
             name=about.name or field.name,
             section=section,
             field=field.name,
-            kind=kind,
-            help=about.help,
-            metavar=about.metavar or _METAVARS.get(kind),
+            about=about,
+            kind="size" if about.is_size else "str" if repeats else field.kind.__name__,
             default=None if repeats or about.default_follows else field.default,
             choices=next((rule.choices for rule in field.rules if rule.choices), ()),
             repeats=repeats,
-            takes_numbers=about.takes_numbers,
-            takes_several=about.takes_several,
-            is_internal=about.is_internal,
         )
 
 
@@ -112,7 +89,7 @@ _SECTIONS: tuple[type, ...] = (
 ALL_FLAGS = tuple(flag for section in _SECTIONS for flag in _flags(section))
 """All settings in the order of help texts, with the internal ones that only experiments set."""
 
-FLAGS = tuple(flag for flag in ALL_FLAGS if not flag.is_internal)
+FLAGS = tuple(flag for flag in ALL_FLAGS if not flag.about.is_internal)
 """The settings that users set."""
 
 CLUSTER_FLAGS = tuple(_flags(ClusterOptions))
@@ -139,7 +116,7 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError where one layer gives a setting different values under different names.
     """
     plain = {name: value for layer in layers for name, value in layer.items() if value is not None}
-    check_removed({name: value for name, value in plain.items() if name not in _INTERNAL})
+    aliases.check_removed({name: value for name, value in plain.items() if name not in _INTERNAL})
     bases = {
         str(plain.get("model")),
         *convert(_BY_NAME["served_model_name"], plain.get("served_model_name", ())),
@@ -152,24 +129,24 @@ def canonical(*layers: Mapping[str, Any]) -> dict[str, Any]:
             if alias.of is None and (value := own.pop(alias.name, None)) is not None:
                 switches.append((alias, value))
             elif alias.lists_adapters and own.get(alias.name) is not None:
-                own[alias.name] = adapter_pairs(alias, own[alias.name], bases)
+                own[alias.name] = aliases.adapter_pairs(alias, own[alias.name], bases)
         merged.update(_under_own_names(own, _BY_NAME, ALIASES))
     for alias, value in switches:
-        check_switch(alias, value, merged)
-    for foreign in FOREIGN:
+        aliases.check_switch(alias, value, merged)
+    for foreign in aliases.FOREIGN:
         if (value := merged.pop(foreign.name, None)) is not None:
             foreign.check(value)
     return merged
 
 
 def _under_own_names(
-    layer: Mapping[str, Any], flags: Mapping[str, Flag], aliases: Iterable[Alias]
+    layer: Mapping[str, Any], flags: Mapping[str, Flag], known: Iterable[Alias]
 ) -> dict[str, Any]:
     """Rename a layer's settings that use aliases. Raises ConfigError where two names of one setting have
     different values."""
     own = dict(layer)
     options = {name: flag.option for name, flag in flags.items()}
-    for alias in aliases:
+    for alias in known:
         if alias.of is None or (value := own.pop(alias.name, None)) is None:
             continue
         flag = flags[alias.of]
@@ -190,33 +167,27 @@ def convert(flag: Flag, value: Any, option: str | None = None) -> Any:
         return None
     if flag.repeats:
         return _texts(option, value)
-    match flag.kind:
-        case "int":
-            if isinstance(value, bool) or not isinstance(value, int | str):
-                raise ConfigError(f"{option} must be a whole number, got {value!r}")
-            try:
+    is_number = type(value) in (int, float)
+    try:
+        match flag.kind:
+            case "int" if type(value) is int or isinstance(value, str):
                 return int(value)
-            except ValueError:
-                raise ConfigError(f"{option} must be a whole number, got {value!r}") from None
-        case "float":
-            try:
+            case "float":
                 return float(value)
-            except (TypeError, ValueError, OverflowError):
-                raise ConfigError(f"{option} must be a number, got {value!r}") from None
-        case "bool":
-            if not isinstance(value, bool):
-                raise ConfigError(f"{option} must be true or false, got {value!r}")
-            return value
-        case "size":
-            try:
+            case "bool" if isinstance(value, bool):
+                return value
+            case "size":
                 return parse_size(value)
-            except ConfigError as error:
-                raise ConfigError(f"{option}: {error}") from None
-    if flag.takes_numbers and type(value) in (int, float):
-        return str(value)
-    if not isinstance(value, str | Path):
-        raise ConfigError(f"{option} must be text, got {value!r}")
-    return str(value)
+            case "str" if isinstance(value, str | Path) or (flag.about.takes_numbers and is_number):
+                return str(value)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{option} must be {_MUST_BE[flag.kind]}, got {value!r}")
+
+
+_MUST_BE = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
 def _texts(option: str, value: Any) -> tuple[str, ...]:
@@ -376,6 +347,8 @@ def _adapters(pairs: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
 
 # ---------------------------------------------------------------- options of a command
 
+_METAVARS = {"int": "N", "float": "S", "size": "SIZE"}
+
 
 def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     """Add a setting and its aliases to a parser.
@@ -385,18 +358,20 @@ def add_flag(parser: argparse._ActionsContainer, flag: Flag) -> None:
     """
     is_switch = flag.kind == "bool"
     shown = "" if flag.default is None or is_switch else f" (default: {flag.default})"
-    options: dict[str, Any] = {"help": flag.help + shown, "default": None, "dest": flag.name}
+    metavar = flag.about.metavar or _METAVARS.get(flag.kind)
+    options: dict[str, Any] = {"help": flag.about.help + shown, "default": None, "dest": flag.name}
     if flag.repeats:
         options["action"] = "append"
-    if flag.takes_several:
+    if flag.about.takes_several:
         options |= {"action": "extend", "nargs": "+"}
     if is_switch:
         options["action"] = "store_true"
     elif flag.choices:
-        options["choices"] = (*flag.choices, *(value for name, value in REMOVED_VALUES if name == flag.name))
+        removed = (value for name, value in aliases.REMOVED_VALUES if name == flag.name)
+        options["choices"] = (*flag.choices, *removed)
         options["metavar"] = f"{{{','.join(flag.choices)}}}"
-    elif flag.metavar:
-        options["metavar"] = flag.metavar
+    elif metavar:
+        options["metavar"] = metavar
     parser.add_argument(flag.option, **options)
     for alias in (*ALIASES, *CLUSTER_ALIASES):
         if alias.of == flag.name:

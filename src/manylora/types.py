@@ -124,10 +124,7 @@ _Stop = Annotated[
     Rule("a string or a list of strings", _are_texts),
     Rule("made of non-empty strings", all),
 ]
-_Ids = Annotated[
-    _Converted[tuple[int, ...], Sequence[int] | None],
-    Rule("a list of integers", _are_ids),
-]
+_Ids = Annotated[_Converted[tuple[int, ...], Sequence[int] | None], Rule("a list of integers", _are_ids)]
 _Bias = Annotated[
     _Converted[tuple[tuple[int, float], ...], Mapping[int, float] | Iterable[tuple[int, float]] | None],
     Rule("a mapping of token ids to numbers", _are_biases),

@@ -29,13 +29,13 @@ def check(replica: Replica) -> None:
     merging, cold = replica._merging, replica._cold
     nodes = list(all_nodes(residency.tree))
     for node in nodes:
-        _check_node(node, residency.transfers.current(node) is not None)
+        _check_node(node, node in residency.transfers.current)
         if residency.tree.keeps_dependencies:
             _check_dependencies(node, residency.policy)
     _check_turns(residency, nodes)
     _check_counts(residency, nodes)
     _check_candidates(residency, nodes)
-    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._pinned.pinned()])
+    _check_pins(nodes, held, [*([] if merging is None else merging.pinned()), *replica._pinned.pinned])
     _check_ownership(residency, nodes, held)
     _check_capacity(residency, held)
     _check_sequences(residency, held, waiting, replica._requests.by_id)
@@ -62,7 +62,8 @@ def all_nodes(tree: DependencyTree) -> Iterator[Node]:
 
 def members(waiting: WaitingQueue) -> list[Sequence]:
     """All that wait: those that returned, then the others, each in arrival order."""
-    return waiting._returned + list(waiting._arrived.values())
+    placed = [(place.is_new, sequence) for place, line in waiting._all.lines.items() for sequence in line]
+    return [sequence for _, sequence in sorted(placed, key=lambda pair: (pair[0], pair[1].order))]
 
 
 def _check_queue(waiting: WaitingQueue) -> None:
@@ -115,9 +116,10 @@ def _check_awaiting(residency: Residency, held: Reservations, cold: ColdStarts |
 
 def _is_awaited(cold: ColdStarts, sequence: Sequence, node: Node) -> bool:
     """Whether the sequence's step awaits the copy that brings the node, or the CPU serves it meanwhile."""
-    copy, step = cold._copies.of_node(node), cold._in_flight.get(sequence.last_step)
-    if copy is None or step is None:
+    move, step = cold._residency.transfers.current.get(node), cold._in_flight.get(sequence.last_step)
+    if move is None or not move.to_device or step is None:
         return False
+    copy = move.copy
     is_awaited = any(wait.copy == copy and sequence.id in wait.sequences for wait in step.awaits)
     return is_awaited or any(rows.copy == copy and sequence.id in rows.sequences for rows in step.cpu)
 
@@ -181,12 +183,12 @@ def _check_turns(residency: Residency, nodes: list[Node]) -> None:
 
 def _check_candidates(residency: Residency, nodes: list[Node]) -> None:
     lists = residency.candidates
-    leaving = {*_candidates(lists._leaving), *_candidates(lists._leaving_adapters)}
+    leaving = {*_candidates(lists.leaving), *_candidates(lists.leaving_adapters)}
     assert leaving == {n for n in nodes if residency.tree.may_leave(n)}, (
         "what may leave the device is on its list"
     )
     may_leave_host = {n for n in nodes if residency.tree.may_leave_host(n)}
-    assert {*_candidates(lists._leaving_host)} == may_leave_host, "what may leave the host is on its list"
+    assert {*_candidates(lists.leaving_host)} == may_leave_host, "what may leave the host is on its list"
 
 
 def _candidates(found: CandidateList) -> Iterator[Node]:
@@ -251,7 +253,7 @@ def _check_merging(residency: Residency, merging: MergeState, steps: list[list[S
         assert shape.merged == BASE or own == {shape.merged}, "beside a merged adapter's rows no others run"
     if isinstance(merging.policy, DloraMerging):
         credits = merging.policy.credits
-        beyond = sum(credit - credits.start for credit in credits.all().values())
+        beyond = sum(credit - credits.start for credit in credits.changed.values())
         assert beyond + credits.left_over == 0, "what one adapter pays another gets"
 
 
@@ -272,7 +274,7 @@ def _check_ownership(residency: Residency, nodes: list[Node], held: Reservations
     assert host_owners == collections.Counter(range(residency.host.num_pages)), (
         "every host page has one owner"
     )
-    if not residency.device.is_step_in_flight:
+    if residency.device.has_ended(residency.device._last_started):
         assert residency.device.num_deferred == 0, "nothing stays deferred without a step in flight"
 
 
@@ -289,7 +291,7 @@ def _check_capacity(residency: Residency, held: Reservations) -> None:
         assert tree.kv_pages + own_pages <= residency.device.num_pages - residency.adapter_limit, (
             "KV stays within its part"
         )
-    if not residency.policy.keeps_prefixes and not residency.device.is_step_in_flight:
+    if not residency.policy.keeps_prefixes and residency.device.has_ended(residency.device._last_started):
         assert tree.idle_kv_pages == 0, "no prefix is kept"
     coming = sum(len(move.pages) for move in residency.transfers.moves() if move.to_device)
     assert residency.transfers.pages_loading_now == coming, "pages on their way are counted"

@@ -33,7 +33,7 @@ def config(
 
 def waiting(queue: WaitingQueue, number: int, arrived_s: float) -> Sequence:
     request = Request(f"r{number}", BASE, (1, 2, 3), SamplingParams(max_tokens=1, seed=0))
-    sequence = Sequence(number, RequestState(request, number, 1, arrived_s), 0, [1, 2, 3])
+    sequence = Sequence(number, RequestState(Arrive(request), number, 1, arrived_s), 0, [1, 2, 3])
     queue.arrive(sequence)
     return sequence
 

@@ -58,12 +58,12 @@ def test_a_boundary_is_the_first_one_after(begin_s: float, ready_s: float, step_
 def test_a_miss_that_stays_is_learnt(expected_s: float, share: float) -> None:
     misses, took_s = Misses(), expected_s * (1 + share)
     for _ in range(40):
-        misses.answered("layerwise", expected_s + misses.late_s("layerwise"), took_s)
-    assert expected_s + misses.late_s("layerwise") == pytest.approx(took_s, rel=1e-3)
-    learnt_s = misses.late_s("layerwise")
+        misses.answered("layerwise", expected_s + misses.late_s["layerwise"], took_s)
+    assert expected_s + misses.late_s["layerwise"] == pytest.approx(took_s, rel=1e-3)
+    learnt_s = misses.late_s["layerwise"]
     misses.answered("wait", 0.01, 0.01)
-    assert abs(misses.late_s("layerwise")) <= abs(learnt_s), "what is not tried is believed a little more"
-    assert misses.late_s("block") == 0
+    assert abs(misses.late_s["layerwise"]) <= abs(learnt_s), "what is not tried is believed a little more"
+    assert misses.late_s["block"] == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["wait", "layerwise"]), seconds, seconds), max_size=30))
@@ -71,6 +71,6 @@ def test_a_miss_that_stays_is_learnt(expected_s: float, share: float) -> None:
 def test_one_miss_counts_no_more_than_what_was_expected(seen: list[tuple[str, float, float]]) -> None:
     misses = Misses()
     for mode, expected_s, took_s in seen:
-        before_s = misses.late_s(mode)
+        before_s = misses.late_s[mode]
         misses.answered(mode, expected_s, took_s)
-        assert abs(misses.late_s(mode) - before_s) <= expected_s
+        assert abs(misses.late_s[mode] - before_s) <= expected_s

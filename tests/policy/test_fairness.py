@@ -287,8 +287,8 @@ def test_counters_are_whole_numbers_of_their_unit() -> None:
     shares = server.replica._waiting.shares
     assert shares is not None
     assert shares._scale == 21
-    assert shares.counter(1) == server.service(1) * 7
-    assert shares.counter(2) == server.service(2) * 30 + 7, (
+    assert shares.counters[1] == server.service(1) * 7
+    assert shares.counters[2] == server.service(2) * 30 + 7, (
         "lifted to the other, when that had read one token"
     )
 

@@ -45,11 +45,11 @@ def test_copies_stay_within_their_share() -> None:
         rig.feed(Keep(adapter))
     rig.feed(Keep(99))  # nobody knows it
     rig.settle()
-    assert rig.replica._pinned.pinned() == [1, 2]
+    assert rig.replica._pinned.pinned == {1, 2}
     rig.feed(Keep(1, False))
     rig.feed(Keep(3))
     rig.settle()
-    assert rig.replica._pinned.pinned() == [2, 3]
+    assert rig.replica._pinned.pinned == {2, 3}
 
 
 def test_they_give_way_to_a_request_that_takes_the_whole_pool_and_come_back() -> None:
@@ -60,7 +60,7 @@ def test_they_give_way_to_a_request_that_takes_the_whole_pool_and_come_back() ->
     rig.serve("large", 3, prompt(0, 0, extra=15 * PAGE), max_tokens=2 * PAGE)
     rig.settle()
     assert {1, 2} & {command.adapter for command in rig.of(EvictAdapter)}
-    assert rig.replica._pinned.pinned() == [1, 2], "nothing waits any more"
+    assert rig.replica._pinned.pinned == {1, 2}, "nothing waits any more"
 
 
 def test_a_removed_adapter_is_freed() -> None:

@@ -199,12 +199,12 @@ def test_credits_go_from_one_to_another() -> None:
     credits = Credits(1.0, 4)
     start = 8 * MICROSECONDS
     credits.transfer([X, Y], [Z, BASE, Z], 1000)
-    assert credits.all() == {X: start - 2000, Z: start + 2000, Y: start - 1000, BASE: start + 1000}
+    assert credits.changed == {X: start - 2000, Z: start + 2000, Y: start - 1000, BASE: start + 1000}
     credits.transfer([X], [X], 1000)
     credits.transfer([], [X], 1000)
-    assert sum(credits.all().values()) == 4 * start
+    assert sum(credits.changed.values()) == 4 * start
     credits.forget(X)
-    assert sum(credits.all().values()) + credits.left_over == 3 * start
+    assert sum(credits.changed.values()) + credits.left_over == 3 * start
 
 
 def test_a_batch_that_is_held_back_starves_after_that_many_seconds() -> None:
@@ -308,7 +308,7 @@ def test_others_wait_for_so_long() -> None:
     stage.waiting.admit(other, 0)
     other.stage = RUNNING
     stage.admitted.append(other)
-    other.pause(20.0)
+    other.paused_s = 20.0
     assert policy.choose(stage.view(X, 21.9)).adapter == X
     assert policy.choose(stage.view(X, 22.0)).adapter == BASE
     stage.admitted.remove(stage.admitted[0])
@@ -451,14 +451,14 @@ def test_turns_go_by_the_oldest_then_to_who_has_waited() -> None:
     stage.admitted.append(waits)
     assert policy.choose(stage.view(X, 3.125)).adapter == Y
     for sequence in stage.admitted[:2]:
-        sequence.pause(3.125)
+        sequence.paused_s = 3.125
     stage.come(Z)
     assert policy.choose(stage.view(Y, 3.25)) == Choice(Y, Y, (Y,), reason="its turn")
     # What is paused comes before what waits.
     assert policy.choose(stage.view(Y, 5.125)) == Choice(X, X, (X,), reason="its turn")
     for sequence in stage.admitted[:2]:
-        sequence.resume()
-    waits.pause(5.125)
+        sequence.paused_s = None
+    waits.paused_s = 5.125
     # Z has been first in line for two seconds: none goes before it, whichever turn it is.
     assert policy.choose(stage.view(X, 5.25)) == Choice(X, X, (), reason="its turn")
 

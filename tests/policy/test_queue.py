@@ -12,6 +12,7 @@ import pytest
 from manylora.config.queueing import QueueConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.sequences import RequestState, Sequence
+from manylora.protocol.events import Arrive
 from manylora.types import Request, SamplingParams
 from tests.policy.invariants import members
 from tests.sampled import sampled
@@ -31,7 +32,7 @@ def sequence_of(
     params = SamplingParams(max_tokens=4, seed=0)
     prompt = tuple(range(1 + number % 7))
     request = Request(f"r{number}", adapter, prompt, params, priority=priority, client=client, share=share)
-    return Sequence(number, RequestState(request, number, 4, arrived_s), 0, list(prompt))
+    return Sequence(number, RequestState(Arrive(request), number, 4, arrived_s), 0, list(prompt))
 
 
 class Naive:
@@ -229,6 +230,6 @@ def test_what_has_left_is_not_kept() -> None:
         sequence = sequence_of(number, number % 5, priority=number % 3)
         queue.arrive(sequence)
         queue.remove(sequence)
-    sizes = [len(line._oldest._heap) for line in queue._all._lines.values()]
-    assert max(sizes) < 50
+    heaps = [queue._all._levels, *queue._all._clients.values()]
+    assert max(len(ranking._heap) for ranking in heaps) < 50
     assert queue.leading(9) == standing

@@ -401,7 +401,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         """A router wants a copy of it, or does not any more."""
         adapter = data.draw(st.sampled_from(sorted(self.adapters)))
         self.feed(Keep(adapter, is_kept))
-        kept = self.replica._pinned.pinned()
+        kept = self.replica._pinned.pinned
         most_pages = self.config.kept_share * self.config.num_pages
         assert sum(self.adapters[each] for each in kept) <= most_pages, "copies stay within their share"
         assert is_kept or adapter not in kept

@@ -104,7 +104,7 @@ def test_the_least_example_of_what_the_reward_decides(policy: str, what_leaves: 
         residency.tree.add_adapter(adapter, 2)
         visit(residency, residency.tree.node(adapter), 1.0)
     root, history = known(residency.tree, 1, 2), grow(residency, BASE, 5)
-    residency.tree.set_device(root, Residence.RESIDENT, residency.take(2))
+    residency.tree.set_device(root, Residence.RESIDENT, residency.device.take(2))
     residency.candidates.offer(root)
     visit(residency, history, 1.0)
     residency.visits.batch(8, 1.0)

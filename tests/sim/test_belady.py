@@ -108,7 +108,8 @@ def test_it_keeps_every_invariant_and_drops_nothing_that_is_needed_before_what_i
         check(replica)
         if residency.turns.kept or replay.since_start_s is None:
             continue
-        leaving = residency.candidates.begin_leaving(replay.now, for_adapters=False)
+        leaving = residency.candidates.leaving
+        residency.candidates.begin(leaving, replay.now)
         chosen = leaving.pop()
         leaving.end()
         if chosen is None:

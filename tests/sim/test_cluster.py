@@ -306,6 +306,6 @@ def test_what_a_router_places_is_loaded_and_kept() -> None:
     assert placed == kept != set()
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)
-        pinned = loop.machine._pinned.pinned()
+        pinned = loop.machine._pinned.pinned
         assert len(pinned) == len([adapter for adapter, n in kept if n == loop.place])
         assert 4 * len(pinned) <= 8

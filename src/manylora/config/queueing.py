@@ -63,8 +63,7 @@ class QueueConfig(Section):
         needs=("fairness", only("vtc")),
     )
     fair_share: Annotated[
-        tuple[str, ...],
-        Rule("NAME=W with W from 0.001 to 9999, of at most three decimals", _are_shares),
+        tuple[str, ...], Rule("NAME=W with W from 0.001 to 9999, of at most three decimals", _are_shares)
     ] = setting(
         (),
         "the client gets W times the service of one with the usual share, 1; an adapter's name, the base's, or a "

@@ -9,29 +9,10 @@ import dataclasses
 import re
 from typing import Annotated, Literal
 
+from manylora.config import policy as policies
 from manylora.config.cold_start import ColdStartConfig, check_host_pool
-from manylora.config.declaring import (
-    GIVEN,
-    LARGEST_NUMBER,
-    ConfigError,
-    Count,
-    Seconds,
-    Section,
-    check_rules,
-    setting,
-)
+from manylora.config.declaring import GIVEN, ConfigError, Count, Seconds, Section, check_rules, setting
 from manylora.config.merging import MergeConfig
-from manylora.config.policy import (
-    CACHE_SETTINGS,
-    KEPT_SHARE,
-    Admission,
-    CacheConfig,
-    Objective,
-    PipelineDepth,
-    Positive,
-    check_cold_start,
-    check_objective,
-)
 from manylora.config.queueing import QueueConfig
 from manylora.rules import FINITE, Rule, at_least, at_most, between, more_than
 
@@ -139,9 +120,6 @@ class AdapterSettings(Section):
     )
     max_adapter_rank: Count | None = setting(None, "refuse adapters of a larger rank (default: no limit)")
 
-    def __post_init__(self) -> None:
-        check_rules(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerSettings(Section):
@@ -153,17 +131,17 @@ class SchedulerSettings(Section):
     max_batch_tokens: Count | None = setting(
         None, "most tokens that one step computes; longer prompts go in chunks"
     )
-    admission: Admission = setting(
+    admission: policies.Admission = setting(
         "fcfs",
         "which request is next when there is room: the oldest, the newest, or (early-abort) one that can still be "
         "served within --slo-ttft, others being refused with 503",
     )
-    slo_ttft_s: Objective | None = setting(
+    slo_ttft_s: policies.Objective | None = setting(
         None,
         "when a request's first token should have come, after its arrival; early-abort only",
         name="slo_ttft",
     )
-    pipeline_depth: PipelineDepth | None = setting(
+    pipeline_depth: policies.PipelineDepth | None = setting(
         None,
         "steps in flight at most: with 2, a step is decided while the one before it runs (default: 2 on a GPU, 1 "
         "on a CPU)",
@@ -175,12 +153,12 @@ class SchedulerSettings(Section):
         name="max_prefills_per_step",
     )
     kept_share: Annotated[float, at_least(0), at_most(1)] = setting(
-        KEPT_SHARE,
+        policies.KEPT_SHARE,
         "the most of the device's pages that adapters which a router wants kept there may take (dLoRA's chunk)",
         "SHARE",
         is_internal=True,
     )
-    max_waiting: Positive | None = None
+    max_waiting: policies.Positive | None = None
     """The server's own setting, passed to the policy. None: any number of requests may wait."""
     queue: QueueConfig = QueueConfig()
     merge: MergeConfig = MergeConfig()
@@ -188,8 +166,8 @@ class SchedulerSettings(Section):
 
     def __post_init__(self) -> None:
         check_rules(self)
-        check_objective(self.admission, self.slo_ttft_s)
-        check_cold_start(self.cold_start, self.merge)
+        policies.check_objective(self.admission, self.slo_ttft_s)
+        policies.check_cold_start(self.cold_start, self.merge)
 
     def limits_on(self, kind: Literal["cpu", "cuda"]) -> tuple[int, int, int]:
         """Return the most sequences, tokens of a step, and steps in flight on a device of this kind. A
@@ -209,8 +187,7 @@ _PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 one."""
 
 
-def _cache_settings() -> str:
-    return "; ".join(f"{policy}: {', '.join(keys)}" for policy, keys in CACHE_SETTINGS.items() if keys)
+_KEYS = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in policies.CACHE_SETTINGS.items() if keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,10 +218,10 @@ class CacheSettings(Section):
         "(default: on a CPU min(4 GiB, 25%% of free memory), on CUDA min(64 GiB, 50%% of it))",
         is_size=True,
     )
-    policy: CacheConfig = CacheConfig()
+    policy: policies.CacheConfig = policies.CacheConfig()
     settings: tuple[str, ...] = setting(
         (),
-        f"a number of the cache policy; may be repeated ({_cache_settings()})",
+        f"a number of the cache policy; may be repeated ({_KEYS})",
         "KEY=VALUE",
         name="cache_set",
     )
@@ -260,7 +237,7 @@ class EngineSettings(Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     adapters: AdapterSettings = AdapterSettings()
-    tensor_parallel_size: Annotated[int, at_least(1), at_most(LARGEST_NUMBER)] = setting(
+    tensor_parallel_size: Count = setting(
         1,
         "cut the model among N processes of this host, which compute each step together; --device-pool and "
         "--host-pool are of all of them",

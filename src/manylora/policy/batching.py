@@ -13,8 +13,7 @@ from collections.abc import Iterable
 
 from manylora.config.policy import FIRST_STEP_S, PolicyConfig
 from manylora.policy.queue import WaitingQueue
-from manylora.policy.reservations import Growth, Reservations
-from manylora.policy.residency import Residency
+from manylora.policy.reservations import Reservations
 from manylora.policy.sequences import RUNNING, Scheduled, Sequence
 from manylora.protocol import commands
 from manylora.types import BASE, AdapterId, RequestError
@@ -136,22 +135,15 @@ _ANY_NUMBER = 2**31
 
 
 @dataclasses.dataclass(slots=True)
-class AdmittedSequence:
-    """A sequence that left the queue, with the commands decided until then, in order."""
-
-    sequence: Sequence
-    decided: list[commands.Command]
-
-
-@dataclasses.dataclass(slots=True)
 class StepPlan:
     """The rows of the next step, none if nothing can run. ``budget``: tokens left; ``prefills``: prompts that
-    may still get a row."""
+    may still get a row. ``admitted``: the sequences that left the queue, each with the commands decided until
+    then."""
 
     rows: list[Scheduled]
     budget: int
     prefills: int = 0
-    admitted: list[AdmittedSequence] = dataclasses.field(default_factory=list)
+    admitted: list[tuple[Sequence, list[commands.Command]]] = dataclasses.field(default_factory=list)
 
 
 class FirstComeFirstServed:
@@ -160,17 +152,15 @@ class FirstComeFirstServed:
     If it finds no room, it stops the sequences behind it.
     """
 
-    def __init__(
-        self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: WaitingQueue
-    ) -> None:
-        self._config = config
-        self._residency = residency
+    def __init__(self, held: Reservations) -> None:
+        self._config = held.config
+        self._residency = held.residency
         self._held = held
-        self._waiting = waiting
-        self._most_prefills = config.max_prefills_per_step or _ANY_NUMBER
+        self._waiting = held.waiting
+        self._most_prefills = held.config.max_prefills_per_step or _ANY_NUMBER
         self._clusters: Clusters | None = None
-        if waiting.adapter_limit is not None:
-            self._clusters = Clusters(*waiting.adapter_limit, waiting)
+        if held.waiting.adapter_limit is not None:
+            self._clusters = Clusters(*held.waiting.adapter_limit, held.waiting)
 
     # ------------------------------------------------------------ what another policy decides otherwise
 
@@ -204,9 +194,8 @@ class FirstComeFirstServed:
                     self._held.displace(sequence, now)
         page_tokens = self._config.page_tokens
         rows: list[Scheduled] = []
-        unusual: list[
-            tuple[int, int]
-        ] = []  # rows of more than one token or page, by place, with what remains
+        # Rows of more than one token or page, by place, with the number of tokens that remain.
+        unusual: list[tuple[int, int]] = []
         num_longer = 0
         for sequence in self.runnable():
             if sequence.stage is not RUNNING or (sequence.num_pending and sequence.must_wait):
@@ -220,11 +209,9 @@ class FirstComeFirstServed:
                 unusual.append((len(rows), 1))
             rows.append((sequence, 1, 1 + sequence.num_forks))
         budget = self._config.max_batch_tokens - (len(rows) - num_longer)
-        return (
-            self._settle(rows, unusual, budget, now)
-            if unusual
-            else StepPlan(rows, budget, self._most_prefills)
-        )
+        if not unusual:
+            return StepPlan(rows, budget, self._most_prefills)
+        return self._settle(rows, unusual, budget, now)
 
     def _settle(
         self, rows: list[Scheduled], unusual: list[tuple[int, int]], budget: int, now: float
@@ -235,7 +222,8 @@ class FirstComeFirstServed:
         it comes later in the order, so it has no row yet.
         """
         held = self._held
-        preemptions = held.num_preemptions
+        counters = self._residency.counters
+        preemptions = counters.preemptions
         prefills = self._most_prefills
         for place, remaining in unusual:
             sequence = rows[place][0]
@@ -243,7 +231,7 @@ class FirstComeFirstServed:
                 continue
             num_tokens = 1 if remaining == 1 else min(remaining, budget) if prefills else 0
             # It may find no room, or none before a copy has ended; it keeps what it has and tries again.
-            if num_tokens == 0 or held.grow(sequence, num_tokens, now) is not Growth.DONE:
+            if num_tokens == 0 or not held.grow(sequence, num_tokens, now):
                 rows[place] = (sequence, 0, 0)
                 continue
             if remaining > 1:
@@ -252,7 +240,7 @@ class FirstComeFirstServed:
             num_samples = 1 + sequence.num_forks if num_tokens == remaining else 0
             rows[place] = (sequence, num_tokens, num_samples)
         # A sequence that was just preempted must not take the pages straight back from the one it made room for.
-        if held.num_preemptions > preemptions:
+        if counters.preemptions > preemptions:
             budget = 0
         return StepPlan([row for row in rows if row[1] and row[0].stage is RUNNING], budget, prefills)
 
@@ -266,7 +254,7 @@ class FirstComeFirstServed:
             sequence = self._admit_one(plan.budget, now)
             if sequence is None:
                 break
-            plan.admitted.append(AdmittedSequence(sequence, self._residency.collect()))
+            plan.admitted.append((sequence, self._residency.collect()))
             # One that waits for its adapter keeps its reservation and is passed by others.
             if sequence.stage is RUNNING and self.may_run(sequence):
                 remaining = sequence.num_remaining

@@ -17,17 +17,8 @@ from typing import ClassVar, NamedTuple
 
 from manylora.config.named import imported_class, place_of
 from manylora.config.policy import CACHE_POLICIES, CacheConfig, PolicyConfig
+from manylora.policy import value
 from manylora.policy.tree import Node
-from manylora.policy.value import (
-    FastLibraValue,
-    KvTurns,
-    LeastRecentlyUsed,
-    Rates,
-    RealCost,
-    RealHostCost,
-    ValueModel,
-    Visits,
-)
 from manylora.reports import Counters
 
 LEAST_ROOM, MOST_ROOM = 0.02, 0.10
@@ -66,9 +57,7 @@ class IntakeMarks(Marks):
     """
 
     def __init__(self, low: float, num_pages: int) -> None:
-        super().__init__(
-            1 - MOST_ROOM, low, num_pages, every_step=True
-        )  # until steps have shown what they take
+        super().__init__(1 - MOST_ROOM, low, num_pages, every_step=True)  # until steps show what they take
         self._num_pages = num_pages
         self._room_pages = MOST_ROOM * num_pages
         self._taken_before = 0
@@ -129,7 +118,7 @@ class OffloadWhereItPays(OffloadRule):
     The saving of a copy back counts as often as offloaded pages have come back so far.
     """
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: value.Rates) -> None:
         self._rates = rates
         self._offloaded = 0.0
         self._came_back = 0.0
@@ -165,10 +154,10 @@ class Signals(NamedTuple):
     """The inputs of value models."""
 
     config: CacheConfig
-    visits: Visits
-    rates: Rates
+    visits: value.Visits
+    rates: value.Rates
     counters: Counters
-    turns: KvTurns
+    turns: value.KvTurns
 
 
 class CachePolicy:
@@ -198,15 +187,15 @@ class CachePolicy:
     counts_visits: ClassVar[bool] = False
     """A value model reads how many requests in the window used a node."""
 
-    def device_value(self, signals: Signals) -> ValueModel:
+    def device_value(self, signals: Signals) -> value.ValueModel:
         """Return the value model of the device: the least valuable node leaves first."""
-        return LeastRecentlyUsed()
+        return value.LeastRecentlyUsed()
 
-    def host_value(self, signals: Signals) -> ValueModel:
+    def host_value(self, signals: Signals) -> value.ValueModel:
         """Return the value model of copies on the host."""
-        return LeastRecentlyUsed()
+        return value.LeastRecentlyUsed()
 
-    def offload(self, rates: Rates) -> OffloadRule:
+    def offload(self, rates: value.Rates) -> OffloadRule:
         """Return the rule for copies of KV to the host and back."""
         return OffloadRule()
 
@@ -231,7 +220,7 @@ class Lru(CachePolicy):
 class LruDrop(CachePolicy):
     """A policy whose host holds adapters only."""
 
-    def offload(self, rates: Rates) -> NeverOffload:
+    def offload(self, rates: value.Rates) -> NeverOffload:
         """See CachePolicy."""
         return NeverOffload()
 
@@ -277,9 +266,9 @@ class FastLibra(CachePolicy):
     counts_visits = True
     keeps_turns = True
 
-    def device_value(self, signals: Signals) -> ValueModel:
+    def device_value(self, signals: Signals) -> value.ValueModel:
         """See CachePolicy."""
-        return FastLibraValue(signals.visits, signals.rates, signals.turns, signals.config.tau_s)
+        return value.FastLibraValue(signals.visits, signals.rates, signals.turns, signals.config.tau_s)
 
     def marks(self, config: CacheConfig, num_pages: int) -> Marks:
         """See CachePolicy."""
@@ -294,15 +283,15 @@ class Manylora(CachePolicy):
     prefetches = True
     prices_pages = True
 
-    def device_value(self, signals: Signals) -> ValueModel:
+    def device_value(self, signals: Signals) -> value.ValueModel:
         """See CachePolicy."""
-        return RealCost(signals.rates, signals.counters, signals.config.window_s)
+        return value.RealCost(signals.rates, signals.counters, signals.config.window_s)
 
-    def host_value(self, signals: Signals) -> ValueModel:
+    def host_value(self, signals: Signals) -> value.ValueModel:
         """See CachePolicy."""
-        return RealHostCost(signals.rates, signals.counters, signals.config.window_s)
+        return value.RealHostCost(signals.rates, signals.counters, signals.config.window_s)
 
-    def offload(self, rates: Rates) -> OffloadWhereItPays:
+    def offload(self, rates: value.Rates) -> OffloadWhereItPays:
         """See CachePolicy."""
         return OffloadWhereItPays(rates)
 

@@ -28,7 +28,7 @@ class CandidateList:
         self, slot: int, values: ValueModel, is_candidate: Callable[[Node], bool], takes_best: bool = False
     ) -> None:
         self._slot = slot
-        self._values = values
+        self.values = values
         self._is_candidate = is_candidate
         self._sign = -1.0 if takes_best else 1.0
         self._buckets: dict[Hashable, list[_Entry]] = {}
@@ -48,12 +48,12 @@ class CandidateList:
         """Add a candidate, with its present value."""
         self._stamps += 1
         node.stamps[self._slot] = self._stamps
-        bucket = self._values.bucket(node)
+        bucket = self.values.bucket(node)
         heap = self._buckets.get(bucket)
         if heap is None:
             heap = self._buckets[bucket] = []
         # Among equals the deepest leaves first and enters last.
-        rank = self._sign * self._values.rank(node)
+        rank = self._sign * self.values.rank(node)
         heapq.heappush(heap, (rank, -self._sign * node.depth, self._stamps, node))
         self._num_entries += 1
         if self._heads is not None:
@@ -110,7 +110,7 @@ class CandidateList:
         if self._noted.get(bucket) == stamp:
             return
         self._noted[bucket] = stamp
-        value, tie = self._values.value(node, self._now)
+        value, tie = self.values.value(node, self._now)
         heapq.heappush(self._heads, (self._sign * value, self._sign * tie, stamp, bucket))
 
     def _is_valid(self, entry: _Entry) -> bool:
@@ -148,41 +148,25 @@ class Candidates:
         can_enter: bool,
     ) -> None:
         self._tree = tree
-        self._device_value = device_value
-        self._host_value = host_value
         self._can_enter = can_enter
-        self._leaving = self._leaving_adapters = CandidateList(0, device_value, tree.may_leave)
+        self.leaving = self.leaving_adapters = CandidateList(0, device_value, tree.may_leave)
         if has_parts:
-            self._leaving_adapters = CandidateList(0, device_value, tree.may_leave)
-        self._leaving_host = CandidateList(2, host_value, tree.may_leave_host)
+            self.leaving_adapters = CandidateList(0, device_value, tree.may_leave)
+        self.leaving_host = CandidateList(2, host_value, tree.may_leave_host)
         self.entering = CandidateList(1, device_value, tree.may_enter, takes_best=True)
 
     def offer(self, node: Node) -> None:
         """Take a node that changed: it may have become a candidate, or have another value."""
         tree = self._tree
         if node.residence is RESIDENT and node.busy == 0 and tree.may_leave(node):
-            (self._leaving_adapters if node.parent is None else self._leaving).offer(node)
+            (self.leaving_adapters if node.parent is None else self.leaving).offer(node)
         if node.host is HELD:
             if self._can_enter and tree.may_enter(node):
                 self.entering.offer(node)
             if tree.may_leave_host(node):
-                self._leaving_host.offer(node)
+                self.leaving_host.offer(node)
 
-    def begin_leaving(self, now: float, for_adapters: bool) -> CandidateList:
-        """Begin a decision on nodes that leave the device for an adapter, or for KV; return the list."""
-        self._device_value.refresh(now, self._tree.resident_adapters)
-        leaving = self._leaving_adapters if for_adapters else self._leaving
-        leaving.begin(now)
-        return leaving
-
-    def begin_leaving_host(self, now: float) -> CandidateList:
-        """Begin a decision on nodes that leave the host; return the list."""
-        self._host_value.refresh(now, self._tree.resident_adapters)
-        self._leaving_host.begin(now)
-        return self._leaving_host
-
-    def begin_entering(self, now: float) -> CandidateList:
-        """Begin a decision on nodes that enter the device; return the list."""
-        self._device_value.refresh(now, self._tree.resident_adapters)
-        self.entering.begin(now)
-        return self.entering
+    def begin(self, candidates: CandidateList, now: float) -> None:
+        """Begin a decision on one of the lists, by the values of this moment."""
+        candidates.values.refresh(now, self._tree.resident_adapters)
+        candidates.begin(now)

@@ -6,13 +6,13 @@ stall of the others. Knows the copies that each step in flight needs. Learns fro
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from manylora.config.cold_start import MOST_CPU_TOKENS
-from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import StepPlan
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
@@ -105,19 +105,16 @@ class Misses:
     """The recent delay of answers against their forecasts, by the way of beginning."""
 
     def __init__(self) -> None:
-        self._late_s: dict[str, float] = {}
-
-    def late_s(self, mode: str) -> float:
-        """Return the mean delay of a mode; negative if answers came sooner."""
-        return self._late_s.get(mode, 0.0)
+        self.late_s = collections.defaultdict[str, float](float)
+        """The mean delay by mode; negative if answers came sooner."""
 
     def answered(self, mode: str, expected_s: float, took_s: float) -> None:
         """Learn from an answer. A miss counts for at most the whole expected time."""
         missed_s = min(max(took_s - expected_s, -expected_s), expected_s)
-        for other in self._late_s:
+        for other in self.late_s:
             if other != mode:
-                self._late_s[other] *= _FORGET
-        self._late_s[mode] = self.late_s(mode) + _LEARN * missed_s
+                self.late_s[other] *= _FORGET
+        self.late_s[mode] += _LEARN * missed_s
 
 
 # ---------------------------------------------------------------- copies on their way
@@ -142,31 +139,21 @@ class ComingCopies:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._copies: dict[CopyId, _Copy] = {}
+        self.by_number: dict[CopyId, _Copy] = {}
+        """The copies in flight, and answered ones that a step in flight names."""
         self._lane_free_s = 0.0  # when the last one that was answered had landed
-
-    def __getitem__(self, copy: CopyId) -> _Copy:
-        return self._copies[copy]
-
-    def get(self, copy: CopyId) -> _Copy | None:
-        """Return a copy, or None if it was forgotten."""
-        return self._copies.get(copy)
-
-    def forget(self, copy: CopyId) -> None:
-        """Drop a copy that no step names any more."""
-        del self._copies[copy]
 
     def started(self, copies: Iterable[commands.SwapPages], now: float) -> None:
         """Add copies that were just commanded, in order."""
         for command in copies:
             if command.to_device:
                 incoming = _Copy(Landing(now, now), command.adapter, len(command.pairs), now)
-                self._copies[command.copy] = incoming
+                self.by_number[command.copy] = incoming
         self._expect()
 
     def ended(self, number: CopyId, seconds: float) -> bool:
         """Note the answer to a copy; return False if the copy was forgotten."""
-        copy = self._copies.get(number)
+        copy = self.by_number.get(number)
         if copy is None:
             return False
         copy.took_s = seconds
@@ -177,7 +164,7 @@ class ComingCopies:
     def _expect(self) -> None:
         """Forecast anew when the copies in flight land, one after another."""
         free_s = self._lane_free_s
-        for copy in self._copies.values():
+        for copy in self.by_number.values():
             if copy.took_s is None:
                 begin_s = max(copy.since_s, free_s)
                 free_s = begin_s + copy.num_pages * self._residency.rates.page_in_s
@@ -191,18 +178,11 @@ class ComingCopies:
         for node in (self._residency.tree.node(sequence.adapter), *path_to(sequence.node)):
             if node.residence is RESIDENT or node.has_landed:
                 continue
-            copy = self.of_node(node)
-            if copy is None:
+            move = self._residency.transfers.current.get(node)
+            if node.residence is not NODE_LOADING or move is None or not move.to_device or move.copy is None:
                 return None
-            found[copy] = None
+            found[move.copy] = None
         return list(found)
-
-    def of_node(self, node: Node) -> CopyId | None:
-        """Return the copy in flight that brings a loading node, if any."""
-        if node.residence is not NODE_LOADING:
-            return None
-        move = self._residency.transfers.current(node)
-        return move.copy if move is not None and move.to_device else None
 
 
 # ---------------------------------------------------------------- decisions
@@ -210,26 +190,21 @@ class ComingCopies:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """The copies that a step in flight needs, and its forecasts. ``waited``: forecasts of rows that had to
-    wait."""
+    """The copies that a step in flight needs, and its forecasts.
+
+    ``forecasts``: of its first cold row, if it has any (``is_cold``), then of rows that had to wait.
+    """
 
     awaits: tuple[commands.Await, ...]
     cpu: tuple[commands.CpuRows, ...]
-    begun: _Forecast | None
-    waited: list[_Forecast]
+    forecasts: list[_Forecast]
+    is_cold: bool
     stall_s: float
     has_others: bool
 
     def copies(self) -> set[CopyId]:
         """Return the copies that the step awaits, and the copies whose adapters the CPU serves meanwhile."""
         return {wanted.copy for wanted in self.awaits} | {served.copy for served in self.cpu}
-
-
-def cold_starts(config: PolicyConfig, residency: Residency, held: Reservations) -> ColdStarts | None:
-    """Return the cold starts of a replica, or None if requests wait until all that they read is there."""
-    if not config.cold_start.num_groups:
-        return None
-    return ColdStarts(config, residency, held)
 
 
 class ColdStarts:
@@ -239,22 +214,23 @@ class ColdStarts:
     until that step has ended or, if the CPU computed the row, until its adapter is there.
     """
 
-    def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
-        self._config = config.cold_start
-        self._page_tokens = config.page_tokens
-        self._residency = residency
+    def __init__(self, held: Reservations) -> None:
+        self._config = held.config.cold_start
+        self._page_tokens = held.config.page_tokens
+        self._residency = held.residency
         self._held = held
-        self._copies = ComingCopies(residency)
+        self._copies = ComingCopies(held.residency)
         self._in_flight: dict[int, _Step] = {}
         self._steps_end_s = 0.0  # when the steps in flight are expected to have ended
         self._allowed_s = 0.0
-        self._num_workers = config.cold_start.num_workers
+        self._num_workers = held.config.cold_start.num_workers
         self._misses = Misses()
         # What was expected when these were first left to wait.
         self._waiting: dict[SequenceId, _Forecast] = {}
         # Of the step that is being composed:
         self._composed_s = 0.0
-        self._chosen: dict[SequenceId, Beginning] = {}
+        self.chosen: dict[SequenceId, Beginning] = {}
+        """The ways of its loading sequences."""
         self._num_served = 0  # tokens that the CPU serves
         self._stall_s = 0.0
         self._has_others = False  # which stand still with it
@@ -266,7 +242,7 @@ class ColdStarts:
 
     def _forget_unless_needed(self, copy: CopyId) -> None:
         if not any(copy in step.copies() for step in self._in_flight.values()):
-            self._copies.forget(copy)
+            del self._copies.by_number[copy]
 
     # ------------------------------------------------------------ the next step
 
@@ -278,19 +254,15 @@ class ColdStarts:
         the step.
         """
         self._copies.started(started, now)
-        self._chosen = {}
+        self.chosen = {}
         self._composed_s = now
         self._stall_s = 0.0
         self._num_served = 0
         self._has_others = len(self._held.admitted) > self._held.num_loading
         for sequence in self._held.admitted if self._held.num_loading else ():
-            if (
-                sequence.stage is not LOADING
-                or sequence.num_failed_copies
-                or self._held.is_in_flight(sequence)
-            ):
+            if sequence.stage is not LOADING or sequence.num_failed_copies:
                 continue
-            copies = self._copies.of_sequence(sequence)
+            copies = None if self._held.is_in_flight(sequence) else self._copies.of_sequence(sequence)
             room = len(sequence.pages) * self._page_tokens - sequence.num_scheduled
             num_tokens = min(sequence.num_remaining, plan.budget, room)
             if not copies or num_tokens <= 0:
@@ -302,7 +274,7 @@ class ColdStarts:
                 continue
             self._waiting.pop(sequence.id, None)
             self._num_served += num_tokens if way.mode == "cpu" else 0
-            self._chosen[sequence.id] = way
+            self.chosen[sequence.id] = way
             self._allowed_s -= max(0.0, way.stall_s - self._stall_s) if self._has_others else 0.0
             self._stall_s = max(self._stall_s, way.stall_s)
             sequence.plan_pages([node.pages[0] for node in path_to(sequence.node)] if sequence.node else [])
@@ -319,11 +291,12 @@ class ColdStarts:
         num_prefill = num_tokens + sum(count for _, count, _ in rows if count > 1)
         begin_s = max(now, self._steps_end_s)
         step_s = rates.expected_step_s(num_prefill)
-        incoming = [(self._copies[copy].landing.as_of(now), self._copies[copy].adapter) for copy in copies]
+        coming = [self._copies.by_number[copy] for copy in copies]
+        incoming = [(copy.landing.as_of(now), copy.adapter) for copy in coming]
         landed_s = max(landing.end_s for landing, _ in incoming)
         # Where others go on, one of their steps is on its way when it has landed.
         starts_s = boundary_s(begin_s, landed_s, rates.expected_step_s(0) if rows else 0.0)
-        wait = Beginning("wait", starts_s + step_s + self._misses.late_s("wait"), 0.0)
+        wait = Beginning("wait", starts_s + step_s + self._misses.late_s["wait"], 0.0)
         served = num_tokens
         if mode == "cpu":
             has_adapter = any(adapter is not None for _, adapter in incoming)
@@ -338,7 +311,7 @@ class ColdStarts:
             # A prompt that the CPU's memory cuts goes on when the adapter is there.
             answer_s = max(until_s, landed_s) + step_s
         stall_s = max(0.0, until_s - begin_s - step_s)
-        way = Beginning(name, answer_s + self._misses.late_s(name), stall_s)
+        way = Beginning(name, answer_s + self._misses.late_s[name], stall_s)
         return (way, served) if self._may_begin(way, wait, now) else (wait, num_tokens)
 
     def _may_begin(self, way: Beginning, wait: Beginning, now: float) -> bool:
@@ -362,14 +335,10 @@ class ColdStarts:
 
     def _forecast(self, node: Node, way: Beginning) -> _Forecast:
         """Make the forecast of a row in the step that is being composed."""
-        is_guess = not self._residency.rates.has_copied
+        is_guess = not self._residency.rates.num_copies[True]
         return _Forecast(node, way.mode, self._composed_s, way.answer_s, is_guess)
 
     # ------------------------------------------------------------ steps
-
-    def mode_of(self, sequence: Sequence) -> str:
-        """Return how a loading sequence with a row in the starting step begins."""
-        return self._chosen[sequence.id].mode
 
     def step_started(
         self, step: int, rows: list[Scheduled], now: float
@@ -387,23 +356,24 @@ class ColdStarts:
             if sequence.stage is not LOADING:
                 continue
             first = first or sequence
-            is_of_cpu = self.mode_of(sequence) == "cpu"
+            is_of_cpu = self.chosen[sequence.id].mode == "cpu"
             for copy in self._copies.of_sequence(sequence) or ():
-                if is_of_cpu and self._copies[copy].adapter is not None:
+                if is_of_cpu and self._copies.by_number[copy].adapter is not None:
                     served.setdefault(copy, []).append(sequence.id)
-                    self._residency.in_use.read_by(self._residency.tree.node(sequence.adapter), step)
+                    self._residency.host_reads[self._residency.tree.node(sequence.adapter)] = step
                 else:
                     wanted.setdefault(copy, []).append(sequence.id)
         awaits = tuple(commands.Await(copy, tuple(sequences)) for copy, sequences in wanted.items())
         cpu = tuple(commands.CpuRows(copy, tuple(sequences)) for copy, sequences in served.items())
-        waited = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
+        forecasts = [self._waiting.pop(row[0].id) for row in rows if row[0].id in self._waiting]
         if not self._held.num_loading:
             self._waiting.clear()  # of those that were aborted
-        if first is not None or waited:
-            begun = None
-            if first is not None:
-                begun = self._forecast(self._residency.tree.node(first.adapter), self._chosen[first.id])
-            self._in_flight[step] = _Step(awaits, cpu, begun, waited, self._stall_s, self._has_others)
+        if first is not None:
+            root = self._residency.tree.node(first.adapter)
+            forecasts.insert(0, self._forecast(root, self.chosen[first.id]))
+        if forecasts:
+            is_cold = first is not None
+            self._in_flight[step] = _Step(awaits, cpu, forecasts, is_cold, self._stall_s, self._has_others)
         return awaits, cpu
 
     def step_ended(
@@ -428,24 +398,24 @@ class ColdStarts:
         took_s = beside_s = 0.0
         awaited = {wanted.copy for wanted in step.awaits}
         for number in sorted(step.copies()):
-            copy = self._copies.get(number)
+            copy = self._copies.by_number.get(number)
             if copy is not None and copy.took_s is not None:
                 took_s += copy.took_s if number in awaited else 0.0
                 beside_s += copy.took_s if number not in awaited else 0.0
                 self._forget_unless_needed(number)
         if step.cpu:
-            self._residency.in_use.step_ended(event.step)
+            self._residency.host_read_ended(event.step)
             self._num_workers = event.cpu_workers if event.cpu_workers >= 0 else self._num_workers
-        if step.begun is not None:
+        if step.is_cold:
             hidden_s = beside_s + max(0.0, took_s - event.stall_s)
             self._residency.counters.stalled(event.stall_s, step.stall_s, hidden_s, event.cpu_s)
-        for forecast in (*((step.begun,) if step.begun else ()), *step.waited):
+        for forecast in step.forecasts:
             expected_s, answer_s = forecast.answer_s - forecast.made_s, now - forecast.made_s
             self._residency.counters.cold_answered(expected_s, answer_s)
             if event.ok and not event.spoilt and not forecast.is_guess:
                 self._misses.answered(forecast.mode, expected_s, answer_s)
             text = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
-            if forecast is step.begun:
+            if step.is_cold and forecast is step.forecasts[0]:
                 text += f"; stood still {1e3 * event.stall_s:.1f} ms, {1e3 * step.stall_s:.1f} expected"
             self._residency.note("begin", forecast.node, text)
 

@@ -26,7 +26,8 @@ class PageLedger:
         self._free: list[PageId] = list(range(num_pages - 1, -1, -1))
         # What becomes free when a step ends, by the step.
         self._deferred: collections.deque[tuple[int, Sequence[PageId]]] = collections.deque()
-        self._num_deferred = 0
+        self.num_deferred = 0
+        """Pages that can be taken when the steps in flight have ended."""
         self._last_started = 0
         self._last_ended = 0
 
@@ -34,15 +35,6 @@ class PageLedger:
     def num_free(self) -> int:
         """Pages that can be taken now."""
         return len(self._free)
-
-    @property
-    def num_deferred(self) -> int:
-        """Pages that can be taken when the steps in flight have ended."""
-        return self._num_deferred
-
-    @property
-    def is_step_in_flight(self) -> bool:
-        return self._last_started > self._last_ended
 
     def take(self, count: int) -> tuple[PageId, ...]:
         """Take exactly ``count`` pages; the caller has made sure that they are free."""
@@ -54,20 +46,18 @@ class PageLedger:
             return (self._free.pop(),)
         return tuple(self._free.pop() for _ in range(count))
 
-    def release(self, pages: Sequence[PageId]) -> None:
-        """Return pages; they become free when every step that has started so far has ended."""
+    def release(self, pages: Sequence[PageId], last_step: int | None = None) -> None:
+        """Return pages; they become free when ``last_step`` has ended, the last that reads them.
+
+        Without it that is the last step that has started so far.
+        """
         self.num_used -= len(pages)
-        if self.is_step_in_flight:
-            self._deferred.append((self._last_started, pages))
-            self._num_deferred += len(pages)
+        step = self._last_started if last_step is None else last_step
+        if step > self._last_ended:
+            self._deferred.append((step, pages))
+            self.num_deferred += len(pages)
         else:
             self._free.extend(pages)
-
-    def release_after(self, step: int, pages: Sequence[PageId]) -> None:
-        """Return pages that a step in flight still reads; they become free by its ``step_ended``."""
-        self.num_used -= len(pages)
-        self._deferred.append((step, pages))
-        self._num_deferred += len(pages)
 
     # ------------------------------------------------------------ steps
 
@@ -81,7 +71,7 @@ class PageLedger:
         while self._deferred and self._deferred[0][0] <= step:
             _, pages = self._deferred.popleft()
             self._free.extend(pages)
-            self._num_deferred -= len(pages)
+            self.num_deferred -= len(pages)
 
     def has_ended(self, step: int) -> bool:
         """Return whether the step, and every one before it, has ended."""

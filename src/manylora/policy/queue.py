@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from manylora.config.queueing import QueueConfig, as_share
-from manylora.policy.sequences import Sequence
+from manylora.policy.sequences import Sequence, by_arrival
 from manylora.reports import ClientUse
 from manylora.types import AdapterId, SequenceId
 
@@ -86,7 +86,7 @@ class FairShares:
         self._of_input, self._of_output, self._of_cached = config.weights
         self._scale = config.share_scale
         self._units: dict[int, int] = {}  # of a counter, for one of service
-        self._counters: dict[int, int] = {}
+        self.counters: dict[int, int] = {}
         self._service: dict[int, int] = {}  # weighted tokens, since the client's first request
         self.num_waiting = collections.Counter[int]()
         """Sequences, by client."""
@@ -97,17 +97,14 @@ class FairShares:
     def client_of(self, sequence: Sequence) -> int:
         return sequence.state.request.client if self._by_key else sequence.adapter
 
-    def counter(self, client: int) -> int:
-        return self._counters[client]
-
     def counter_of(self, sequence: Sequence) -> int:
         """Return the counter of the sequence's client."""
-        return self._counters[self.client_of(sequence)]
+        return self.counters[self.client_of(sequence)]
 
     def uses(self) -> tuple[ClientUse, ...]:
         """Return the service of each client."""
         return tuple(
-            ClientUse(client, service, self._counters[client] / self._scale)
+            ClientUse(client, service, self.counters[client] / self._scale)
             for client, service in self._service.items()
         )
 
@@ -116,14 +113,16 @@ class FairShares:
     def joined(self, sequence: Sequence) -> None:
         """Count a sequence that joins the queue, and lift its client."""
         client = self.client_of(sequence)
-        if client not in self._counters:
+        if client not in self.counters:
             share = as_share(sequence.state.request.share)
             self._units[client] = self._scale * share.denominator // share.numerator
-            self._counters[client] = self._service[client] = 0
+            self.counters[client] = self._service[client] = 0
         if not self.num_waiting[client]:
-            least = self._least_waiting()
-            self._counters[client] = max(self._counters[client], self._last() if least is None else least)
-            self._waiting.put(client, (self._counters[client], client))
+            first = self._waiting.least_by(lambda client: (self.counters[client], client))  # they only grow
+            before = self._left_last if first is None else first
+            least = self._floor if before is None else self.counters[before]
+            self.counters[client] = max(self.counters[client], least)
+            self._waiting.put(client, (self.counters[client], client))
         self.num_waiting[client] += 1
 
     def left(self, sequence: Sequence) -> None:
@@ -135,21 +134,13 @@ class FairShares:
             self._waiting.drop(client)
             self._left_last = client
 
-    def _last(self) -> int:
-        return self._floor if self._left_last is None else self._counters[self._left_last]
-
-    def _least_waiting(self) -> int | None:
-        """Return the least counter among clients with waiting sequences, if any."""
-        client = self._waiting.least_by(lambda client: (self._counters[client], client))  # they only grow
-        return None if client is None else self._counters[client]
-
     def forget(self, client: int) -> None:
         """Drop an adapter's account; no request of it is left."""
-        if self._by_key or client not in self._counters:
+        if self._by_key or client not in self.counters:
             return
         if client == self._left_last:
-            self._left_last, self._floor = None, self._counters[client]
-        del self._counters[client], self._service[client], self._units[client]
+            self._left_last, self._floor = None, self.counters[client]
+        del self.counters[client], self._service[client], self._units[client]
 
     # ------------------------------------------------------------ service
 
@@ -159,32 +150,28 @@ class FairShares:
         Computing it again after a preemption costs nothing.
         """
         if not sequence.state.admitted:
-            self._charge(self.client_of(sequence), self._input_service(sequence, num_cached))
+            num_computed = sequence.num_prompt - num_cached
+            self._charge(sequence, num_computed * self._of_input + num_cached * self._of_cached)
 
     def drew(self, sequence: Sequence, num_tokens: int) -> None:
         """Charge for generated tokens."""
-        self._charge(self.client_of(sequence), num_tokens * self._of_output)
+        self._charge(sequence, num_tokens * self._of_output)
 
-    def _input_service(self, sequence: Sequence, num_cached: int) -> int:
-        return (sequence.num_prompt - num_cached) * self._of_input + num_cached * self._of_cached
-
-    def _charge(self, client: int, service: int) -> None:
+    def _charge(self, sequence: Sequence, service: int) -> None:
+        client = self.client_of(sequence)
         self._service[client] += service
-        self._counters[client] += service * self._units[client]
+        self.counters[client] += service * self._units[client]
 
     def charge_ahead(self, sequence: Sequence) -> int:
         """Raise the client's counter as if the sequence were admitted with nothing cached.
 
-        Return the raise, which the caller gives back before any other call.
+        Return the raise, which the caller takes off again before any other call.
         """
         client = self.client_of(sequence)
-        ahead = 0 if sequence.state.admitted else self._input_service(sequence, 0) * self._units[client]
-        self._counters[client] += ahead
+        service = 0 if sequence.state.admitted else sequence.num_prompt * self._of_input
+        ahead = service * self._units[client]
+        self.counters[client] += ahead
         return ahead
-
-    def give_back(self, sequence: Sequence, ahead: int) -> None:
-        """Take back a raise by ``charge_ahead``."""
-        self._counters[self.client_of(sequence)] -= ahead
 
 
 Rank = tuple[int, bool, int, int, float, int]
@@ -203,66 +190,19 @@ class Place(NamedTuple):
     client: int
 
 
-class Line:
-    """The sequences of one place by arrival. The caller takes the oldest or the newest, in O(log n)."""
-
-    def __init__(self) -> None:
-        self._members: dict[SequenceId, Sequence] = {}
-        self._oldest = Ranking()
-        self._newest: Ranking | None = None  # made when it is first needed
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, sequence: Sequence) -> None:
-        self._members[sequence.id] = sequence
-        self._oldest.put(sequence.id, sequence.order)
-        if self._newest is not None:
-            self._newest.put(sequence.id, _reversed(sequence))
-
-    def drop(self, sequence: Sequence) -> None:
-        del self._members[sequence.id]
-        self._oldest.drop(sequence.id)
-        if self._newest is not None:
-            self._newest.drop(sequence.id)
-
-    def first(self, newest: bool = False) -> Sequence | None:
-        if newest and self._newest is None:
-            self._newest = Ranking()
-            for sequence in self._members.values():
-                self._newest.put(sequence.id, _reversed(sequence))
-        ranking = self._newest if newest and self._newest is not None else self._oldest
-        number = ranking.least()
-        return None if number is None else self._members[number]
-
-
-def _reversed(sequence: Sequence) -> tuple[float, int]:
-    arrived_s, number = sequence.order
-    return -arrived_s, -number
-
-
 class Ranks:
     """The lines by place. Among the new sequences of a level, the client with the smallest counter is next."""
 
     def __init__(self, shares: FairShares | None) -> None:
         self._shares = shares
-        self._lines: dict[Place, Line] = {}
+        self.lines: dict[Place, list[Sequence]] = {}
+        """Each by arrival. A change takes O(log n), and moves the pointers behind its place."""
         self._levels = Ranking()
         self._num_by_level = collections.Counter[int]()
         self._clients: dict[int, Ranking] = {}  # by level, clients with new sequences
 
-    def __bool__(self) -> bool:
-        return bool(self._lines)
-
-    @property
-    def num_levels(self) -> int:
-        return len(self._num_by_level)
-
     def add(self, sequence: Sequence, place: Place) -> None:
-        line = self._lines.get(place)
-        if line is None:
-            line = self._lines[place] = Line()
-        line.add(sequence)
+        bisect.insort(self.lines.setdefault(place, []), sequence, key=by_arrival)
         level = place.level
         if place.is_new:
             if level not in self._clients:
@@ -273,10 +213,10 @@ class Ranks:
         self._num_by_level[level] += 1
 
     def drop(self, sequence: Sequence, place: Place) -> None:
-        line = self._lines[place]
-        line.drop(sequence)
+        line = self.lines[place]
+        del line[bisect.bisect_left(line, sequence.order, key=by_arrival)]
         if not line:
-            del self._lines[place]
+            del self.lines[place]
             if place.is_new:
                 self._clients[place.level].drop(place.client)
         self._num_by_level[place.level] -= 1
@@ -296,9 +236,9 @@ class Ranks:
         level = self._levels.least()
         if level is None:
             return None
-        returned = self._lines.get(Place(level, False, 0))
+        returned = self.lines.get(Place(level, False, 0))
         if returned is not None:
-            return returned.first()
+            return returned[0]
         # Counters only grow, unless ``counter_fell`` is called: no client is ranked by more than its counter.
         client = self._clients[level].least_by(self._rank)
         assert client is not None, "a level without returned sequences has new ones"
@@ -306,17 +246,17 @@ class Ranks:
 
     def first_at(self, place: Place, newest: bool) -> Sequence | None:
         """Return the first sequence of one place."""
-        line = self._lines.get(place)
-        return None if line is None else line.first(newest and place.is_new)
+        line = self.lines.get(place)
+        return None if line is None else line[-1 if newest and place.is_new else 0]
 
     def _rank(self, client: int) -> tuple[int, int]:
-        return self._shares.counter(client) if self._shares is not None else 0, client
+        return 0 if self._shares is None else self._shares.counters[client], client
 
 
 class WaitingQueue:
     """The waiting sequences by priority. Within a level, returned sequences (preempted, or forks without room)
     come before new ones. Among new ones the client that was served least is next, if the queue is fair; then
-    the oldest or, while ``is_newest_first``, the newest. Every change takes O(log n)."""
+    the oldest or, while ``is_newest_first``, the newest."""
 
     def __init__(self, config: QueueConfig = QueueConfig()) -> None:  # frozen
         self.adapter_limit = config.adapter_limit
@@ -327,11 +267,10 @@ class WaitingQueue:
         """Waiting sequences by adapter; no zeros."""
         self.num_tokens = 0
         """Tokens of the waiting sequences when they joined."""
+        self.num_arrived = 0
+        """Sequences that were never admitted."""
         self._age_s, self._floor = config.priority_age_s, config.priority_floor
         self._sizes: dict[SequenceId, int] = {}
-        self._returned: list[Sequence] = []  # by arrival
-        # By arrival. A plain dict would not find its ends at once after deletions.
-        self._arrived = collections.OrderedDict[SequenceId, Sequence]()
         self._all = Ranks(self.shares)
         self._of_adapter: dict[AdapterId, Ranks] = {}
         self._places: dict[SequenceId, Place] = {}
@@ -341,27 +280,15 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def num_arrived(self) -> int:
-        """Sequences that were never admitted."""
-        return len(self._arrived)
-
     # ------------------------------------------------------------ joining and leaving
 
     def arrive(self, sequence: Sequence) -> None:
         """Add a new request's sequence, by its arrival: it may have waited at another replica before."""
-        later = list(
-            itertools.takewhile(lambda s: s.order > sequence.order, reversed(self._arrived.values()))
-        )
-        self._arrived[sequence.id] = sequence
-        for other in reversed(later):
-            self._arrived.move_to_end(other.id)
         self._join(sequence, is_new=True)
 
     def put_back(self, sequence: Sequence) -> None:
         """Add a sequence of a request that was admitted before."""
         sequence.wait_again()
-        bisect.insort(self._returned, sequence, key=lambda s: s.order)
         self._join(sequence, is_new=False)
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
@@ -372,13 +299,11 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out; the caller then changes its stage."""
-        self._leave(sequence)
+        self.num_arrived -= self._leave(sequence).is_new
         self.num_tokens -= self._sizes.pop(sequence.id)
         self.num_by_adapter[sequence.adapter] -= 1
         if not self.num_by_adapter[sequence.adapter]:
             del self.num_by_adapter[sequence.adapter]
-        if self._arrived.pop(sequence.id, None) is None:
-            self._returned.remove(sequence)
         if self.shares is not None:
             self.shares.left(sequence)
         if self._ageing.pop(sequence.id, None) is not None:
@@ -406,6 +331,7 @@ class WaitingQueue:
         self.num_by_adapter[sequence.adapter] += 1
         self._sizes[sequence.id] = len(sequence.tokens)
         self.num_tokens += len(sequence.tokens)
+        self.num_arrived += is_new
         client = 0
         if self.shares is not None:
             self.shares.joined(sequence)
@@ -424,17 +350,16 @@ class WaitingQueue:
     def _enter(self, sequence: Sequence, place: Place) -> None:
         self._places[sequence.id] = place
         self._all.add(sequence, place)
-        ranks = self._of_adapter.get(sequence.adapter)
-        if ranks is None:
-            ranks = self._of_adapter[sequence.adapter] = Ranks(self.shares)
-        ranks.add(sequence, place)
+        if sequence.adapter not in self._of_adapter:
+            self._of_adapter[sequence.adapter] = Ranks(self.shares)
+        self._of_adapter[sequence.adapter].add(sequence, place)
 
     def _leave(self, sequence: Sequence) -> Place:
         place = self._places.pop(sequence.id)
         self._all.drop(sequence, place)
         ranks = self._of_adapter[sequence.adapter]
         ranks.drop(sequence, place)
-        if not ranks:
+        if not ranks.lines:
             del self._of_adapter[sequence.adapter]
         return place
 
@@ -457,31 +382,35 @@ class WaitingQueue:
     def rank(self, sequence: Sequence) -> Rank:
         """Return the sort key of a waiting sequence; the smallest is next."""
         level, is_new, client = self._places[sequence.id]
-        counter = self.shares.counter(client) if self.shares is not None and is_new else 0
-        order = _reversed(sequence) if self.is_newest_first and is_new else sequence.order
-        return (level, is_new, counter, client, *order)
+        counter = self.shares.counters[client] if self.shares is not None and is_new else 0
+        sign = -1 if self.is_newest_first and is_new else 1
+        arrived_s, number = sequence.order
+        return level, is_new, counter, client, sign * arrived_s, sign * number
 
     def leading(self, count: int) -> list[Sequence]:
         """Return the first ``count`` sequences in the order of admission, if no token is drawn meanwhile."""
-        if self.shares is None and self._all.num_levels <= 1:
-            first = self._returned[:count]
-            arrived = reversed(self._arrived.values()) if self.is_newest_first else self._arrived.values()
-            return [*first, *itertools.islice(arrived, count - len(first))]
+        if self.shares is None:
+            lines = (
+                reversed(line) if self.is_newest_first and place.is_new else line
+                for place, line in sorted(self._all.lines.items())
+            )
+            return list(itertools.islice(itertools.chain.from_iterable(lines), count))
         taken: list[tuple[Sequence, Place, int]] = []
         while len(taken) < count and (sequence := self.first()) is not None:
-            place = self._leave(sequence)
-            ahead = 0 if self.shares is None else self.shares.charge_ahead(sequence)
-            taken.append((sequence, place, ahead))
-        if self.shares is not None:
-            for sequence, _, ahead in taken:
-                self.shares.give_back(sequence, ahead)
-            for client in {self.shares.client_of(sequence) for sequence, _, _ in taken}:
-                self._all.counter_fell(client)
+            taken.append((sequence, self._leave(sequence), self.shares.charge_ahead(sequence)))
+        clients = [self.shares.client_of(sequence) for sequence, _, _ in taken]
+        for client, (_, _, ahead) in zip(clients, taken):
+            self.shares.counters[client] -= ahead
+        for client in set(clients):
+            self._all.counter_fell(client)
         for sequence, place, _ in taken:
             self._enter(sequence, place)
         return [sequence for sequence, _, _ in taken]
 
     def arrived_until(self, moment: float) -> list[Sequence]:
         """Return the sequences that arrived by ``moment`` and were never admitted, by arrival."""
-        early = itertools.takewhile(lambda s: s.state.arrived_s <= moment, self._arrived.values())
-        return list(early)
+        early: list[Sequence] = []
+        for place, line in self._all.lines.items():
+            if place.is_new:
+                early += itertools.takewhile(lambda s: s.state.arrived_s <= moment, line)
+        return sorted(early, key=by_arrival)

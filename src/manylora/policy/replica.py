@@ -12,23 +12,17 @@ import dataclasses
 from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import Admission, FirstComeFirstServed, StepPlan
 from manylora.policy.cache_policies import CachePolicy
-from manylora.policy.cold_start import cold_starts
+from manylora.policy.cold_start import ColdStarts
 from manylora.policy.merging.state import MergedBatching, MergeState
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.report import ClusterReport, Gauges
 from manylora.policy.requests import Requests
 from manylora.policy.reservations import Reservations
 from manylora.policy.residency import Residency
-from manylora.policy.sequences import (
-    LOADING,
-    Scheduled,
-    Sequence,
-    run_step,
-)
+from manylora.policy.sequences import LOADING, Scheduled, Sequence, run_step
 from manylora.policy.swap import PinnedAdapters, Swapper
 from manylora.policy.tree import RESIDENT, Node, subtree
 from manylora.protocol import commands, events
-from manylora.reports import Which
 from manylora.types import BASE, AdapterId, RequestError
 
 MAX_FAILED_COPIES = 3
@@ -50,19 +44,19 @@ class Replica:
         self._admission = Admission(config, self._waiting)
         self._residency = Residency(config, cache)
         self._tree = self._residency.tree
-        self._held = Reservations(config, self._residency, self._waiting)
-        self._requests = Requests(config, self._residency, self._held, self._waiting, self._admission)
+        self._held = held = Reservations(config, self._residency, self._waiting)
+        self._requests = Requests(held, self._admission)
         self._merging: MergeState | None = None  # where nothing is ever merged
-        self._batching = FirstComeFirstServed(config, self._residency, self._held, self._waiting)
+        self._batching = FirstComeFirstServed(held)
         if config.merge.is_on:
-            parts = config, self._residency, self._held, self._waiting
-            self._merging = MergeState(*parts)
-            self._batching = MergedBatching(*parts, self._merging)
-        self._cold = cold_starts(config, self._residency, self._held)
-        self._swapper = Swapper(config.cache, self._residency, self._waiting, self._held)
-        self._gauges = Gauges(self._residency, self._held, self._waiting, self._merging)
-        self._cluster_report = ClusterReport(self._residency, self._held, self._waiting)
-        self._pinned = PinnedAdapters(config, self._residency, self._held)
+            self._merging = MergeState(held)
+            self._batching = MergedBatching(held, self._merging)
+        # None where requests wait until all that they read is there.
+        self._cold = ColdStarts(held) if config.cold_start.num_groups else None
+        self._swapper = Swapper(held)
+        self._gauges = Gauges(held, self._merging)
+        self._cluster_report = ClusterReport(held)
+        self._pinned = PinnedAdapters(held)
         self._removing: set[AdapterId] = set()
         self._num_steps = 0
         self._in_flight: collections.deque[list[Scheduled]] = collections.deque()  # oldest first
@@ -99,12 +93,11 @@ class Replica:
             case events.AdapterRemoved():
                 self._remove(event.adapter)
             case events.Keep():
-                if event.is_kept:
-                    self._pinned.keep(event.adapter)
-                else:
-                    self._pinned.forget(event.adapter)
+                change = self._pinned.keep if event.is_kept else self._pinned.forget
+                change(event.adapter)
             case events.ReportDue():
-                return [self._report(event.which)]
+                counters = dataclasses.replace(self._residency.counters)
+                return [commands.Report(self._gauges.read(event.which), counters)]
             case events.StatusDue():
                 return [self._cluster_report.read(event.is_full)]
         self._requests.release_idle(now)
@@ -114,13 +107,6 @@ class Replica:
             while self._start_next(now):
                 pass
         return self._requests.take_commands()
-
-    def _report(self, which: Which) -> commands.Report:
-        """Return the gauges and counters. O(requests + the adapters named by ``which``).
-
-        With ``changed`` each report leaves out the adapters that are as in the one before.
-        """
-        return commands.Report(self._gauges.read(which), dataclasses.replace(self._residency.counters))
 
     # ------------------------------------------------------------ adapters
 
@@ -133,13 +119,14 @@ class Replica:
             self._requests.send(commands.AdapterFreed(adapter))
 
     def _adapter_read(self, event: events.AdapterRead, now: float) -> None:
-        if not self._residency.transfers.is_read(event.adapter):
+        if event.adapter not in self._residency.transfers.reads:
             return
         node = self._residency.read_ended(event)
         if node is not None:
             status = 400 if event.is_at_fault else 503
             error = RequestError(status, f"the adapter could not be read: {event.error}", "model")
-            self._fail_waiting_for(node, error, now)
+            for state in {s.state.id: s.state for s in self._waiting_for(node)}.values():
+                self._requests.fail(state, error, now)
             self._pinned.forget(event.adapter)
             self._residency.abandon_load(node)
         self._wake(now)
@@ -169,10 +156,6 @@ class Replica:
         below = {id(member) for member in subtree(node)}
         return [s for s in self._held.admitted if s.stage is LOADING and id(s.node) in below]
 
-    def _fail_waiting_for(self, node: Node, error: RequestError, now: float) -> None:
-        for state in {s.state.id: s.state for s in self._waiting_for(node)}.values():
-            self._requests.fail(state, error, now)
-
     def _wake(self, now: float) -> None:
         """Start the sequences whose copies have all landed, and note each part of their wait.
 
@@ -181,7 +164,8 @@ class Replica:
         if not self._held.num_loading:
             return
         self._requests.collect()
-        for sequence in self._held.still_loading():
+        loading = [s for s in self._held.admitted if s.stage is LOADING and not self._held.is_in_flight(s)]
+        for sequence in loading:
             if self._tree.node(sequence.adapter).residence is RESIDENT:
                 sequence.note_adapter(now)
             if self._held.start_if_ready(sequence):
@@ -191,29 +175,20 @@ class Replica:
         """Free removed adapters that no request uses and no transfer touches."""
         residency, transfers = self._residency, self._residency.transfers
         for adapter in sorted(self._removing):
-            if self._requests.has_any_of(adapter) or transfers.is_read(adapter):
+            if self._requests.num_live[adapter] or adapter in transfers.reads:
                 continue
             if self._merging is not None and adapter in self._merging.pinned():
                 continue  # it is unmerged first
             residency.discard(self._tree.node(adapter))
-            if transfers.is_copied(adapter):
+            if transfers.num_moves[adapter]:
                 continue
             self._tree.forget(adapter)
-            transfers.forget(adapter)
             self._removing.remove(adapter)
-            self._requests.forget(adapter)
+            del transfers.num_moves[adapter], self._requests.num_live[adapter]
             self._waiting.forget(adapter)
             if self._merging is not None:
-                self._merging.forget(adapter)
+                self._merging.policy.forget(adapter)
             self._requests.send(commands.AdapterFreed(adapter))
-
-    # ------------------------------------------------------------ the clock
-
-    def _set_timer(self, now: float) -> None:
-        """Set the timer of the next interval, while there is anything to watch."""
-        if self._requests.by_id or self._swapper.may_bring_in:
-            self._timer_is_set = True
-            self._requests.send(commands.SetTimer(now + self._config.cache.interval_s))
 
     # ------------------------------------------------------------ steps
 
@@ -221,7 +196,7 @@ class Replica:
         """Start transfers and a step, if there are any; return whether another step may follow at once."""
         depth, in_flight = self._config.pipeline_depth, self._in_flight
         if len(self._pinned):
-            self._pinned.pin(len(self._waiting))
+            self._pinned.pin()
         plan = self._compose(now) if len(in_flight) < depth else StepPlan([], 0)
         rows = plan.rows
         # Transfers run beside compute: they start before the step.
@@ -231,14 +206,15 @@ class Replica:
         copies = self._residency.start_transfers()
         if self._cold is not None:
             self._cold.add_rows(plan, copies, now)
-        if not self._timer_is_set:
-            self._set_timer(now)
+        if not self._timer_is_set and (self._requests.by_id or self._swapper.may_bring_in):
+            self._timer_is_set = True
+            self._requests.send(commands.SetTimer(now + self._config.cache.interval_s))
         if rows:
             self._start_step(rows, now)
         elif not in_flight:
             if self._merging is not None and self._merging.is_stuck():
                 return True
-            if len(self._pinned) and self._pinned.give_way(len(self._waiting)):
+            if self._pinned.give_way():
                 return True
         return bool(rows) and len(in_flight) < depth
 
@@ -252,9 +228,9 @@ class Replica:
             if len(self._waiting):
                 batching.admit(plan, now)
                 self._admission.end_round(len(plan.admitted))
-                for admitted in plan.admitted:
-                    self._requests.commands += admitted.decided
-                    self._requests.note_admission(admitted.sequence, now)
+                for sequence, decided in plan.admitted:
+                    self._requests.commands += decided
+                    self._requests.note_admission(sequence, now)
         return plan
 
     def _refuse(self, sequence: Sequence, now: float) -> None:
@@ -275,7 +251,7 @@ class Replica:
             self._requests.collect()
             for sequence in [sequence for sequence, _, _ in rows if sequence.stage is LOADING]:
                 sequence.note_adapter(now)
-                self._requests.note_ready(sequence, now, self._cold.mode_of(sequence))
+                self._requests.note_ready(sequence, now, self._cold.chosen[sequence.id].mode)
         self._requests.send(run_step(step, rows, merged, awaits, cpu))
 
     def _step_done(self, event: events.StepDone, now: float) -> None:

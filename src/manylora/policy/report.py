@@ -8,9 +8,7 @@ from collections.abc import Iterable
 
 from manylora.policy.merging.choice import MergeGauges
 from manylora.policy.merging.state import MergeState
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
 from manylora.policy.sequences import RUNNING
 from manylora.policy.tree import ABSENT, HELD, RESIDENT
 from manylora.policy.value import REUSE_S
@@ -19,15 +17,17 @@ from manylora.protocol.routing import NOWHERE, ON_DEVICE, ON_HOST
 from manylora.reports import AdapterUse, CreditUse, Snapshot, Which
 from manylora.types import BASE, AdapterId
 
+_Counts = collections.Counter[AdapterId]
+
 
 class ClusterReport:
     """The reports of one replica for its router."""
 
-    def __init__(self, residency: Residency, held: Reservations, waiting: WaitingQueue) -> None:
-        self._residency = residency
-        self._tree = residency.tree
+    def __init__(self, held: Reservations) -> None:
+        self._residency = held.residency
+        self._tree = held.residency.tree
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self._seq = 0
         self._reported: dict[AdapterId, int] = {}  # but NOWHERE
         self._num_preemptions = 0
@@ -47,7 +47,7 @@ class ClusterReport:
             kv_tokens += sequence.num_computed
             remaining = sequence.num_remaining
             waiting_tokens += remaining if remaining > 1 else 0
-        before, self._num_preemptions = self._num_preemptions, self._held.num_preemptions
+        before, self._num_preemptions = self._num_preemptions, residency.counters.preemptions
         token_s, page_in_s, page_read_s = residency.rates.learnt()
         device = residency.device
         # The value a second of the node that left last, over the time in which KV keeps its value.
@@ -65,7 +65,7 @@ class ClusterReport:
             residency=moved,
             evicted=evicted,
             page_price_s=page_price_s,
-            is_exhausted=self._held.is_short or self._held.num_preemptions > before,
+            is_exhausted=self._held.is_short or self._num_preemptions > before,
             token_s=token_s,
             page_in_s=page_in_s,
             page_read_s=page_read_s,
@@ -98,19 +98,17 @@ class ClusterReport:
 class Gauges:
     """The snapshots of one replica's gauges."""
 
-    def __init__(
-        self, residency: Residency, held: Reservations, waiting: WaitingQueue, merging: MergeState | None
-    ) -> None:
-        self._residency = residency
-        self._tree = residency.tree
+    def __init__(self, held: Reservations, merging: MergeState | None) -> None:
+        self._residency = held.residency
+        self._tree = held.residency.tree
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self._merging = merging
         self._busy_before: frozenset[AdapterId] = frozenset()
 
     def read(self, which: Which) -> Snapshot:
         """Return the present gauges. O(requests + adapters reported)."""
-        running = collections.Counter[AdapterId]()
+        running = _Counts()
         waiting = collections.Counter(self._waiting.num_by_adapter)
         for sequence in self._held.admitted:
             where = running if sequence.stage is RUNNING and sequence.paused_s is None else waiting
@@ -119,7 +117,7 @@ class Gauges:
         free = device.num_free + device.num_deferred
         left_over = sum(len(move.pages) for move in self._residency.transfers.moves() if move.owns_pages)
         cached = tree.kv_pages - tree.pinned_kv_pages + left_over
-        merging = MergeGauges() if self._merging is None else self._merging.gauges()
+        merging = MergeGauges() if self._merging is None else self._merging.policy.gauges()
         return Snapshot(
             num_running=running.total(),
             num_waiting=waiting.total(),
@@ -154,12 +152,7 @@ class Gauges:
         gone = {adapter for adapter in before if not self._tree.has(adapter)}
         return {BASE} | self._tree.take_changed() | self._busy_before | (before - gone)
 
-    def _use(
-        self,
-        adapter: AdapterId,
-        running: collections.Counter[AdapterId],
-        waiting: collections.Counter[AdapterId],
-    ) -> AdapterUse:
+    def _use(self, adapter: AdapterId, running: _Counts, waiting: _Counts) -> AdapterUse:
         num_pages = self._tree.idle_size(adapter)
         if num_pages is not None:
             return AdapterUse(adapter, ABSENT.value, num_pages, 0, 0)
@@ -171,5 +164,5 @@ class Gauges:
             running[adapter],
             waiting[adapter],
             node.host.value,
-            self._tree.idle_kv_of(adapter),
+            self._tree.idle_kv_of[adapter],
         )

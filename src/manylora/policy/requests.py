@@ -9,21 +9,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence as SequenceOf
 
-from manylora.config.policy import PolicyConfig
+from manylora.policy import sequences
 from manylora.policy.batching import Admission
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
-from manylora.policy.sequences import (
-    ENDED,
-    LEAVING,
-    RUNNING,
-    WAITING,
-    RequestState,
-    Scheduled,
-    Sequence,
-    rows_ended,
-)
+from manylora.policy.sequences import ENDED, LEAVING, RUNNING, WAITING, RequestState, Scheduled, Sequence
 from manylora.protocol import commands, events
 from manylora.types import AdapterId, Request, RequestError, RequestId, SequenceId
 
@@ -34,24 +23,18 @@ UNSOUND = "the logits are not finite (NaN or infinite): the model or the adapter
 class Requests:
     """The live requests of a replica, from arrival to the end of each sample."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        residency: Residency,
-        held: Reservations,
-        waiting: WaitingQueue,
-        admission: Admission,
-    ) -> None:
-        self._config = config
+    def __init__(self, held: Reservations, admission: Admission) -> None:
+        self._config = held.config
         self._admission = admission
-        self._residency = residency
+        self._residency = held.residency
         self._held = held
-        self._waiting = waiting
+        self._waiting = held.waiting
         self.commands: list[commands.Command] = []
         """Commands in execution order, but for those that ``residency`` decided since the last ``collect``."""
         self.by_id: dict[RequestId, RequestState] = {}
         self._leaving: dict[RequestId, RequestState] = {}  # of them
-        self._num_live: collections.Counter[AdapterId] = collections.Counter()
+        self.num_live = collections.Counter[AdapterId]()
+        """Their number by adapter."""
         self._num_arrivals = 0
         self._num_sequences = 0
 
@@ -70,14 +53,6 @@ class Requests:
         decided, self.commands = self.commands, []
         return decided
 
-    def has_any_of(self, adapter: AdapterId) -> bool:
-        """Return whether a live request is for the adapter."""
-        return self._num_live[adapter] > 0
-
-    def forget(self, adapter: AdapterId) -> None:
-        """Drop the account of an adapter that is gone with all its requests."""
-        del self._num_live[adapter]
-
     # ------------------------------------------------------------ arrival
 
     def arrive(self, event: events.Arrive, now: float) -> None:
@@ -87,18 +62,14 @@ class Requests:
             self._release(live, now)
         is_resumed = any(event.resume)
         error = self._refusal(event) or self._limit(request)
-        if error is None and not is_resumed:
-            error = self._admission.refusal()
+        error = error or (None if is_resumed else self._admission.refusal())
         if error is not None:
             self.send(commands.Reject(request.id, error))
             return
-        num_tokens, arrived_s = self._most_tokens(request), now - event.waited_s
-        state = RequestState(
-            request, self._num_arrivals, num_tokens, arrived_s, event.resume, event.closed, event.attempt
-        )
+        state = RequestState(event, self._num_arrivals, self._most_tokens(request), now)
         self._num_arrivals += 1
         self.by_id[request.id] = state
-        self._num_live[request.adapter] += 1
+        self.num_live[request.adapter] += 1
         if is_resumed:
             self._resume(state, event.resume, now)
         else:
@@ -139,27 +110,24 @@ class Requests:
         num_prompt, limit = len(request.prompt), self._config.max_model_len
         asked = request.params.max_tokens
         num_generated = 1 if asked is None else asked
-        if num_prompt + num_generated > limit:
-            return RequestError(
-                400,
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + num_generated} tokens ({num_prompt} in the prompt, {num_generated} for the "
-                "completion).",
-                "max_tokens" if num_prompt < limit else "prompt",
+        num_tokens = num_prompt + num_generated
+        if num_tokens > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {num_tokens} "
+                f"tokens ({num_prompt} in the prompt, {num_generated} for the completion)."
             )
+            return RequestError(400, message, "max_tokens" if num_prompt < limit else "prompt")
         adapter_pages = self._residency.tree.node(request.adapter).num_pages
-        num_computed = max(num_prompt, num_prompt + num_generated - 1)
-        kv_pages = -(-num_computed // self._config.page_tokens)
+        num_computed = max(num_prompt, num_tokens - 1)
+        kv_pages = self._held.pages_for(num_computed)
         room = self._kv_pages_beside(request.adapter)
         if kv_pages > room:
-            return RequestError(
-                400,
-                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, "
-                f"{kv_pages} for {num_computed} tokens) but the pool has "
-                f"{self._config.num_pages}"
-                + (f", of which {room} for tokens" if self._residency.has_parts else ""),
-                "max_tokens",
+            its_part = f", of which {room} for tokens" if self._residency.has_parts else ""
+            message = (
+                f"the request needs {adapter_pages + kv_pages} pages ({adapter_pages} for its adapter, {kv_pages} "
+                f"for {num_computed} tokens) but the pool has {self._config.num_pages}{its_part}"
             )
+            return RequestError(400, message, "max_tokens")
         return None
 
     def _resume(self, state: RequestState, resume: SequenceOf[SequenceOf[int]], now: float) -> None:
@@ -186,8 +154,7 @@ class Requests:
                 self._waiting.put_back(self._new_sequence(state, sample, [*state.request.prompt, *tokens]))
 
     def _queue_later_if_shared(self, sequence: Sequence) -> None:
-        size = self._config.page_tokens
-        if sequence.num_shared >= sequence.num_prompt // size:
+        if sequence.num_shared >= sequence.num_prompt // self._config.page_tokens:
             self._queue_later(sequence.state)
 
     def _new_sequence(self, state: RequestState, sample: int, tokens: list[int]) -> Sequence:
@@ -224,7 +191,7 @@ class Requests:
         """Take what a step has computed: full pages, scores of the prompt, tokens."""
         page_tokens, take_token, sampled_for = self._config.page_tokens, self._take_token, sampled.get
         shares = self._waiting.shares
-        rows_ended(rows)
+        sequences.rows_ended(rows)
         for sequence, _, num_samples in rows:
             stage = sequence.stage
             if stage is RUNNING:
@@ -235,7 +202,10 @@ class Requests:
             elif stage is ENDED:
                 continue
             if sequence.state.num_unscored:
-                self._note_scored(sequence, step)
+                first = sequence.state.num_scored
+                if sequence.state.score(sequence, step):
+                    scored = commands.PromptScored(sequence.state.id, sequence.id, first)
+                    self.commands.append(scored)
             if num_samples:  # one that was preempted meanwhile keeps its token, but not its pages
                 tokens = sampled_for(sequence.id, ())
                 if len(tokens) != num_samples:
@@ -251,11 +221,6 @@ class Requests:
                 if num_samples > 1:
                     self._fork_off(sequence, tokens, now)
                 take_token(sequence, tokens[0], (sequence.id, 0), now)
-
-    def _note_scored(self, sequence: Sequence, step: int) -> None:
-        state, first = sequence.state, sequence.state.num_scored
-        if state.score(sequence, step):
-            self.commands.append(commands.PromptScored(state.id, sequence.id, first))
 
     def fail_step(self, rows: list[Scheduled], why: str, now: float) -> None:
         """Fail the requests of a step's rows, none of which counts as computed."""
@@ -364,7 +329,7 @@ class Requests:
             self._drop(carrier, now)
         del self.by_id[state.id]
         self._leaving.pop(state.id, None)
-        self._num_live[state.request.adapter] -= 1
+        self.num_live[state.request.adapter] -= 1
 
     def _drop(self, sequence: Sequence, now: float) -> None:
         self._take_back(sequence, now)
@@ -375,7 +340,7 @@ class Requests:
         if sequence.stage is WAITING:
             self._waiting.remove(sequence)
         elif sequence.stage is not LEAVING:
-            self._held.release(sequence, now)
+            self._held.release(sequence, now, now)
             self.collect()
         if sequence.forget_executor():
             self.send(commands.EndSequence(sequence.id))

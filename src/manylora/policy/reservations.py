@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
 import itertools
 
 from manylora.config.policy import PolicyConfig
 from manylora.policy.queue import WaitingQueue
 from manylora.policy.residency import Residency
 from manylora.policy.sequences import LOADING as SEQUENCE_LOADING
-from manylora.policy.sequences import Sequence
+from manylora.policy.sequences import Sequence, by_arrival
 from manylora.policy.tree import ABSENT, HELD, LOADING, RESIDENT, Node, path_to
 from manylora.protocol import commands
 from manylora.types import PageId
-
-
-class Growth(enum.Enum):
-    """The outcome of a request for more pages: now, soon (they are on their way), or not at all."""
-
-    DONE = "done"
-    SOON = "soon"
-    NONE = "none"
 
 
 @dataclasses.dataclass(slots=True)  # not frozen, which takes thrice as long to make
@@ -56,10 +47,10 @@ class Reservations:
     """The sequences that hold pages (running, or loading: waiting for a copy), oldest first."""
 
     def __init__(self, config: PolicyConfig, residency: Residency, waiting: WaitingQueue) -> None:
-        self._config = config
-        self._residency = residency
+        self.config = config
+        self.residency = residency
         self._tree = residency.tree
-        self._waiting = waiting
+        self.waiting = waiting
         self._has_ranks = config.queue.is_fair or config.queue.has_priorities
         self._promised = 0  # pages on their way that others in this step already wait for
         self.admitted: list[Sequence] = []
@@ -69,23 +60,19 @@ class Reservations:
         self.is_short = False
         """Whether an admitted sequence found no page for the step that was composed last."""
 
-    @property
-    def num_preemptions(self) -> int:
-        """The number of preemptions so far."""
-        return self._residency.counters.preemptions
+    def is_stuck(self) -> bool:
+        """Return whether there are requests, and nothing is on its way that could let one run."""
+        has_requests = len(self.waiting) > 0 or len(self.admitted) > 0
+        tree = self._tree
+        return has_requests and not (self.num_loading or tree.loading_pages or tree.offloading_pages)
 
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages the tokens fill, the last perhaps partly."""
-        return -(-num_tokens // self._config.page_tokens)
+        return -(-num_tokens // self.config.page_tokens)
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """Return whether a step in flight has a row of the sequence."""
-        return not self._residency.device.has_ended(sequence.last_step)
-
-    def still_loading(self) -> list[Sequence]:
-        """Return the loading sequences without a row in flight."""
-        loading = [s for s in self.admitted if s.stage is SEQUENCE_LOADING]
-        return [sequence for sequence in loading if not self.is_in_flight(sequence)]
+        return not self.residency.device.has_ended(sequence.last_step)
 
     # ------------------------------------------------------------ taking
 
@@ -95,9 +82,9 @@ class Reservations:
         Its last known token is always computed, and so are prompt tokens whose log-probabilities are asked for
         and not known.
         """
-        if not self._residency.policy.keeps_prefixes:
+        if not self.residency.policy.keeps_prefixes:
             return []
-        size, state = self._config.page_tokens, sequence.state
+        size, state = self.config.page_tokens, sequence.state
         most = state.num_scored if state.num_unscored else len(sequence.tokens) - 1
         return self._tree.match(sequence.adapter, sequence.page_keys(size), most // size)
 
@@ -106,9 +93,9 @@ class Reservations:
 
         Pin the nodes that the sequence reuses, and cancel their evictions.
         """
-        residency, page_tokens = self._residency, self._config.page_tokens
+        residency, page_tokens = self.residency, self.config.page_tokens
         root = self._tree.node(sequence.adapter)
-        sequence.lengthen(self._config.long_from)
+        sequence.lengthen(self.config.long_from)
         path = self.match(sequence)
         residency.cancel_evictions(path)
         missing = [node for node in path if node.residence is ABSENT]
@@ -129,39 +116,31 @@ class Reservations:
             root.num_pages if root.residence is ABSENT else 0,
         )
 
-    def _cancel(self, reservation: Reservation) -> None:
-        deepest = reservation.deepest
-        self._residency.unpin(deepest, deepest.last_use)
-
     def admit(self, sequence: Sequence, first_chunk: int, now: float) -> bool:
         """Reserve all that the sequence needs to start, or nothing.
 
         Pins what it can reuse in either tier, then takes pages for what of that is not on the device (with
         its adapter) and for the first ``first_chunk`` tokens that it must compute; starts the copies.
         """
-        reservation = self._reserve(sequence, first_chunk)
-        if not self._residency.provide(now, reservation.kv_pages, reservation.adapter_pages):
-            self._cancel(reservation)
-            return False
-        self._commit(sequence, reservation, now)
-        return True
-
-    def _commit(self, sequence: Sequence, reservation: Reservation, now: float) -> None:
-        """Give the sequence its reservation, and start the copies that it needs."""
-        residency, path, missing = self._residency, reservation.path, reservation.missing
+        residency, reservation = self.residency, self._reserve(sequence, first_chunk)
+        path, missing = reservation.path, reservation.missing
         root, deepest = reservation.root, reservation.deepest
+        if not residency.provide(now, reservation.kv_pages, reservation.adapter_pages):
+            residency.unpin(deepest)
+            return False
         self._count_hits(root, path, len(sequence.tokens))
         residency.load(now, [root, *missing] if reservation.adapter_pages else missing, "demand")
         # Standby nodes below a node that is loading now can be recalled as well.
         residency.cancel_evictions(path)
         residency.visits.matched(deepest, now)
         residency.part(deepest)
-        own_pages = residency.take(reservation.own_pages)
-        self._waiting.admit(sequence, len(path) * self._config.page_tokens)
-        sequence.hold(deepest, len(path), len(path) * self._config.page_tokens, own_pages)
+        own_pages = residency.device.take(reservation.own_pages)
+        self.waiting.admit(sequence, len(path) * self.config.page_tokens)
+        sequence.hold(deepest, len(path), len(path) * self.config.page_tokens, own_pages)
         self.num_loading += 1
-        bisect.insort(self.admitted, sequence, key=lambda s: s.order)
+        bisect.insort(self.admitted, sequence, key=by_arrival)
         self.start_if_ready(sequence)
+        return True
 
     def make_room_for_queue(self, budget: int, now: float) -> None:
         """Start evictions for as many waiting sequences as the next step could admit, as the first of them
@@ -170,22 +149,22 @@ class Reservations:
         So they wait for the same copies, not for their own one after the other. ``budget``: tokens that the
         step has left.
         """
-        residency = self._residency
+        residency = self.residency
         if residency.marks is not None or not residency.policy.keeps_prefixes:
             return  # pages are freed ahead of demand, or nothing unused lies in the way
         incoming: set[Node] = set()
         reservations: list[Reservation] = []
         # Holders are served first in the next step: those whose pages are then full take one more.
-        size = self._config.page_tokens
+        size = self.config.page_tokens
         num_growing = sum(len(s.tokens) + s.num_pending == len(s.pages) * size for s in self.admitted)
         kv_pages, adapter_pages = self._promised + num_growing, 0
-        for sequence in self._waiting.leading(self._config.max_num_seqs - len(self.admitted)):
+        for sequence in self.waiting.leading(self.config.max_num_seqs - len(self.admitted)):
             # Pinned, so that no room is made of what another of them will use.
             reservation = self._reserve(sequence, budget)
             more_kv = reservation.own_pages + sum(node not in incoming for node in reservation.missing)
             more_adapters = 0 if reservation.root in incoming else reservation.adapter_pages
             if not residency.may_provide(kv_pages + more_kv, adapter_pages + more_adapters):
-                self._cancel(reservation)
+                residency.unpin(reservation.deepest)
                 break
             reservations.append(reservation)
             kv_pages += more_kv
@@ -196,10 +175,10 @@ class Reservations:
                 break
         residency.provide(now, kv_pages, adapter_pages)
         for reservation in reservations:
-            self._cancel(reservation)
+            residency.unpin(reservation.deepest)
 
     def _count_hits(self, root: Node, path: list[Node], num_tokens: int) -> None:
-        counters, size = self._residency.counters, self._config.page_tokens
+        counters, size = self.residency.counters, self.config.page_tokens
         on_host = sum(node.residence in (ABSENT, LOADING) for node in path)
         counters.prefix_queries_tokens += num_tokens
         counters.prefix_hits_tokens += len(path) * size
@@ -235,13 +214,13 @@ class Reservations:
         was no page and the child holds nothing.
         """
         assert parent.node is not None
-        is_partial = child.num_prompt % self._config.page_tokens != 0
-        if is_partial and not self._residency.provide(now, 1):
+        is_partial = child.num_prompt % self.config.page_tokens != 0
+        if is_partial and not self.residency.provide(now, 1):
             return None
-        own = self._residency.take(1) if is_partial else ()
+        own = self.residency.device.take(1) if is_partial else ()
         self._tree.pin(parent.node)
         child.hold_fork(parent, own)
-        bisect.insort(self.admitted, child, key=lambda s: s.order)
+        bisect.insort(self.admitted, child, key=by_arrival)
         return (parent.pages[parent.num_shared], own[0]) if own else None
 
     def begin_step(self) -> None:
@@ -249,23 +228,30 @@ class Reservations:
         self._promised = 0
         self.is_short = False
 
-    def grow(self, sequence: Sequence, num_tokens: int, now: float) -> Growth:
-        """Make room for the next ``num_tokens``, preempting others if needed."""
+    def grow(self, sequence: Sequence, num_tokens: int, now: float) -> bool:
+        """Make room for the next ``num_tokens``, preempting others if needed; return whether it is there.
+
+        Otherwise the pages are on their way, or no sequence could give way.
+        """
         num_tokens += sequence.num_scheduled
-        if num_tokens <= len(sequence.pages) * self._config.page_tokens:
-            return Growth.DONE
+        residency = self.residency
         missing = self.pages_for(num_tokens) - len(sequence.pages)
-        while not self._residency.provide(now, missing + self._promised):
-            if self._residency.will_provide(missing + self._promised):
+        if missing <= 0:
+            return True
+        while not residency.provide(now, missing + self._promised):
+            if residency.num_available_soon(for_adapters=False) >= missing + self._promised:
                 self._promised += missing
-                return Growth.SOON
+                return False
             victim = self._victim()
             if victim is sequence:
                 self.is_short = True
-                return Growth.NONE
-            self._preempt(victim, now)
-        sequence.add_pages(self._residency.take(missing))
-        return Growth.DONE
+                return False
+            # Its full pages stay as cached KV. They leave by way of the host, so that they are swapped in later
+            # and not computed again, unless the cache policy finds computing cheaper.
+            residency.counters.preemptions += 1
+            self.put_back(victim, now, "preempt", "no page is left")
+        sequence.add_pages(residency.device.take(missing))
+        return True
 
     def _victim(self) -> Sequence:
         """Return the admitted sequence to preempt: the newest of the largest priority number and the client
@@ -275,10 +261,9 @@ class Reservations:
             among = [sequence for sequence in among if sequence.paused_s is not None]
         if not self._has_ranks:
             return among[-1]
-        shares = self._waiting.shares
+        shares = self.waiting.shares
         return max(
-            among,
-            key=lambda s: (s.state.request.priority, shares.counter_of(s) if shares else 0, s.order),
+            among, key=lambda s: (s.state.request.priority, shares.counter_of(s) if shares else 0, s.order)
         )
 
     # ------------------------------------------------------------ pausing
@@ -286,37 +271,33 @@ class Reservations:
     def pause(self, sequence: Sequence, now: float) -> None:
         """Pause an admitted sequence: it keeps its pages, and gets no row until it is resumed."""
         if sequence.paused_s is None:
-            sequence.pause(now)
+            sequence.paused_s = now
             self.num_paused += 1
 
     def resume(self, sequence: Sequence, now: float) -> None:
         """Let a paused sequence have rows again."""
         if sequence.paused_s is not None:
-            self._residency.counters.paused(now - sequence.paused_s)
-            sequence.resume()
+            self.residency.counters.paused(now - sequence.paused_s)
+            sequence.paused_s = None
             self.num_paused -= 1
 
     def displace(self, sequence: Sequence, now: float) -> None:
         """Send an admitted sequence back to the queue, so that another takes its slot."""
-        assert sequence.node is not None
-        self._residency.note("displace", sequence.node, "others go first")
-        self.put_back(sequence, now)
+        self.put_back(sequence, now, "displace", "others go first")
 
     def path_of(self, sequence: Sequence) -> list[Node]:
         """Return the KV nodes that a sequence uses, or could use if it waits; parents first."""
         if sequence.node is not None:
             return path_to(sequence.node)
-        keys = sequence.page_keys(self._config.page_tokens)
+        keys = sequence.page_keys(self.config.page_tokens)
         return self._tree.match(sequence.adapter, keys, len(keys))
 
     # ------------------------------------------------------------ releasing
 
-    def release(self, sequence: Sequence, now: float) -> None:
-        """Take all pages back from an admitted sequence that ends. Full pages stay in the tree as cached KV."""
-        self._release(sequence, now, now)
-
-    def _release(self, sequence: Sequence, now: float, last_use: float) -> None:
-        node, residency = sequence.node, self._residency
+    def release(self, sequence: Sequence, now: float, last_use: float) -> None:
+        """Take all pages back from an admitted sequence. Full pages stay in the tree as cached KV, which was
+        used until ``last_use``."""
+        node, residency = sequence.node, self.residency
         assert node is not None
         assert sequence.matched is not None
         residency.device.release(sequence.pages[sequence.num_shared :])
@@ -335,29 +316,20 @@ class Reservations:
         while step is not None and step.busy == 0:
             above = step.parent
             if step.parent is not None and not step.children:
-                self._residency.discard(step)
+                self.residency.discard(step)
             elif step.parent is None and self._tree.may_leave(step):
-                self._residency.evict(now, step, "unused")
+                self.residency.evict(now, step, "unused")
             step = above
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Send an admitted sequence back to its place in the queue.
-
-        Its full pages stay as cached KV. They leave by way of the host, so that they are swapped in later and
-        not computed again, unless the cache policy finds computing cheaper.
-        """
+    def put_back(self, sequence: Sequence, now: float, action: str = "", reason: str = "") -> None:
+        """Take back an admitted sequence's pages; it waits again, in its place. ``action``: for the trace."""
         assert sequence.node is not None
-        self._residency.counters.preemptions += 1
-        self._residency.note("preempt", sequence.node, "no page is left")
-        self.put_back(sequence, now)
-
-    def put_back(self, sequence: Sequence, now: float) -> None:
-        """Take back an admitted sequence's pages; it waits again, in its place."""
-        assert sequence.node is not None
-        self._release(sequence, now, sequence.node.last_use)
+        if action:
+            self.residency.note(action, sequence.node, reason)
+        self.release(sequence, now, sequence.node.last_use)
         if sequence.forget_executor():
-            self._residency.decide(commands.EndSequence(sequence.id))
-        self._waiting.put_back(sequence)
+            self.residency.decide(commands.EndSequence(sequence.id))
+        self.waiting.put_back(sequence)
 
     # ------------------------------------------------------------ filling
 
@@ -367,7 +339,7 @@ class Reservations:
         If an equal node is on the device already, the sequence adopts its page and frees its own. The values
         agree up to rounding, and every full page then belongs to the tree.
         """
-        size, residency, tree = self._config.page_tokens, self._residency, self._tree
+        size, residency, tree = self.config.page_tokens, self.residency, self._tree
         keys, node = sequence.page_keys(size), sequence.node
         assert node is not None
         for index in range(sequence.num_shared, sequence.num_computed // size):

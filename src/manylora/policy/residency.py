@@ -11,55 +11,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from manylora.config.policy import PolicyConfig
+from manylora.policy import tree as trees
 from manylora.policy.cache_policies import CachePolicy, Signals, find_cache
 from manylora.policy.candidates import Candidates
 from manylora.policy.pages import PageLedger
-from manylora.policy.transfers import Move, Transfers
-from manylora.policy.tree import (
-    ABSENT,
-    FILLING,
-    HELD,
-    LOADING,
-    NO_COPY,
-    OFFLOADING,
-    RESIDENT,
-    Changes,
-    DependencyTree,
-    HostState,
-    Node,
-    PageKey,
-    Residence,
-    subtree,
-)
+from manylora.policy.transfers import Transfers
+from manylora.policy.tree import ABSENT, FILLING, HELD, LOADING, NO_COPY, OFFLOADING, RESIDENT, Node
 from manylora.policy.value import KvTurns, Rates, Visits
 from manylora.protocol import commands, events
 from manylora.reports import Counters
 from manylora.types import AdapterId, PageId
-
-
-class PagesInUse:
-    """Host pages that steps in flight read. It alone reports the ends of such steps to the ledger ``pages``."""
-
-    def __init__(self, pages: PageLedger) -> None:
-        self._pages = pages
-        self._steps: dict[Node, int] = {}  # by node, the last step that reads its pages
-
-    def read_by(self, node: Node, step: int) -> None:
-        """Note that a step which begins reads the node's pages."""
-        self._steps[node] = step
-
-    def step_ended(self, step: int) -> None:
-        """Note the end of such a step; steps end in their order."""
-        self._steps = {node: last for node, last in self._steps.items() if last > step}
-        self._pages.step_ended(step)
-
-    def release(self, node: Node, pages: tuple[PageId, ...]) -> None:
-        """Free pages of the node, once no step reads them any more."""
-        step = self._steps.get(node)
-        if step is None:
-            self._pages.release(pages)
-        else:
-            self._pages.release_after(step, pages)
 
 
 class Residency:
@@ -68,12 +29,13 @@ class Residency:
     def __init__(self, config: PolicyConfig, policy: CachePolicy | None = None) -> None:
         """``policy``: to use instead of the policy that the config names."""
         self.policy = policy or find_cache(config.cache.policy)
-        self.tree = DependencyTree(self.policy.keeps_dependencies)
+        self.tree = trees.DependencyTree(self.policy.keeps_dependencies)
         self.device = PageLedger(config.num_pages)
         self.host = PageLedger(config.num_host_pages)
-        self.in_use = PagesInUse(self.host)
+        self.host_reads: dict[Node, int] = {}
+        """By node, the last step in flight that reads its host pages."""
         self.transfers = Transfers(config.cold_start.num_groups)
-        self.changes = Changes(config.page_tokens)
+        self.changes = trees.Changes(config.page_tokens)
         self.last_value: float | None = None
         """The value of the node that left the device last for want of room, if the policy ``prices_pages``."""
         self.rates = Rates(config.page_bytes, config.page_tokens)
@@ -81,7 +43,6 @@ class Residency:
         self.marks = self.policy.marks(config.cache, config.num_pages)
         self.counters = Counters()
         self.visits = Visits(
-            config.cache.window_s,
             config.cache.window_s,
             counts_window=self.policy.counts_visits,
             only_leaves_matter=self.policy.keeps_dependencies,
@@ -118,7 +79,7 @@ class Residency:
 
     # ------------------------------------------------------------ states
 
-    def _set_device(self, node: Node, residence: Residence, pages: tuple[PageId, ...]) -> None:
+    def _set_device(self, node: Node, residence: trees.Residence, pages: tuple[PageId, ...]) -> None:
         leaf = self.tree.set_device(node, residence, pages)
         if node.parent is None:
             self.changes.moved(node.adapter)
@@ -128,28 +89,26 @@ class Residency:
         if node.host is HELD or (residence is RESIDENT and node.busy == 0):
             self.candidates.offer(node)
 
-    def _set_host(self, node: Node, state: HostState, pages: tuple[PageId, ...]) -> None:
+    def _set_host(self, node: Node, state: trees.HostState, pages: tuple[PageId, ...]) -> None:
         self.tree.set_host(node, state, pages)
         if node.parent is None:
             self.changes.moved(node.adapter)
         self.candidates.offer(node)
 
-    def unpin(self, node: Node, last_use: float) -> None:
-        """Unpin a node for a sequence or a reservation; its path was used until ``last_use``."""
-        for idle in self.tree.unpin(node, last_use):
-            self.candidates.offer(idle)
+    def unpin(self, node: Node, last_use: float | None = None) -> None:
+        """Unpin a node; its path was used until ``last_use``, or not since it was pinned."""
+        self._offer_all(self.tree.unpin(node, node.last_use if last_use is None else last_use))
 
     def forget_visits(self, now: float) -> None:
         """Drop the visits that have left the window."""
-        for node in self.visits.expire(now):
-            self.candidates.offer(node)
+        self._offer_all(self.visits.expire(now))
 
     def source_of(self, adapter: AdapterId) -> str | None:
         """Return where an adapter would come from: "host" or "files"; None if it is on the device."""
         root = self.tree.node(adapter)
         return None if root.residence is RESIDENT else "host" if root.host is HELD else "files"
 
-    def insert(self, parent: Node, key: PageKey, now: float, begins_turn: bool) -> Node:
+    def insert(self, parent: Node, key: trees.PageKey, now: float, begins_turn: bool) -> Node:
         """Insert a KV node under ``parent``, in neither tier; the caller fills it at once."""
         node = self.tree.insert(parent, key, now)
         self._offer_all(self.turns.add(node, begins_turn))
@@ -197,10 +156,6 @@ class Residency:
         for_adapters = self.num_available_soon(for_adapters=True) + tree.evictable_adapter_pages
         return for_adapters >= adapter_pages and for_kv + tree.idle_kv_pages >= kv_pages
 
-    def will_provide(self, kv_pages: int) -> bool:
-        """Return whether the pages will be free when the transfers in flight have ended."""
-        return self.num_available_soon(for_adapters=False) >= kv_pages
-
     def provide(self, now: float, kv_pages: int, adapter_pages: int = 0) -> bool:
         """Return whether the pages are free; if not, start the evictions that will free them, as far as
         possible."""
@@ -225,7 +180,8 @@ class Residency:
         if self.num_available_soon(for_adapters) >= count:
             return sent
         self.forget_visits(now)
-        leaving = self.candidates.begin_leaving(now, for_adapters)
+        leaving = self.candidates.leaving_adapters if for_adapters else self.candidates.leaving
+        self.candidates.begin(leaving, now)
         while self.num_available_soon(for_adapters) < count:
             chosen = leaving.pop()
             if chosen is None:
@@ -246,10 +202,6 @@ class Residency:
             if other is not node and self.tree.may_leave(other):
                 yield other
 
-    def take(self, count: int) -> tuple[PageId, ...]:
-        """Take device pages that ``provide`` has freed."""
-        return self.device.take(count)
-
     # ------------------------------------------------------------ leaving the device
 
     def evict(self, now: float, node: Node, reason: str, value: float | None = None) -> None:
@@ -264,15 +216,13 @@ class Residency:
             # A save had begun, the node was recalled, and now it leaves after all.
             self._set_device(node, OFFLOADING, node.pages)
             self.note("save", node, reason, value)
-        elif node.parent is not None and self._should_offload(node, now) and self._provide_host(now, 1):
-            self._save(node)
+        elif node.parent is not None and self.offload.pays(node, now) and self._provide_host(now, 1):
+            self._set_device(node, OFFLOADING, node.pages)
+            self._write(node)
             self.note("save", node, reason, value)
         else:
             self.note("drop", node, reason, value)
             self._lose(node)
-
-    def _should_offload(self, node: Node, now: float) -> bool:
-        return self.offload.pays(node, now)
 
     def _leave_device(self, node: Node) -> None:
         """Free the device pages of a node whose contents are on the host, or not wanted."""
@@ -289,10 +239,6 @@ class Residency:
             self._decided.append(commands.EvictAdapter(node.adapter))
         else:
             self.counters.history_evictions += 1
-
-    def _save(self, node: Node) -> None:
-        self._set_device(node, OFFLOADING, node.pages)
-        self._write(node)
 
     def _write(self, node: Node) -> None:
         """Start a KV node's copy to the host, which has room."""
@@ -314,7 +260,7 @@ class Residency:
     def discard(self, root: Node) -> None:
         """Take a node and all nodes below it out of both tiers. None of them is pinned; an adapter stays
         known."""
-        for node in reversed(subtree(root)) if root.children else (root,):
+        for node in reversed(trees.subtree(root)) if root.children else (root,):
             self._release(node)
             if node.parent is not None and not node.is_dropped:
                 self.counters.history_drops += 1
@@ -335,7 +281,7 @@ class Residency:
     def _release(self, node: Node) -> None:
         """Free the node's pages in both tiers; a copy in flight owns the pages that it still touches."""
         pages, host_pages = node.pages, node.host_pages
-        move = self.transfers.disown(node)
+        move = self.transfers.current.pop(node, None)
         if move is not None:
             # It may own device pages already: of a save whose node was abandoned while it loaded.
             move.owns_pages |= bool(pages)
@@ -345,14 +291,26 @@ class Residency:
             self._set_device(node, ABSENT, ())
             if move is None:
                 self.device.release(pages)
-        if host_pages:
+        if move is None:
+            self._drop_copy(node)
+        elif host_pages:
             self._set_host(node, NO_COPY, ())
-            if move is None:
-                self.in_use.release(node, host_pages)
         if was_there and pages:
             self._has_left(node)
 
     # ------------------------------------------------------------ the host
+
+    def _drop_copy(self, node: Node) -> None:
+        """Free the host pages of a node, if it has any, once no step reads them any more."""
+        if node.host_pages:
+            pages = node.host_pages
+            self._set_host(node, NO_COPY, ())
+            self.host.release(pages, self.host_reads.get(node))
+
+    def host_read_ended(self, step: int) -> None:
+        """Note the end of a step that read host pages; steps end in their order."""
+        self.host_reads = {node: last for node, last in self.host_reads.items() if last > step}
+        self.host.step_ended(step)
 
     def _provide_host(self, now: float, count: int) -> bool:
         """Free host pages by dropping the copies of least value; return whether there are enough."""
@@ -360,7 +318,8 @@ class Residency:
             return True
         if count > self.host.num_pages:
             return False
-        leaving = self.candidates.begin_leaving_host(now)
+        leaving = self.candidates.leaving_host
+        self.candidates.begin(leaving, now)
         while self.host.num_free < count:
             chosen = leaving.pop()
             if chosen is None:
@@ -377,9 +336,7 @@ class Residency:
         """Drop the host's copy of a node."""
         self.counters.host_evictions += 1
         self.note("drop-host", node, "host is full", value)
-        pages = node.host_pages
-        self._set_host(node, NO_COPY, ())
-        self.in_use.release(node, pages)
+        self._drop_copy(node)
         if node.residence is ABSENT and not node.is_adapter:
             self.counters.history_drops += 1
             self._remove(node)
@@ -404,7 +361,7 @@ class Residency:
         for node in nodes:
             if reason == "demand" and not node.is_adapter:
                 self.offload.came_back(1)
-            self._set_device(node, LOADING, self.take(node.num_pages))
+            self._set_device(node, LOADING, self.device.take(node.num_pages))
             if node.host is HELD:
                 self.transfers.queue(node, to_device=True)
                 self.note("load", node, reason, value)
@@ -448,9 +405,8 @@ class Residency:
         if node.residence is RESIDENT:
             return False
         if node.residence is LOADING:
-            move = self.transfers.disown(node)
-            assert move is not None, "a loading node has a copy in flight"
-            move.owns_pages = True  # the copy is not needed any more
+            # The copy in flight is not needed any more.
+            self.transfers.current.pop(node).owns_pages = True
         self._set_device(node, RESIDENT, pages)
         self._land_children(node)
         if self.policy.writes_through and node.host is NO_COPY and self._provide_host(now, 1):
@@ -462,28 +418,28 @@ class Residency:
 
     def read_ended(self, event: events.AdapterRead) -> Node | None:
         """Take a read's end; return the adapter's node if the read failed and the node is loading."""
-        read = self.transfers.read_ended(event.adapter)
-        node = read.node
+        node, to_device = self.transfers.reads.pop(event.adapter)
         if event.ok:
             self.rates.saw_read(node.num_pages, event.read_s)
-            if read.to_device:
+            if to_device:
                 self._land(node)
             else:
                 self._set_host(node, HELD, node.host_pages)
                 if node.residence is LOADING:
                     self.transfers.queue(node, to_device=True)
             return None
-        if not read.to_device:
-            pages = node.host_pages
-            self._set_host(node, NO_COPY, ())
-            self.in_use.release(node, pages)
+        if not to_device:
+            self._drop_copy(node)
         return node if node.residence is LOADING else None
 
     def copy_ended(self, event: events.CopyDone) -> list[Node]:
         """Take a copy's end; return the nodes whose contents did not arrive."""
-        moves = self.transfers.copy_ended(event.copy)
-        if moves:
-            self._count_copy(moves, event)
+        moves = self.transfers.copies.pop(event.copy, [])
+        self.counters.swaps_failed += bool(moves) and not event.ok
+        if moves and event.ok:
+            copied = sum(len(move.pages) for move in moves), event.copy_s, moves[0].to_device
+            self.rates.saw_copy(*copied)
+            self.counters.copied(*copied)
         failed = []
         for move in moves:
             node = move.node
@@ -500,15 +456,8 @@ class Residency:
             if move.owns_pages:
                 self.device.release(move.pages)
             if move.owns_host_pages:
-                self.in_use.release(node, move.host_pages)
+                self.host.release(move.host_pages, self.host_reads.get(node))
         return failed
-
-    def _count_copy(self, moves: list[Move], event: events.CopyDone) -> None:
-        num_pages, to_device = sum(len(move.pages) for move in moves), moves[0].to_device
-        self.counters.swaps_failed += not event.ok
-        if event.ok:
-            self.rates.saw_copy(num_pages, event.copy_s, to_device)
-            self.counters.copied(num_pages, event.copy_s, to_device)
 
     def _saved(self, node: Node, ok: bool) -> None:
         """Take the end of a copy to the host; a node that is offloading leaves the device."""
@@ -517,9 +466,7 @@ class Residency:
             if node.residence is OFFLOADING:
                 self._leave_device(node)
             return
-        pages = node.host_pages
-        self._set_host(node, NO_COPY, ())
-        self.in_use.release(node, pages)
+        self._drop_copy(node)
         if node.residence is OFFLOADING:
             self._lose(node)
 
@@ -554,14 +501,14 @@ class Residency:
 
     def abandon_load(self, node: Node) -> None:
         """Make a node whose contents will not arrive absent, and all loading nodes below it."""
-        for member in reversed(subtree(node)):
+        for member in reversed(trees.subtree(node)):
             if member.residence is not LOADING:
                 continue
-            pages, move = member.pages, self.transfers.current(member)
+            pages, move = member.pages, self.transfers.current.get(member)
             if move is not None:
                 move.owns_pages, pages = True, ()
                 if move.to_device:
-                    self.transfers.disown(member)
+                    del self.transfers.current[member]
             self._set_device(member, ABSENT, ())
             self.device.release(pages)
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import array
 import enum
+import operator
 from collections.abc import Sequence as SequenceOf
-from typing import Final
 
 from manylora.policy.tree import Node, PageKey
-from manylora.protocol import commands
-from manylora.types import BASE, AdapterId, PageId, Request, SequenceId
+from manylora.protocol import commands, events
+from manylora.types import BASE, AdapterId, PageId, SequenceId
 
 _TOKEN_BYTES = 8
 _MOST_SAMPLES = 128
@@ -20,7 +20,10 @@ _MOST_SAMPLES = 128
 
 
 class Stage(enum.Enum):
-    """The stage of a sequence from arrival to end."""
+    """The stage of a sequence from arrival to end.
+
+    LEAVING: without pages and without new steps; the request is released when the steps in flight have ended.
+    """
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -29,13 +32,9 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
-WAITING: Final = Stage.WAITING
-LOADING: Final = Stage.LOADING
-RUNNING: Final = Stage.RUNNING
-LEAVING: Final = Stage.LEAVING
-"""A stage without pages and without new steps; the request is released when the steps in flight have ended."""
-ENDED: Final = Stage.ENDED
-"""Plain names: these are compared for every row of every step, and reading an Enum's member takes long."""
+WAITING, LOADING, RUNNING, LEAVING, ENDED = Stage
+"""Plain names, in the order of the class: these are compared for every row of every step, and reading an Enum's
+member takes long."""
 
 
 class RequestState:
@@ -54,43 +53,29 @@ class RequestState:
         "positions", "request", "sequences", "stop_ids",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        request: Request,
-        order: int,
-        max_tokens: int,
-        arrived_s: float,
-        resume: SequenceOf[SequenceOf[int]] = (),
-        closed: SequenceOf[int] = (),
-        attempt: int = 0,
-    ) -> None:
-        self.request = request
+    def __init__(self, event: events.Arrive, order: int, max_tokens: int, now: float) -> None:
+        self.request = request = event.request
         self.id = request.id
         self.order = order
-        self.arrived_s = arrived_s
+        self.arrived_s = now - event.waited_s
         self.max_tokens = max_tokens
         self.min_tokens = request.params.min_tokens
         self.stop_ids = frozenset(request.stop_ids)
-        self.attempt = attempt
-        self.is_resumed = self.admitted = any(resume)
+        self.attempt = event.attempt
+        self.is_resumed = self.admitted = any(event.resume)
         self.is_announced = False
         self.is_ready = False
         self.is_leaving = False
         # Samples without a sequence yet are open too.
-        self.open_samples = set(range(request.params.n)).difference(closed)
+        self.open_samples = set(range(request.params.n)).difference(event.closed)
         self.sequences: dict[int, Sequence] = {}
-        self.positions = [len(tokens) for tokens in resume] or [0] * request.params.n
+        self.positions = [len(tokens) for tokens in event.resume] or [0] * request.params.n
         """Tokens of each sample when it ended, or when it came."""
         self.fresh = [sample for sample in sorted(self.open_samples) if not self.positions[sample]]
         self.later: dict[int, SequenceOf[int]] = {}
         # One that has a token has had them all.
         last = 0 if request.params.prompt_logprobs is None else len(request.prompt) - 1
         self.num_scored, self.num_unscored = (last, 0) if self.is_resumed else (0, last)
-
-    def num_forks_of(self, sample: int) -> int:
-        """Return how many other samples are drawn with this one's first token."""
-        fresh = self.fresh
-        return fresh[-1] - sample if fresh and fresh[0] == sample else 0
 
     def end_of(self, tokens: SequenceOf[int]) -> str | None:
         """Return why a sample with these tokens has ended, if it has."""
@@ -182,8 +167,8 @@ class Sequence:
         )
         self.num_failed_copies = 0
         self.num_at_admission = len(tokens)  # its tokens when it was admitted last
-        # Samples that will fork off this sequence once its prompt is computed.
-        self.num_forks = state.num_forks_of(sample)
+        # Samples that will fork off this sequence once its prompt is computed, with its first token.
+        self.num_forks = state.fresh[-1] - sample if state.fresh[:1] == [sample] else 0
         self.first_rotary_row = 0  # more for a long context, whose keys are others
         self.is_prefetched = False
         self.overtaken_s: float | None = None  # since when others go before it for their adapters' sake
@@ -197,10 +182,6 @@ class Sequence:
         state.sequences[sample] = self
 
     # ------------------------------------------------------------ asked
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.stage is WAITING
 
     @property
     def has_drawn(self) -> bool:
@@ -266,14 +247,10 @@ class Sequence:
 
     def hold_fork(self, parent: Sequence, own_pages: SequenceOf[PageId]) -> None:
         """Admit a fork of a sequence whose prompt is computed; it runs on from there."""
-        self.node = self.matched = parent.node
-        self.num_shared = parent.num_shared
+        assert parent.node is not None
         self.first_rotary_row, self.keys = parent.first_rotary_row, []
-        self.num_computed = self.num_scheduled = self.num_prompt
-        self.pages = parent.pages[: parent.num_shared]
-        self.pages.extend(own_pages)
-        self.page_updates.clear()
-        self.stage = RUNNING
+        self.hold(parent.node, parent.num_shared, self.num_prompt, own_pages)
+        self.run(parent.pages[: parent.num_shared])
 
     def note_admission(self, now: float, source: str | None) -> None:
         """Note the moment of admission, for the parts of the wait. ``source``: where the adapter is, if not on
@@ -326,14 +303,6 @@ class Sequence:
         self.num_shared = 0
         self.num_computed = self.num_scheduled = 0
 
-    def pause(self, now: float) -> None:
-        """Note the beginning of a pause."""
-        self.paused_s = now
-
-    def resume(self) -> None:
-        """Note the end of a pause."""
-        self.paused_s = None
-
     def lengthen(self, long_from: int | None) -> None:
         """Switch a sequence without pages to a long context, if it needs one."""
         if self.outgrows(long_from):
@@ -364,6 +333,9 @@ class Sequence:
         """Note a failed row of the sequence."""
         self.num_pending -= draws
 
+
+by_arrival = operator.attrgetter("order")
+"""The key that sorts sequences by arrival."""
 
 Scheduled = tuple[Sequence, int, int]
 """A row of a step: the sequence, tokens to compute, samples to draw."""

@@ -7,11 +7,8 @@ whenever the lane is idle. The value model chooses the nodes; ``residency`` move
 
 from __future__ import annotations
 
-from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.cache_policies import Marks
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
 from manylora.policy.tree import ABSENT, HELD, NO_COPY, OFFLOADING, RESIDENT, Node
 from manylora.types import AdapterId
 
@@ -26,14 +23,13 @@ QUEUE_DEPTH = 8
 class Swapper:
     """The mover of nodes between the tiers ahead of demand."""
 
-    def __init__(
-        self, config: CacheConfig, residency: Residency, waiting: WaitingQueue, held: Reservations
-    ) -> None:
-        self._residency = residency
-        self._waiting = waiting
+    def __init__(self, held: Reservations) -> None:
+        self._residency = held.residency
+        self._waiting = held.waiting
         self._held = held
-        self._marks = residency.marks
-        self._prefetch_limit = int((config.high_mark or PREFETCH_MARK) * residency.device.num_pages)
+        self._marks = held.residency.marks
+        high_mark = held.config.cache.high_mark or PREFETCH_MARK
+        self._prefetch_limit = int(high_mark * held.config.num_pages)
         self.interval = 0
         self._held_back: list[Node] = []
 
@@ -46,7 +42,10 @@ class Swapper:
                 residency.candidates.entering.offer(node)
         self._held_back.clear()
         residency.forget_visits(now)
-        self._sample()
+        tree, counters = residency.tree, residency.counters
+        if tree.idle_kv_pages:
+            counters.invalid_share_sum += tree.invalid_pages / tree.idle_kv_pages
+            counters.invalid_share_samples += 1
         if self._marks is not None:
             self._keep_room(self._marks, now)
 
@@ -62,12 +61,6 @@ class Swapper:
         if residency.pages_used > marks.high_pages:
             for node in residency.shrink(now, marks.high_pages - marks.slack_pages, "busy"):
                 node.evicted_in = self.interval
-
-    def _sample(self) -> None:
-        tree, counters = self._residency.tree, self._residency.counters
-        if tree.idle_kv_pages:
-            counters.invalid_share_sum += tree.invalid_pages / tree.idle_kv_pages
-            counters.invalid_share_samples += 1
 
     def use_idle_lane(self, now: float) -> None:
         """Load nodes for waiting requests, then nodes of most value, while nothing else is copied."""
@@ -91,7 +84,8 @@ class Swapper:
         residency = self._residency
         most_pages = max(1, int(LANE_S / residency.rates.page_in_s))
         brought = 0
-        entering = residency.candidates.begin_entering(now)
+        entering = residency.candidates.entering
+        residency.candidates.begin(entering, now)
         while brought < most_pages and residency.pages_used < marks.low_pages:
             chosen = entering.pop()
             if chosen is None:
@@ -155,21 +149,18 @@ class PinnedAdapters:
     are not loaded again while any request waits.
     """
 
-    def __init__(self, config: PolicyConfig, residency: Residency, held: Reservations) -> None:
-        self._residency = residency
+    def __init__(self, held: Reservations) -> None:
+        self._residency = held.residency
         self._held = held
-        self._most_pages = int(config.kept_share * config.num_pages)
+        self._most_pages = int(held.config.kept_share * held.config.num_pages)
         self._num_pages = 0
         self._wanted: dict[AdapterId, Node] = {}
-        self._pinned: set[AdapterId] = set()
+        self.pinned: set[AdapterId] = set()
+        """The adapters of them that are pinned on the device now."""
         self._gives_way = False
 
     def __len__(self) -> int:
         return len(self._wanted)
-
-    def pinned(self) -> list[AdapterId]:
-        """Return the adapters that are pinned on the device now."""
-        return sorted(self._pinned)
 
     def keep(self, adapter: AdapterId) -> None:
         """Want a copy of the adapter, if its pages fit."""
@@ -188,43 +179,40 @@ class PinnedAdapters:
             self._num_pages -= node.num_pages
             self._unpin(adapter, node)
 
-    def pin(self, num_waiting: int) -> None:
+    def pin(self) -> None:
         """Pin the copies that have landed, before room is made for anything else: a copy that is evicted as it
         lands would be brought again at once, and so on."""
-        if self._gives_way and (num_waiting or self._held.admitted):
+        if self._gives_way and (len(self._held.waiting) or self._held.admitted):
             return
         self._gives_way = False
-        if len(self._pinned) < len(self._wanted):
+        if len(self.pinned) < len(self._wanted):
             for adapter, node in self._wanted.items():
-                if adapter not in self._pinned and node.residence is RESIDENT:
+                if adapter not in self.pinned and node.residence is RESIDENT:
                     self._residency.tree.pin(node)
-                    self._pinned.add(adapter)
+                    self.pinned.add(adapter)
 
     def bring(self, now: float) -> None:
         """Start the copy of the first adapter that is absent, one after the other."""
         residency = self._residency
-        if self._gives_way or len(self._pinned) == len(self._wanted) or residency.transfers.is_lane_busy:
+        if self._gives_way or len(self.pinned) == len(self._wanted) or residency.transfers.is_lane_busy:
             return
-        unpinned = [node for adapter, node in self._wanted.items() if adapter not in self._pinned]
+        unpinned = [node for adapter, node in self._wanted.items() if adapter not in self.pinned]
         if any(node.residence not in (ABSENT, RESIDENT) for node in unpinned):
             return
         absent = next((node for node in unpinned if node.residence is ABSENT), None)
         if absent is not None and residency.provide(now, 0, absent.num_pages):
             residency.load(now, [absent], "kept")
 
-    def give_way(self, num_waiting: int) -> bool:
+    def give_way(self) -> bool:
         """Release the pins so that something may run; return whether there were any."""
-        tree = self._residency.tree
-        if not self._pinned or not (num_waiting or self._held.admitted):
-            return False
-        if self._held.num_loading or tree.loading_pages or tree.offloading_pages:
+        if not self.pinned or not self._held.is_stuck():
             return False
         self._gives_way = True
-        for adapter in self.pinned():
+        for adapter in sorted(self.pinned):
             self._unpin(adapter, self._wanted[adapter])
         return True
 
     def _unpin(self, adapter: AdapterId, node: Node) -> None:
-        if adapter in self._pinned:
-            self._pinned.remove(adapter)
-            self._residency.unpin(node, node.last_use)
+        if adapter in self.pinned:
+            self.pinned.remove(adapter)
+            self._residency.unpin(node)

@@ -8,9 +8,9 @@ value. A method that changes a state returns the other nodes that may have becom
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Iterator
-from typing import Final
 
 from manylora.protocol.hashing import BLOCK_BYTES, block_hash, prefix_root
 from manylora.types import BASE, AdapterId, PageId
@@ -40,15 +40,10 @@ class HostState(enum.Enum):
     HELD = "held"
 
 
-# Names of their own: the policy asks for them all the time, and in Python 3.11 an Enum's attribute takes three
-# times as long as a function call.
-ABSENT: Final = Residence.ABSENT
-LOADING: Final = Residence.LOADING
-RESIDENT: Final = Residence.RESIDENT
-OFFLOADING: Final = Residence.OFFLOADING
-NO_COPY: Final = HostState.NONE
-FILLING: Final = HostState.FILLING
-HELD: Final = HostState.HELD
+# Names of their own, in the order of the classes: the policy asks for them all the time, and in Python 3.11 an
+# Enum's attribute takes three times as long as a function call.
+ABSENT, LOADING, RESIDENT, OFFLOADING = Residence
+NO_COPY, FILLING, HELD = HostState
 
 
 class Node:
@@ -60,27 +55,9 @@ class Node:
     """
 
     __slots__ = (
-        "adapter",
-        "busy",
-        "children",
-        "depth",
-        "evicted_in",
-        "has_landed",
-        "host",
-        "host_pages",
-        "is_dropped",
-        "key",
-        "last_use",
-        "num_on_device",
-        "num_pages",
-        "pages",
-        "parent",
-        "pins",
-        "residence",
-        "stamps",
-        "visits",
-        "weighed_at",
-        "weight",
+        "adapter", "busy", "children", "depth", "evicted_in", "has_landed", "host", "host_pages", "is_dropped",
+        "key", "last_use", "num_on_device", "num_pages", "pages", "parent", "pins", "residence", "stamps",
+        "visits", "weighed_at", "weight",
     )  # fmt: skip
 
     def __init__(self, adapter: AdapterId, parent: Node | None, key: PageKey, num_pages: int) -> None:
@@ -128,13 +105,13 @@ class DependencyTree:
         # An adapter that was not asked for yet is its number of pages.
         self._adapters: dict[AdapterId, Node | int] = {BASE: self.base}
         self._removed: set[AdapterId] = set()
-        self.num_nodes = 0
         # Device pages by what they hold, whatever the state; then some of them by state.
         self.kv_pages = 0
         self.adapter_pages = 0
         self.evictable_pages = 0  # of resident nodes without pins
         self.evictable_adapter_pages = 0
-        self._idle_kv_of: dict[AdapterId, int] = {}  # evictable KV pages
+        self.idle_kv_of = collections.Counter[AdapterId]()
+        """Device pages of KV under each adapter that no running request uses."""
         self.invalid_pages = 0  # of these, those whose adapter is not resident: no request could use them
         self._changed: set[AdapterId] = set()  # whose states or idle KV did, since ``take_changed``
         self.pinned_kv_pages = 0
@@ -150,7 +127,6 @@ class DependencyTree:
         """Add an adapter, which starts absent. A known one stays as it is."""
         if adapter not in self._adapters:
             self._adapters[adapter] = num_pages
-            self.num_nodes += 1
 
     def knows(self, adapter: AdapterId) -> bool:
         """Return whether new requests may name the adapter."""
@@ -195,10 +171,8 @@ class DependencyTree:
         if not node.is_ghost or node.busy or node.children:
             raise AssertionError(f"adapter {adapter} is still in use")
         node.is_dropped = True
-        self.num_nodes -= 1
-        del self._adapters[adapter]
+        del self._adapters[adapter], self.idle_kv_of[adapter]
         self._removed.discard(adapter)
-        self._idle_kv_of.pop(adapter, None)
         self._changed.discard(adapter)
 
     # ------------------------------------------------------------ matching and growing
@@ -221,7 +195,6 @@ class DependencyTree:
         node = Node(parent.adapter, parent, key, 1)
         node.last_use = now
         parent.children[key] = node
-        self.num_nodes += 1
         return node
 
     def remove(self, node: Node) -> Node:
@@ -237,7 +210,6 @@ class DependencyTree:
                 raise AssertionError("the node is still in use")
             del parent.children[node.key]
             node.is_dropped = True
-            self.num_nodes -= 1
             if parent.parent is None or not parent.is_ghost or parent.children or parent.busy:
                 return parent
             node = parent
@@ -261,7 +233,7 @@ class DependencyTree:
         if parent is None:
             self._changed.add(node.adapter)
             gone = (before is RESIDENT) - (residence is RESIDENT)
-            self.invalid_pages += gone * self.idle_kv_of(node.adapter)
+            self.invalid_pages += gone * self.idle_kv_of[node.adapter]
         else:
             was_on = before is RESIDENT or before is LOADING
             is_on = residence is RESIDENT or residence is LOADING
@@ -364,7 +336,7 @@ class DependencyTree:
         self.evictable_adapter_pages += adapter_pages
         if kv_pages:
             self._changed.add(adapter)
-            self._idle_kv_of[adapter] = self._idle_kv_of.get(adapter, 0) + kv_pages
+            self.idle_kv_of[adapter] += kv_pages
             if self.node(adapter).residence is not RESIDENT:
                 self.invalid_pages += kv_pages
 
@@ -372,10 +344,6 @@ class DependencyTree:
     def idle_kv_pages(self) -> int:
         """Device pages of KV that no running request uses."""
         return self.evictable_pages - self.evictable_adapter_pages
-
-    def idle_kv_of(self, adapter: AdapterId) -> int:
-        """Device pages of KV under this adapter that no running request uses."""
-        return self._idle_kv_of.get(adapter, 0)
 
     # ------------------------------------------------------------ what may leave, what may enter
 

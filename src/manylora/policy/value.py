@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Hashable, Sequence
-from typing import Protocol
 
 from manylora.policy.tree import HELD, RESIDENT, Node, use
 from manylora.reports import Counters
@@ -29,17 +28,9 @@ class Visits:
     ``only_leaves_matter``: a node with children on the device is no candidate to leave it.
     """
 
-    def __init__(
-        self,
-        window_s: float,
-        aging_s: float,
-        *,
-        counts_window: bool,
-        only_leaves_matter: bool,
-    ) -> None:
+    def __init__(self, window_s: float, *, counts_window: bool, only_leaves_matter: bool) -> None:
         self._window_s = window_s
         self._counts_window = counts_window
-        self._aging_s = aging_s
         self._log: collections.deque[tuple[float, Node | None, Node]] = collections.deque()
         self._batches: collections.deque[tuple[float, int]] = collections.deque()
         self._batch_rows = 0
@@ -59,21 +50,19 @@ class Visits:
             self._visit(above, deepest, now)
 
     def _visit(self, above: Node | None, deepest: Node, now: float) -> None:
-        if self._counts_window:
-            self._count(above, deepest, now)
         root = use(deepest, above, now)
         if root is not None:
-            root.weight = 1.0 + root.weight * math.exp((root.weighed_at - now) / self._aging_s)
+            root.weight = 1.0 + root.weight * math.exp((root.weighed_at - now) / self._window_s)
             root.weighed_at = now
-
-    def _count(self, above: Node | None, deepest: Node, now: float) -> None:
+        if not self._counts_window:
+            return
         self._log.append((now, above, deepest))
         step: Node | None = deepest
         while step is not None and step is not above:
             step.visits += 1
-            if step.parent is None and step.adapter != BASE:
-                self._adapters[step] = None
             step = step.parent
+        if root is not None and root.adapter != BASE:
+            self._adapters[root] = None
 
     def expire(self, now: float) -> list[Node]:
         """Forget visits that have left the window; return the idle nodes whose count fell, perhaps
@@ -194,7 +183,7 @@ class Rates:
         self.step_rows = 1.0
         self._token_s = _FIRST_PREFILL_S
         self._decode_s = 0.0
-        self._num_copies = {True: 0, False: 0}
+        self.num_copies = {True: 0, False: 0}  # by whether they go to the device
         self._num_reads = 0
 
     @property
@@ -203,18 +192,13 @@ class Rates:
         rows = self.step_rows
         return 1.0 if rows < 1.0 else _MOST_HELD_UP if rows > _MOST_HELD_UP else rows
 
-    @property
-    def has_copied(self) -> bool:
-        """Whether a copy to the device has been seen."""
-        return self._num_copies[True] > 0
-
     def learnt(self) -> tuple[float, float, float]:
         """Return the seconds of a prompt's token, a page from the host, and an adapter's page that is read; 0
         if none was seen."""
         has_prefilled = self._token_s != _FIRST_PREFILL_S
         return (
             self._token_s if has_prefilled else 0.0,
-            self.page_in_s if self._num_copies[True] else 0.0,
+            self.page_in_s if self.num_copies[True] else 0.0,
             self.page_read_s if self._num_reads else 0.0,
         )
 
@@ -232,8 +216,8 @@ class Rates:
         if seconds <= 0 or not num_pages:
             return
         old = self.page_in_s if to_device else self.page_out_s
-        new = _blend(old, seconds / num_pages, self._num_copies[to_device])
-        self._num_copies[to_device] += 1
+        new = _blend(old, seconds / num_pages, self.num_copies[to_device])
+        self.num_copies[to_device] += 1
         if to_device:
             self.page_in_s = new
         else:
@@ -254,7 +238,7 @@ class Rates:
         for prefix_class in prefix_classes:
             prefill_s += self.page_prefill_s(prefix_class)
         saved_s = self.held_up * prefill_s
-        if self._num_copies[True]:
+        if self.num_copies[True]:
             saved_s -= len(prefix_classes) * self.page_in_s
         if saved_s < 0:
             self.page_in_s *= (1 - _HOPE) ** len(prefix_classes)
@@ -296,39 +280,31 @@ _PRIOR_TOKENS = 1000
 """Prompts count as wholly reusable at first; after this many tokens the observed share counts half."""
 
 
-class ValueModel(Protocol):
-    """The order of candidates. Within a bucket, order by rank and by value agree at every moment."""
+class ValueModel:
+    """The order of candidates; by default that of LRU. Within a bucket, order by rank and by value agree at
+    every moment."""
 
     def bucket(self, node: Node) -> Hashable:
         """Return a key of the nodes that keep their order among each other as time passes."""
+        return 0
 
     def rank(self, node: Node) -> float:
         """Return the order within the bucket; the lowest leaves first. It changes only with visits and use."""
+        return node.last_use
 
     def value(self, node: Node, now: float) -> Value:
         """Return the gain of keeping the node, comparable between buckets."""
+        return (node.last_use, 0.0)
 
     def refresh(self, now: float, num_adapters: int) -> None:
         """Prepare for a decision, with ``num_adapters`` adapters resident."""
 
 
-class LeastRecentlyUsed:
-    """The order of LRU: the longest unused node leaves first."""
-
-    def bucket(self, node: Node) -> Hashable:
-        return 0
-
-    def rank(self, node: Node) -> float:
-        return node.last_use
-
-    def value(self, node: Node, now: float) -> Value:
-        return (node.last_use, 0.0)
-
-    def refresh(self, now: float, num_adapters: int) -> None:
-        return
+class LeastRecentlyUsed(ValueModel):
+    """The order of LRU, every default: the longest unused node leaves first."""
 
 
-class FastLibraValue:
+class FastLibraValue(ValueModel):
     """The value of FastLibra: equations 3 to 6 (§5.1, §5.2), in log space.
 
     log Eval = log LoRA_Eval (adapters only) + log cost + log prob - softplus(t / tau): 1 - sigmoid(x) is
@@ -346,9 +322,6 @@ class FastLibraValue:
     def bucket(self, node: Node) -> Hashable:
         return (node.parent is None, self._turns.num_pages(node), node.visits)
 
-    def rank(self, node: Node) -> float:
-        return node.last_use
-
     def value(self, node: Node, now: float) -> Value:
         if node.visits == 0:
             return (-math.inf, node.last_use)
@@ -365,7 +338,7 @@ class FastLibraValue:
         self._log_reward = math.log(max(1.0, wanted / max(1, num_adapters)))
 
 
-class RealCost:
+class RealCost(ValueModel):
     """The value of manylora: the real cost of a miss, for each page of the node, times its rate of use.
 
     Cost: from a host copy the transfer; without one (so that leaving costs a write, or loses it) an adapter's

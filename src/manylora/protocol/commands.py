@@ -373,16 +373,9 @@ EngineCommand = SetTimer | AdapterFreed | Decided | Report | Status
 """The commands that the driver carries out, or has its engine carry out."""
 
 Command = (
-    RunStep
-    | EndSequence
-    | CopyPages
-    | SwapPages
-    | ReadAdapter
-    | EvictAdapter
-    | SetMerged
-    | ClientCommand
-    | EngineCommand
-)
+    RunStep | EndSequence | CopyPages | SwapPages | ReadAdapter | EvictAdapter | SetMerged
+    | ClientCommand | EngineCommand
+)  # fmt: skip
 """The commands of a replica."""
 
 DEVICE_COMMANDS: frozenset[type] = frozenset(get_args(DeviceCommand))
@@ -395,21 +388,11 @@ def handlers(port: object, commands: Iterable[type]) -> dict[type, Callable[...,
 
     Raises TypeError where one is missing.
     """
-    found: dict[type, Callable[..., Any]] = {}
-    missing = []
-    for kind in commands:
-        method = getattr(port, _method_of(kind), None)
-        if method is None:
-            missing.append(kind.__name__)
-        else:
-            found[kind] = method
+    names = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in commands}
+    missing = sorted(kind.__name__ for kind, name in names.items() if not hasattr(port, name))
     if missing:
-        raise TypeError(f"{type(port).__name__} does not carry out {', '.join(sorted(missing))}")
-    return found
-
-
-def _method_of(kind: type) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+        raise TypeError(f"{type(port).__name__} does not carry out {', '.join(missing)}")
+    return {kind: getattr(port, name) for kind, name in names.items()}
 
 
 Ask = tuple[str, int]

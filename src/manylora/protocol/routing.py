@@ -8,7 +8,7 @@ decides.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from manylora.protocol.commands import SetTimer, Status
 from manylora.protocol.events import Timer
@@ -400,5 +400,3 @@ RouterCommand = (
     | Routed | Planned | SetTimer
 )  # fmt: skip
 """The commands of a router."""
-
-ROUTER_COMMANDS: frozenset[type] = frozenset(get_args(RouterCommand))

@@ -53,7 +53,7 @@ def build(
         now += spacing_s
         root = tree.node(_adapter_of(number))
         if not root.pages:
-            tree.set_device(root, Residence.RESIDENT, residency.take(root.num_pages))
+            tree.set_device(root, Residence.RESIDENT, residency.device.take(root.num_pages))
         keys = [rng.randbytes(16 * 8) for _ in range(PAGES_A_CONVERSATION)]
         conversations.append(keys)
         node: Node = root
@@ -61,7 +61,7 @@ def build(
         for key in keys:
             child = residency.insert(node, key, now, begins_turn=False)
             tree.move_pin(node, child)
-            residency.fill(child, residency.take(1), now)
+            residency.fill(child, residency.device.take(1), now)
             node = child
         residency.visits.matched(node, now)
         residency.unpin(node, now)
@@ -107,7 +107,7 @@ def time_decisions(residency: Residency, count: int, now: float) -> list[float]:
         residency.shrink(now, target, "busy")
         seconds.append(time.perf_counter() - began)
         assert residency.pages_used <= target
-        residency.take(min(VICTIM_PAGES, residency.device.num_free))
+        residency.device.take(min(VICTIM_PAGES, residency.device.num_free))
     return seconds
 
 

@@ -35,20 +35,17 @@ class Credits:
         self.left_over = 0
         """The sum of removed adapters' credits beyond ``start``; with it all credits sum to ``start`` for each
         adapter."""
-        self._credits: dict[AdapterId, int] = {}
+        self.changed: dict[AdapterId, int] = {}
+        """The credit of every adapter that ever paid or gained any."""
         self._starving: set[AdapterId] = set()
 
     def of(self, adapter: AdapterId) -> int:
-        return self._credits.get(adapter, self.start)
-
-    def all(self) -> dict[AdapterId, int]:
-        """Return the credit of every adapter that ever paid or gained any."""
-        return self._credits
+        return self.changed.get(adapter, self.start)
 
     def forget(self, adapter: AdapterId) -> None:
         """Drop an adapter that is gone."""
         self.left_over += self.of(adapter) - self.start
-        self._credits.pop(adapter, None)
+        self.changed.pop(adapter, None)
         self._starving.discard(adapter)
 
     def transfer(self, payers: Iterable[AdapterId], held_back: Collection[AdapterId], amount: int) -> None:
@@ -62,12 +59,12 @@ class Credits:
         for place, adapter in enumerate(held_back):
             payer = paying[place] if place < len(paying) else paying[0]
             if payer != adapter:
-                self._credits[payer] = self.of(payer) - amount
-                self._credits[adapter] = self.of(adapter) + amount
+                self.changed[payer] = self.of(payer) - amount
+                self.changed[adapter] = self.of(adapter) + amount
 
     def starving(self) -> set[AdapterId]:
         """Return the adapters whose requests go first."""
-        for adapter, credit in self._credits.items():
+        for adapter, credit in self.changed.items():
             if adapter in self._starving:
                 if credit < self.start + self.margin // 2:
                     self._starving.remove(adapter)
@@ -188,16 +185,14 @@ class DloraMerging(MergePolicy):
             return Choice(view.merged)
         first = collections.Counter(sequence.adapter for sequence in fcfs)
         starving = self._starving(view)
-        merged = view.merged
+        merged, ratio = view.merged, view.num_unfinished(view.merged) / len(fcfs)
         self._hot = self._hottest(view, first)
         if starving:
             choice = self._relieve(view, starving)
-        elif merged != BASE and self._stays(view, first):
+        elif merged != BASE and ratio >= self.thresholds.beta and self._can_pay(merged, first):
             choice = Choice(merged, merged, (merged,))
         else:
-            choice = self._merge_hottest(view) or Choice(
-                BASE, batch=tuple(fcfs), reason=self._ratio_text(view, merged, "<", self.thresholds.beta)
-            )
+            choice = self._merge_hottest(view)
         if choice.adapter != BASE:
             self._hot = choice.adapter
         self._num_hot = 0 if self._hot is None else view.num_unfinished(self._hot)
@@ -220,26 +215,19 @@ class DloraMerging(MergePolicy):
         microseconds."""
         return round(self._times.unmerged_s(num_requests) * MICROSECONDS)
 
-    def _stays(self, view: MergeView, first: collections.Counter[AdapterId]) -> bool:
-        ratio = view.num_unfinished(view.merged) / len(self._fcfs)
-        return ratio >= self.thresholds.beta and self._can_pay(view.merged, first)
-
-    def _merge_hottest(self, view: MergeView) -> Choice | None:
-        """Merge the adapter with the most requests if they are enough; another one may be merged now."""
-        hot, merged = self._hot, view.merged
-        if hot is None or hot == merged or not view.can_merge:
-            return None
-        if view.num_unfinished(hot) / len(self._fcfs) <= self.thresholds.alpha:
-            return None
-        if view.may_switch_to(hot):
-            return Choice(hot, hot, (hot,), reason=self._ratio_text(view, hot, ">", self.thresholds.alpha))
-        # None of its requests can run yet: one must be admitted, and all go on unmerged meanwhile.
-        waits = None if view.num_admitted[hot] else view.waiting.first_of(hot)
-        return Choice(
-            BASE,
-            batch=(waits, *self._fcfs[:-1]) if waits is not None else tuple(self._fcfs),
-            reason=self._ratio_text(view, merged, "<", self.thresholds.beta),
-        )
+    def _merge_hottest(self, view: MergeView) -> Choice:
+        """Merge the adapter with the most requests if they are enough, else run unmerged; another one may be
+        merged now."""
+        hot, merged, batch, alpha = self._hot, view.merged, self._fcfs, self.thresholds.alpha
+        may_merge = view.can_merge and hot != merged
+        if hot is not None and may_merge and view.num_unfinished(hot) / len(batch) > alpha:
+            if view.may_switch_to(hot):
+                return Choice(hot, hot, (hot,), reason=self._ratio_text(view, hot, ">", alpha))
+            # None of its requests can run yet: one must be admitted, and all go on unmerged meanwhile.
+            waits = None if view.num_admitted[hot] else view.waiting.first_of(hot)
+            batch = batch if waits is None else [waits, *batch[:-1]]
+        reason = self._ratio_text(view, merged, "<", self.thresholds.beta)
+        return Choice(BASE, batch=tuple(batch), reason=reason)
 
     def _ratio_text(self, view: MergeView, adapter: AdapterId, sign: str, threshold: float) -> str:
         if adapter == BASE:
@@ -295,18 +283,16 @@ class DloraMerging(MergePolicy):
         self.credits.transfer(payers, [sequence.adapter for sequence in held_back], amount)
         before = self._held_back
         self._held_back = {s.id: before.get(s.id, (now, s.adapter)) for s in held_back}
-        if self._hot is not None:
-            self._tune(merged, self._hot)
-
-    def _tune(self, merged: AdapterId, hot: AdapterId) -> None:
-        times, num_merge, num_fcfs = self._times, min(self._num_hot, self._batch), len(self._fcfs)
-        self.thresholds.step(
-            merged != BASE,
-            hot,
-            (num_merge, times.merged_s(num_merge)),
-            (num_fcfs, times.unmerged_s(num_fcfs)),
-            times.switch_s(merged, BASE) if merged != BASE else times.switch_s(BASE, hot),
-        )
+        hot, times = self._hot, self._times
+        if hot is not None:
+            num_merge, num_fcfs = min(self._num_hot, self._batch), len(self._fcfs)
+            self.thresholds.step(
+                merged != BASE,
+                hot,
+                (num_merge, times.merged_s(num_merge)),
+                (num_fcfs, times.unmerged_s(num_fcfs)),
+                times.switch_s(merged, BASE if merged != BASE else hot),
+            )
 
     def forget(self, adapter: AdapterId) -> None:
         """See MergePolicy."""
@@ -315,5 +301,6 @@ class DloraMerging(MergePolicy):
 
     def gauges(self) -> MergeGauges:
         """See MergePolicy."""
-        credits = tuple((adapter, credit / MICROSECONDS) for adapter, credit in self.credits.all().items())
+        changed = self.credits.changed.items()
+        credits = tuple((adapter, credit / MICROSECONDS) for adapter, credit in changed)
         return MergeGauges(self.thresholds.alpha, self.thresholds.beta, credits)

@@ -48,20 +48,23 @@ class RegretMerging(MergePolicy):
 
     def choose(self, view: MergeView) -> Choice:
         """See MergePolicy."""
-        if view.merged != BASE:
+        merged = view.merged
+        if merged != BASE:
             choice = self._end_for_others(view)
             if choice is not None:
                 return choice
         for target in sorted(self.regrets):
-            regret_s, price_s = self.regrets[target], self._price_s(view.merged, target)
-            if target == view.merged or not self._pays(target, regret_s, price_s):
+            if target == merged or not view.may_switch_to(target):
                 continue
-            if not view.may_switch_to(target) or not self._is_alone(view, target):
+            there_s, back_s = self._times.switch_s(merged, target), self._times.switch_s(target, merged)
+            regret_s, price_s = self.regrets[target], (there_s + back_s) / 2
+            is_alone = target == BASE or view.ready.keys() == {target}  # so that none would be paused
+            if not is_alone or not self._pays(target, regret_s, price_s):
                 continue
             self._since_s = view.now
             reason = f"regret {regret_s * 1e3:.3g} ms >= {price_s * 1e3:.3g} ms"
             return self._on(target, reason)
-        return self._on(view.merged)
+        return self._on(merged)
 
     def _on(self, adapter: AdapterId, reason: str = "") -> Choice:
         is_alone = adapter != BASE and self._minority == "wait"
@@ -91,14 +94,6 @@ class RegretMerging(MergePolicy):
         if waited_s < self._starve_s:
             return None
         return Choice(BASE, reason=f"others have waited {waited_s:.2f} s")
-
-    def _is_alone(self, view: MergeView, adapter: AdapterId) -> bool:
-        """Return whether no sequence of others could run, so that none would be paused."""
-        return adapter == BASE or view.ready.keys() == {adapter}
-
-    def _price_s(self, before: AdapterId, after: AdapterId) -> float:
-        """Return half of a switch there and back."""
-        return (self._times.switch_s(before, after) + self._times.switch_s(after, before)) / 2
 
     def _pays(self, target: AdapterId, regret_s: float, price_s: float) -> bool:
         """Return whether the regret has reached the price, or up to twice the price after losses by switches.

@@ -16,12 +16,10 @@ from manylora.config.merging import MERGE_POLICIES
 from manylora.config.named import imported_class, place_of
 from manylora.config.policy import PolicyConfig
 from manylora.policy.batching import FirstComeFirstServed, StepPlan
-from manylora.policy.merging.choice import Choice, MergeGauges, MergePolicy, MergeView, StepShape, shape_of
+from manylora.policy.merging.choice import Choice, MergePolicy, MergeView, StepShape, shape_of
 from manylora.policy.merging.times import StepSeconds
-from manylora.policy.queue import WaitingQueue
 from manylora.policy.reservations import Reservations
-from manylora.policy.residency import Residency
-from manylora.policy.sequences import RUNNING, Scheduled, Sequence
+from manylora.policy.sequences import RUNNING, WAITING, Scheduled, Sequence
 from manylora.protocol import commands, events
 from manylora.types import BASE, AdapterId, SequenceId, SwitchId
 
@@ -51,15 +49,13 @@ class MergeState:
     one. It is pinned from its SetMerged until the next one has been answered.
     """
 
-    def __init__(
-        self, config: PolicyConfig, residency: Residency, held: Reservations, waiting: WaitingQueue
-    ) -> None:
-        self._config = config
-        self._residency = residency
+    def __init__(self, held: Reservations) -> None:
+        self._config = held.config
+        self._residency = held.residency
         self._held = held
-        self._waiting = waiting
-        self._times = StepSeconds(config.merge.times)
-        self.policy = merge_policy(config, self._times)
+        self._waiting = held.waiting
+        self._times = StepSeconds(held.config.merge.times)
+        self.policy = merge_policy(held.config, self._times)
         self.adapter: AdapterId = BASE
         self.switch: Switch | None = None
         """The switch under way."""
@@ -90,12 +86,7 @@ class MergeState:
             return False
         if self._is_left_over():
             return True
-        if not self._held.admitted and not len(self._waiting):
-            return False
-        tree = self._residency.tree
-        if self._held.num_loading or tree.loading_pages or tree.offloading_pages:
-            return False
-        self._gives_way = self.adapter != BASE or self._is_restricted
+        self._gives_way = self._held.is_stuck() and (self.adapter != BASE or self._is_restricted)
         return self._gives_way
 
     def _is_left_over(self) -> bool:
@@ -104,10 +95,6 @@ class MergeState:
         if self._residency.tree.knows(adapter) or adapter in self._waiting.num_by_adapter:
             return False
         return all(sequence.adapter != adapter for sequence in self._held.admitted)
-
-    def gauges(self) -> MergeGauges:
-        """See MergePolicy."""
-        return self.policy.gauges()
 
     # ------------------------------------------------------------ choosing
 
@@ -172,8 +159,7 @@ class MergeState:
 
     def _unpin(self, adapter: AdapterId) -> None:
         if adapter != BASE:
-            node = self._residency.tree.node(adapter)
-            self._residency.unpin(node, node.last_use)
+            self._residency.unpin(self._residency.tree.node(adapter))
 
     def started(self, rows: list[Scheduled], now: float) -> AdapterId:
         """Note a step that starts; return the adapter in its weights."""
@@ -191,24 +177,11 @@ class MergeState:
         self._times.saw_step(shape, seconds)
         self.policy.step_ended(seconds)
 
-    def forget(self, adapter: AdapterId) -> None:
-        """Drop the account of an adapter that is gone with all its requests."""
-        self.policy.forget(adapter)
-
-
 class MergedBatching(FirstComeFirstServed):
     """The batching of the sequences that the merge policy's choice lets run. The others are paused."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        residency: Residency,
-        held: Reservations,
-        waiting: WaitingQueue,
-        merging: MergeState,
-    ) -> None:
-        super().__init__(config, residency, held, waiting)
-        self._in_line = waiting
+    def __init__(self, held: Reservations, merging: MergeState) -> None:
+        super().__init__(held)
         self._merging = merging
         self._choice = Choice(BASE)
         self._batch: set[SequenceId] = set()
@@ -252,15 +225,14 @@ class MergedBatching(FirstComeFirstServed):
 
     def candidates(self, now: float) -> list[Sequence]:
         """See FirstComeFirstServed. The batch comes first; then the adapters that may be admitted, or all."""
-        found: list[Sequence] | None = None
-        for sequence in self._choice.batch:
-            if sequence.is_waiting and self._is_let_in(sequence):
-                found = [sequence]
-                break
-        if found is None and self._choice.line is None:
+        batch, line = self._choice.batch, self._choice.line
+        first = next((s for s in batch if s.stage is WAITING and self._is_let_in(s)), None)
+        if first is not None:
+            found = [first]
+        elif line is None:
             found = super().candidates(now)
-        elif found is None:
-            firsts = [self._in_line.first_of(adapter) for adapter in self._choice.line or ()]
+        else:
+            firsts = [self._waiting.first_of(adapter) for adapter in line]
             found = [sequence for sequence in firsts if sequence is not None and self._is_let_in(sequence)]
         # A sequence that has just lost its slot does not take another's in return.
         return [] if any(sequence.id in self._displaced for sequence in found) else found
@@ -273,7 +245,7 @@ class MergedBatching(FirstComeFirstServed):
         if plan.budget <= 0 or not plan.prefills:
             return False
         has_slot = len(self._held.admitted) < self._config.max_num_seqs
-        return has_slot or self._held.num_paused > 0 or any(s.is_waiting for s in self._choice.batch)
+        return has_slot or self._held.num_paused > 0 or any(s.stage is WAITING for s in self._choice.batch)
 
     def let_in(self, sequence: Sequence, budget: int, now: float) -> bool:
         """Admit a sequence; if slots or pages are missing, displace others for it.

@@ -33,12 +33,11 @@ class StepSeconds:
         self.steps_wait = times.steps_wait
         self.merge_s = times.merge_s
         self.restore_s = times.restore_s
+        # Of steps with as many tokens, the one of the fewest rows.
         steps = sorted(times.steps, key=lambda step: (step.num_tokens, step.num_rows))
-        self._steps: list[StepTimes] = []
-        for step in steps:
-            if not self._steps or self._steps[-1].num_tokens < step.num_tokens:
-                self._steps.append(step)
-        self._tokens = [step.num_tokens for step in self._steps]
+        by_tokens = {step.num_tokens: step for step in reversed(steps)}
+        self._tokens = sorted(by_tokens)
+        self._steps = [by_tokens[num_tokens] for num_tokens in self._tokens]
         self.scale = 1.0
         """The factor between an adapter's addition to a step and the one measured before serving."""
         self._level_s = 0.0  # of steps beside what was measured, whatever their mode
