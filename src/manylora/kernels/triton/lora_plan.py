@@ -175,18 +175,11 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
         sizes["mixed"] = tuple(
             (most, dataclasses.replace(MIXED, **fields)) for most, fields in found["mixed"]
         )
-    if "beside" in found:
-        sizes["beside"] = tuple(
-            (
-                most,
-                Beside(
-                    sizes=dataclasses.replace(sizes["short"], **how["sizes"]),
-                    product_first=tuple(how["product_first"]),
-                    pdl=how["pdl"],
-                ),
-            )
-            for most, how in found["beside"]
-        )
+    beside = []
+    for most, how in found.get("beside", ()):
+        own = dataclasses.replace(sizes["short"], **how["sizes"])
+        beside.append((most, Beside(own, tuple(how["product_first"]), how["pdl"])))
+    sizes["beside"] = tuple(beside)
     return dataclasses.replace(DEFAULT, **{**found, **sizes})
 
 
@@ -227,11 +220,8 @@ class BatchWork(NamedTuple):
 
     def sizes(self) -> list[GroupSize]:
         """Return the sizes that exactly fit this work, by group."""
-        numbers = zip(self.counts.tolist(), self.units.tolist())
-        return [
-            GroupSize(max(1, tiles), max(1, entries), max(1, units))
-            for (_, tiles, entries, _), units in numbers
-        ]
+        taken = np.column_stack((self.counts[:, 1:3], self.units))
+        return [GroupSize(*numbers) for numbers in np.maximum(taken, 1).tolist()]
 
 
 def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
@@ -308,14 +298,11 @@ class WorkBuffer:
         packed = torch.zeros(begins[-1] + -(-num_scales // 4) * 4, dtype=torch.int32, device=device)
         self._packed = packed
         self.scales = packed[begins[-1] :].view(torch.float32)
-        self.groups = {
-            group.name: GroupWork(
-                packed[4 * index : 4 * index + 4], packed[tiles:entries], packed[entries:end], size
-            )
-            for index, (group, size, tiles, entries, end) in enumerate(
-                zip(geometry.groups, sizes, begins[::2], begins[1::2], begins[2::2])
-            )
-        }
+        self.groups: dict[str, GroupWork] = {}
+        for index, (group, size) in enumerate(zip(geometry.groups, sizes, strict=True)):
+            tiles, entries, end = begins[2 * index : 2 * index + 3]
+            counts = packed[4 * index : 4 * index + 4]
+            self.groups[group.name] = GroupWork(counts, packed[tiles:entries], packed[entries:end], size)
 
     def fill(self, work: BatchWork) -> None:
         """Write this work into the tables by one asynchronous copy. Raises ValueError if it does not fit."""
@@ -350,8 +337,8 @@ class WorkBuffer:
 class TritonLoraPlan:
     """A step's LoRA tables, and how its kernels are launched.
 
-    ``parts``: the tables of each kind of tile. ``covered``: the first ``covered`` tokens of the
-    batch all have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
+    ``parts``: the tables of each kind of tile. ``covered``: the first ``covered`` tokens of the batch all
+    have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
     ``beside``: the settings of LoRA beside the product; None: both run on one stream. ``is_first``: expand
     writes the result and the product adds to it. ``pdl``: whether kernels use dependent launch.
 
@@ -398,12 +385,10 @@ class TritonLoraPlan:
         runs = runs_of(segments, num_tokens)
         # Where expand writes the result, tokens in no segment need tiles too.
         wanted = (runs[2] >= 0) | self.is_first
-        chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
-        if has_long:
-            mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
-            chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
-            if mixed is not None:
-                chosen = [(mixed, wanted)]
+        mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
+        chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
+        if has_long and mixed is not None:
+            chosen = [(mixed, wanted)]
         parts = []
         for sizes, members in chosen:
             if not members.any():
