@@ -220,8 +220,10 @@ class BatchWork(NamedTuple):
 
     def sizes(self) -> list[GroupSize]:
         """Return the sizes that exactly fit this work, by group."""
-        taken = np.column_stack((self.counts[:, 1:3], self.units))
-        return [GroupSize(*numbers) for numbers in np.maximum(taken, 1).tolist()]
+        return [
+            GroupSize(max(1, tiles), max(1, entries), max(1, units))
+            for (tiles, entries), units in zip(self.counts[:, 1:3].tolist(), self.units.tolist())
+        ]
 
 
 def runs_of(segments: LoraSegments, num_tokens: int) -> Ints:
@@ -289,7 +291,7 @@ class WorkBuffer:
         if any(len(group.projections) > MOST_PROJECTIONS for group in geometry.groups):
             raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
         self.config = config
-        self._geometry = geometry
+        self._columns, self._a_cells = _columns(geometry.groups, geometry.cell_elements)
         lengths = [WORDS * count for size in sizes for count in (size.tiles, size.entries)]
         begins = np.cumsum([4 * len(sizes), *lengths]).tolist()
         self._tile_places, self._entry_places = np.array(begins[:-1:2]), np.array(begins[1::2])
@@ -317,10 +319,9 @@ class WorkBuffer:
         stage = upload_buffers(self._packed.device).stage(self._packed.numel())
         view = stage.numbers
         view[: counts.size] = counts.reshape(-1)
-        columns, a_cells = _columns(self._geometry.groups, self._geometry.cell_elements)
-        config = self.config
+        sizes = self.config.item_tokens, self.config.tile_tokens, self.config.blocks
         write_tables(
-            runs, segments.records, columns, a_cells, config.item_tokens, config.tile_tokens, config.blocks,
+            runs, segments.records, self._columns, self._a_cells, *sizes,
             view, self._tile_places, self._entry_places,
         )  # fmt: skip
         rest = view[self._scales_place :]
