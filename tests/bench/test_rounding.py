@@ -15,7 +15,7 @@ from manylora_lab.bench import rounding
 from manylora_lab.bench.rounding import Bounded
 
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.ops import AdaptedLinear, LoraStep, Rotary, Weight
+from manylora.kernels.ops import AdaptedLinear, LoraStep, Rotary, Summands, Weight
 from manylora.kernels.shapes import ProjectionGroup
 from tests.kernels.cases import LoraCase, adapted_truth, attention_case, attention_truth, lora_case
 from tests.kernels.test_lora import geometry_of
@@ -52,7 +52,7 @@ def norm(dtype: torch.dtype) -> Made:
 
 def residual(dtype: torch.dtype) -> Made:
     x, old = normal(dtype, TOKENS, 96), normal(dtype, TOKENS, 96, seed=1)
-    _, total = OPS.add_rms_norm(x, old.clone(), normal(dtype, 96, seed=2), 1e-5)
+    _, total = OPS.add_rms_norm(Summands(x), old.clone(), normal(dtype, 96, seed=2), 1e-5)
     return Made(total, rounding.added(x, old))
 
 

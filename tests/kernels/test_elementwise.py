@@ -7,7 +7,7 @@ import torch
 from manylora_lab.bench import rounding
 from manylora_lab.bench.rounding import Bounded
 
-from manylora.kernels.ops import ACTIVATIONS
+from manylora.kernels.ops import ACTIVATIONS, Summands
 from manylora.kernels.shapes import Activation
 from tests.kernels.implementations import SUBJECTS, Subject
 
@@ -36,11 +36,11 @@ def test_rms_norm(subject: Subject, shape: tuple[int, ...]) -> None:
     wide = torch.cat((residual, x, residual), -1)
     view = wide[..., shape[-1] : 2 * shape[-1]]
     assert truth.excess(ops.rms_norm(view, weight, 1e-5)) <= 1
-    out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    out, new = ops.add_rms_norm(Summands(x.clone()), residual.clone(), weight, 1e-5)
     assert rounding.added(x, residual).excess(new) <= 1
     assert normed(new).excess(out) <= 1, "of the sum as it is stored"
     adapted = normal(subject, *shape, seed=3)
-    out, new = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5, adapted)
+    out, new = ops.add_rms_norm(Summands(x.clone(), adapted), residual.clone(), weight, 1e-5)
     assert rounding.added(x, adapted, residual).excess(new) <= 1
     assert normed(new).excess(out) <= 1
 
@@ -53,7 +53,7 @@ def test_a_weight_in_float32_is_applied_before_rounding(subject: Subject) -> Non
     weight = normal(subject, 96, seed=2).float() + 1.0
     total = x + residual
     exact = torch.nn.functional.rms_norm(total.double(), (96,), weight.double(), 1e-6).to(dtype)
-    out, _ = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    out, _ = ops.add_rms_norm(Summands(x.clone()), residual.clone(), weight, 1e-6)
     for found in (out, ops.rms_norm(total, weight, 1e-6)):
         assert found.dtype == dtype
         if dtype == torch.float32:

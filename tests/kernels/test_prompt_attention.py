@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,8 @@ def test_a_compiler_ends_with_the_engine(
 
     def build(_: PromptAttention) -> None:
         with subprocess.Popen([ninja, "60"]) as child:
+            while Path(f"/proc/{child.pid}/comm").read_text() != "ninja\n":
+                time.sleep(0.001)  # a new program gets its name a moment after it has begun
             begun.set()
             child.wait()
         raise RuntimeError("not built")

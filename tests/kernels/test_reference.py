@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from manylora_lab.bench.reference import ReferenceOps
 
-from manylora.kernels.ops import LoraSite, LoraStep, Rotary
+from manylora.kernels.ops import LoraSite, LoraStep, Rotary, Summands
 from manylora.kernels.shapes import PageShape, adapter_geometry
 from tests.kernels.cases import attention_case, error, llama_groups, lora_case
 
@@ -92,7 +92,7 @@ def test_norms_and_rotation_are_those_of_transformers() -> None:
     norm = llama.LlamaRMSNorm(48, eps=1e-5)
     norm.weight.data.copy_(weight)
     assert error(OPS.rms_norm(x, weight, 1e-5), norm(x)) < 1e-6
-    normal, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    normal, total = OPS.add_rms_norm(Summands(x), residual, weight, 1e-5)
     assert error(total, x + residual) < 1e-7
     assert error(normal, norm(x + residual)) < 1e-6
 

@@ -269,20 +269,15 @@ class CpuOps(ops.Ops):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        adapted: torch.Tensor | None = None,
+        self, x: ops.Summands, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = ops.Summands(x, adapted).whole
-        is_plain = x.dim() == 2 and x.is_contiguous() and residual.is_contiguous()
-        if x.dtype is torch.float32 and is_plain:
-            out = torch.empty_like(x)
-            loops.add_norm(x.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
+        whole = x.whole
+        is_plain = whole.dim() == 2 and whole.is_contiguous() and residual.is_contiguous()
+        if whole.dtype is torch.float32 and is_plain:
+            out = torch.empty_like(whole)
+            loops.add_norm(whole.numpy(), residual.numpy(), weight.numpy(), eps, out.numpy())
             return out, residual
-        residual.add_(x)
+        residual.add_(whole)
         return self.rms_norm(residual, weight, eps), residual
 
     def _rope(

@@ -547,15 +547,9 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        adapted: torch.Tensor | None = None,
+        self, x: Summands, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rms_norm(x + residual), x + residual). May reuse its arguments' memory. ``adapted``
-        ``[T, hidden]``: the adapters' update of the product x (see Summands), which is added too."""
+        """Return (rms_norm(x + residual), x + residual). May reuse its arguments' memory."""
 
     @abc.abstractmethod
     def gate_mul(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:

@@ -110,7 +110,7 @@ class RmsNorm:
         if residual is None:
             whole = x.whole
             return ops.rms_norm(whole, self.weight, self.eps), whole
-        return ops.add_rms_norm(x.product, residual, self.weight, self.eps, x.adapted)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

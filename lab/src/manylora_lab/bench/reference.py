@@ -212,14 +212,9 @@ class ReferenceOps(Ops):
         return (weight * normal.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        adapted: torch.Tensor | None = None,
+        self, x: Summands, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = Summands(x, adapted).whole + residual
+        total = x.whole + residual
         return self.rms_norm(total, weight, eps), total
 
     def _rope(

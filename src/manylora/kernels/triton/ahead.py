@@ -96,8 +96,9 @@ class CompileAhead:
                     if number == num_telling and not self._asked:
                         return False
                     step()
-            with PREPARATION.running():
-                self._wait()
+            with PREPARATION.running(), self._lock:
+                if not self._lock.wait_for(lambda: not self._num_left, _WAIT_S):
+                    self._error = "they took too long"
         except Exception as error:  # for example, an unknown version of Triton
             _log.warning("kernels are compiled one by one: %s", first_line(error))
             return False
@@ -180,8 +181,3 @@ class CompileAhead:
                 self._num_compiled += not error
                 self._error = error or self._error
                 self._lock.notify_all()
-
-    def _wait(self) -> None:
-        with self._lock:
-            if not self._lock.wait_for(lambda: not self._num_left, _WAIT_S):
-                self._error = "they took too long"

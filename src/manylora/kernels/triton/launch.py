@@ -7,6 +7,7 @@ without Triton.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,14 @@ def upload(arrays: list[Table], device: torch.device) -> list[torch.Tensor]:
 
     Each tensor begins at a multiple of 16 bytes, as kernels expect.
     """
-    places = []
-    size = 0
-    for array in arrays:
-        places.append((size, array.size))
-        size += -(-array.size // 4) * 4
+    begins = [0, *itertools.accumulate(-(-array.size // 4) * 4 for array in arrays)]
     # torch tracks the copy, and reuses the pinned memory only after it.
-    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     view = host.numpy()
-    for array, (begin, length) in zip(arrays, places):
-        view[begin : begin + length] = array.reshape(-1)
+    for array, begin in zip(arrays, begins):
+        view[begin : begin + array.size] = array.reshape(-1)
     packed = host.to(device, non_blocking=True)
-    return [packed[begin : begin + length] for begin, length in places]
+    return [packed[begin : begin + array.size] for array, begin in zip(arrays, begins)]
 
 
 def power_of_two(n: int) -> int:

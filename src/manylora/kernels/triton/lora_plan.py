@@ -175,18 +175,11 @@ def stored_config(device_name: str, path: Path = TABLE) -> LoraConfig | None:
         sizes["mixed"] = tuple(
             (most, dataclasses.replace(MIXED, **fields)) for most, fields in found["mixed"]
         )
-    if "beside" in found:
-        sizes["beside"] = tuple(
-            (
-                most,
-                Beside(
-                    sizes=dataclasses.replace(sizes["short"], **how["sizes"]),
-                    product_first=tuple(how["product_first"]),
-                    pdl=how["pdl"],
-                ),
-            )
-            for most, how in found["beside"]
-        )
+    beside = []
+    for most, how in found.get("beside", ()):
+        own = dataclasses.replace(sizes["short"], **how["sizes"])
+        beside.append((most, Beside(own, tuple(how["product_first"]), how["pdl"])))
+    sizes["beside"] = tuple(beside)
     return dataclasses.replace(DEFAULT, **{**found, **sizes})
 
 
@@ -227,10 +220,9 @@ class BatchWork(NamedTuple):
 
     def sizes(self) -> list[GroupSize]:
         """Return the sizes that exactly fit this work, by group."""
-        numbers = zip(self.counts.tolist(), self.units.tolist())
         return [
             GroupSize(max(1, tiles), max(1, entries), max(1, units))
-            for (_, tiles, entries, _), units in numbers
+            for (tiles, entries), units in zip(self.counts[:, 1:3].tolist(), self.units.tolist())
         ]
 
 
@@ -299,7 +291,7 @@ class WorkBuffer:
         if any(len(group.projections) > MOST_PROJECTIONS for group in geometry.groups):
             raise ValueError(f"LoRA kernels take {MOST_PROJECTIONS} projections a group at most")
         self.config = config
-        self._geometry = geometry
+        self._columns, self._a_cells = _columns(geometry.groups, geometry.cell_elements)
         lengths = [WORDS * count for size in sizes for count in (size.tiles, size.entries)]
         begins = np.cumsum([4 * len(sizes), *lengths]).tolist()
         self._tile_places, self._entry_places = np.array(begins[:-1:2]), np.array(begins[1::2])
@@ -308,14 +300,11 @@ class WorkBuffer:
         packed = torch.zeros(begins[-1] + -(-num_scales // 4) * 4, dtype=torch.int32, device=device)
         self._packed = packed
         self.scales = packed[begins[-1] :].view(torch.float32)
-        self.groups = {
-            group.name: GroupWork(
-                packed[4 * index : 4 * index + 4], packed[tiles:entries], packed[entries:end], size
-            )
-            for index, (group, size, tiles, entries, end) in enumerate(
-                zip(geometry.groups, sizes, begins[::2], begins[1::2], begins[2::2])
-            )
-        }
+        self.groups: dict[str, GroupWork] = {}
+        for index, (group, size) in enumerate(zip(geometry.groups, sizes, strict=True)):
+            tiles, entries, end = begins[2 * index : 2 * index + 3]
+            counts = packed[4 * index : 4 * index + 4]
+            self.groups[group.name] = GroupWork(counts, packed[tiles:entries], packed[entries:end], size)
 
     def fill(self, work: BatchWork) -> None:
         """Write this work into the tables by one asynchronous copy. Raises ValueError if it does not fit."""
@@ -330,10 +319,9 @@ class WorkBuffer:
         stage = upload_buffers(self._packed.device).stage(self._packed.numel())
         view = stage.numbers
         view[: counts.size] = counts.reshape(-1)
-        columns, a_cells = _columns(self._geometry.groups, self._geometry.cell_elements)
-        config = self.config
+        sizes = self.config.item_tokens, self.config.tile_tokens, self.config.blocks
         write_tables(
-            runs, segments.records, columns, a_cells, config.item_tokens, config.tile_tokens, config.blocks,
+            runs, segments.records, self._columns, self._a_cells, *sizes,
             view, self._tile_places, self._entry_places,
         )  # fmt: skip
         rest = view[self._scales_place :]
@@ -350,8 +338,8 @@ class WorkBuffer:
 class TritonLoraPlan:
     """A step's LoRA tables, and how its kernels are launched.
 
-    ``parts``: the tables of each kind of tile. ``covered``: the first ``covered`` tokens of the
-    batch all have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
+    ``parts``: the tables of each kind of tile. ``covered``: the first ``covered`` tokens of the batch all
+    have tiles, with or without an adapter; 0: only tokens with an adapter surely have them.
     ``beside``: the settings of LoRA beside the product; None: both run on one stream. ``is_first``: expand
     writes the result and the product adds to it. ``pdl``: whether kernels use dependent launch.
 
@@ -398,12 +386,10 @@ class TritonLoraPlan:
         runs = runs_of(segments, num_tokens)
         # Where expand writes the result, tokens in no segment need tiles too.
         wanted = (runs[2] >= 0) | self.is_first
-        chosen: list[tuple[LoraTileConfig, Any]] = [(config.short, wanted)]
-        if has_long:
-            mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
-            chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
-            if mixed is not None:
-                chosen = [(mixed, wanted)]
+        mixed, is_long = config.of_mixed(num_tokens), runs[1] > config.long_run
+        chosen = [(config.short, wanted & ~is_long), (config.long, wanted & is_long)]
+        if has_long and mixed is not None:
+            chosen = [(mixed, wanted)]
         parts = []
         for sizes, members in chosen:
             if not members.any():

@@ -188,15 +188,10 @@ class TritonOps(ops.Ops):
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        adapted: torch.Tensor | None = None,
+        self, x: ops.Summands, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         residual = residual.contiguous()
-        return self._norm(x, residual, weight, eps, adapted), residual
+        return self._norm(x.product, residual, weight, eps, x.adapted), residual
 
     def _norm(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from manylora.kernels.ops import AttentionLimits, Ops, Rotary, Scores, Weight
+from manylora.kernels.ops import AttentionLimits, Ops, Rotary, Scores, Summands, Weight
 from manylora.kernels.shapes import PageShape
 from manylora_lab.bench import rounding
 from manylora_lab.bench.kernels.pool import PAGE_TOKENS, pages_of, random_pool
@@ -50,12 +50,12 @@ def norm_cases(rig: KernelRig, sizes: KernelSizes) -> Iterator[list[KernelCase]]
 
         def check() -> Errors:
             x, residual = inputs[0]
-            out, total = rig.ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+            out, total = rig.ops.add_rms_norm(Summands(x.clone()), residual.clone(), weight, EPS)
             # Of the sum as it is stored: the residual stream's rounding is part of the operation.
             normed = rounding.rms_norm(Bounded.given(total), weight, EPS, rig.dtype).rounded(rig.dtype)
             return errors([(out, normed), (total, rounding.added(x, residual))])
 
-        calls = [partial(rig.ops.add_rms_norm, x, residual, weight, EPS) for x, residual in inputs]
+        calls = [partial(rig.ops.add_rms_norm, Summands(x), residual, weight, EPS) for x, residual in inputs]
         num_bytes = 4 * inputs[0][0].nbytes + weight.nbytes
         return _case(rig, "add_rms_norm", {"tokens": tokens}, num_bytes, 0, check, calls)
 

@@ -73,9 +73,9 @@ class LoraLayer:
     def run(self, ops: Ops, plan: Any) -> None:
         for layer in range(self.rig.layers):
             for group, x, residual, norm in zip(self.rig.groups, self.inputs, self._residuals, self._norms):
-                y, adapted = self.product(ops, layer, group, x, plan)
+                y = self.product(ops, layer, group, x, plan)
                 if group.name != GATED:
-                    ops.add_rms_norm(y, residual, norm, EPS, adapted)
+                    ops.add_rms_norm(y, residual, norm, EPS)
 
     def product(self, ops: Ops, layer: int, group: ProjectionGroup, x: torch.Tensor, plan: Any) -> Summands:
         rig = self.rig
