@@ -250,7 +250,7 @@ class Worker:
         with torch.inference_mode():
             inputs = self._inputs.build(rows)
             outputs = self._outputs(forward, inputs, awaited, cold)
-            count = len(inputs.sampled_rows)
+            count = len(inputs.layout.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, [1] * count)
             else:
@@ -262,7 +262,7 @@ class Worker:
             scores = None if outputs.scores is None else self._device.download(outputs.scores)
         # ``expect`` adds only the first sample's token: other samples return with their own SequenceStart.
         sequences, expected = rows.composition.sampled_sequences, self._sequences.expect(rows)
-        given = step, began, awaited, cold, sequences, expected, inputs.sampled_rows
+        given = step, began, awaited, cold, sequences, expected, inputs.layout.sampled_rows
         return _InFlight(*given, lambda: draws.read(arrived()), inputs.scored, scores)
 
     def _outputs(
