@@ -285,7 +285,4 @@ class DeviceHandover:
         """Unpin the memory. Call it when no step is in flight. Idempotent."""
         if self._is_pinned:
             self._is_pinned = False
-            try:
-                self._device.unpin(self._cpu.memory)
-            except RuntimeError as error:
-                _log.warning("CPU LoRA's memory could not be unpinned: %s", error)
+            self._device.release(self._cpu.memory, "CPU LoRA's memory")

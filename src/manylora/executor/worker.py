@@ -171,14 +171,6 @@ class Worker:
         self._arrivals.enter()
         self._merging.switch(command, self._report)
 
-    def _check_merged(self, step: commands.RunStep) -> None:
-        """Check the merged adapter that the step names. Raises ValueError where the weights have another
-        adapter merged, or none."""
-        if self._merging is not None:
-            self._merging.check(step.merged)
-        elif step.merged != BASE:
-            raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
-
     # ------------------------------------------------------------ steps
 
     def use_cpu_lora(self, cpu: CpuLora, handover: DeviceHandover | None) -> None:
@@ -223,7 +215,10 @@ class Worker:
         started: list[SequenceId] = []
         changes: Undo = []
         try:
-            self._check_merged(step)
+            if self._merging is not None:
+                self._merging.check(step.merged)
+            elif step.merged != BASE:
+                raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
             self._arrivals.enter()
             self._tables.merge(merged)
             for start in step.starts:
