@@ -4,7 +4,7 @@ hundreds.
 These are decoding steps, and steps with prompts whose kernels take less time than their launches. A step is
 padded to its bucket. Padding tokens read and write a page that holds no data, belong to no row and no
 adapter, and their outputs are discarded. Everything that changes between steps is in device memory at fixed
-addresses: numbers in a mirror, tables in the operations' plans. Only steps with prompts have gates. Owns the
+addresses: numbers in one tensor, tables in the operations' plans. Only steps with prompts have gates. Owns the
 buckets and their captures; only the device knows how to capture.
 
 With several ranks, all ranks capture the same steps, or all stop capturing together. A captured step is
