@@ -104,7 +104,13 @@ def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) ->
     assert batch.slots.tolist() == [
         (100 * s + p // PAGE_TOKENS) * PAGE_TOKENS + p % PAGE_TOKENS for s, p in expected
     ]
-    numbers = (batch.token_ids, batch.positions, batch.slots, batch.sample_index, batch.pending_index)
+    numbers = (
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        batch.layout.sample_index,
+        batch.layout.pending_index,
+    )
     assert {array.dtype for array in numbers} == {np.dtype(np.int64)}
 
     attention = batch.attention
@@ -117,25 +123,25 @@ def check_batch(inputs: StepInputs, rows: list[StepRow], adapters: list[int]) ->
         assert pages == [100 * rows[i].sequence + n for n in range(len(pages))]
 
     sampled = [i for i in order if rows[i].num_samples]
-    assert inputs.sampled_rows.tolist() == sampled
-    assert [expected[t] for t in batch.sample_index.tolist()] == [
+    assert inputs.layout.sampled_rows.tolist() == sampled
+    assert [expected[t] for t in batch.layout.sample_index.tolist()] == [
         (rows[i].sequence, rows[i].start + rows[i].num_tokens - 1) for i in sampled
     ]
 
     of_token = [adapters[i] for i in order for _ in range(rows[i].num_tokens)]
     if not any(of_token):
-        assert batch.lora is None
+        assert batch.layout.lora is None
         return
-    assert batch.lora is not None
+    assert batch.layout.lora is not None
     covered = [0] * len(of_token)
     for begin, length, records, scales in zip(
-        batch.lora.start, batch.lora.length, batch.lora.records, batch.lora.scales
+        batch.layout.lora.start, batch.layout.lora.length, batch.layout.lora.records, batch.layout.lora.scales
     ):
         adapter = int(records[0, 2])
         assert (scales == adapter).all()
         covered[begin : begin + length] = [adapter] * length
     assert covered == of_token
-    assert len(batch.lora.start) == len(set(of_token) - {0}), "one segment an adapter"
+    assert len(batch.layout.lora.start) == len(set(of_token) - {0}), "one segment an adapter"
 
 
 def test_samples_of_a_row() -> None:
@@ -157,14 +163,14 @@ def test_samples_of_a_row() -> None:
 def test_segments_are_kept_until_something_changes() -> None:
     made = bench()
     rows = decoding(made, [1, 2, 2])
-    segments = made.build(rows).lora
+    segments = made.build(rows).layout.lora
     made.sequences.settle(made.expect(rows), [1, 2, 3])
     later = [row._replace(start=row.start + 1) for row in rows]
-    assert made.build(later).lora is segments
-    fewer = made.build(later[:2]).lora
+    assert made.build(later).layout.lora is segments
+    fewer = made.build(later[:2]).layout.lora
     assert fewer is not segments
     put(made.tables, 3)
-    assert made.build(later[:2]).lora is not fewer, "the cell table has changed"
+    assert made.build(later[:2]).layout.lora is not fewer, "the cell table has changed"
 
 
 def test_a_token_that_is_not_known_yet_is_named_by_its_entry() -> None:
@@ -174,7 +180,11 @@ def test_a_token_that_is_not_known_yet_is_named_by_its_entry() -> None:
     expected = made.expect(rows)
     later = [row._replace(start=row.start + 1) for row in rows]
     late = made.build(later)
-    assert (-late.token_ids).tolist() == inputs.pending_index.tolist() == late.pending_index.tolist()
+    assert (
+        (-late.token_ids).tolist()
+        == inputs.layout.pending_index.tolist()
+        == late.layout.pending_index.tolist()
+    )
     assert len(set(late.token_ids.tolist())) == 2
     assert 0 not in late.token_ids, "entry 0 is nobody's"
     made.sequences.settle(expected, [71, 72])
@@ -292,14 +302,17 @@ def fresh_rows(made: Bench, rows: list[StepRow]) -> Rows:
 
 
 def assert_equal(found: StepInputs, wanted: StepInputs) -> None:
-    for name in ("token_ids", "positions", "slots", "sample_index", "pending_index", "sampled_rows"):
+    for name in ("token_ids", "positions", "slots"):
         assert getattr(found, name).tolist() == getattr(wanted, name).tolist(), name
+    for name in ("sample_index", "pending_index", "sampled_rows"):
+        assert getattr(found.layout, name).tolist() == getattr(wanted.layout, name).tolist(), name
     for name in ("query_start", "kv_len", "page_table"):
         assert getattr(found.attention, name).tolist() == getattr(wanted.attention, name).tolist(), name
-    assert (found.lora is None) == (wanted.lora is None)
-    if found.lora is not None and wanted.lora is not None:
+    lora, wanted_lora = found.layout.lora, wanted.layout.lora
+    assert (lora is None) == (wanted_lora is None)
+    if lora is not None and wanted_lora is not None:
         for name in ("start", "length", "records", "scales"):
-            assert getattr(found.lora, name).tolist() == getattr(wanted.lora, name).tolist(), name
+            assert getattr(lora, name).tolist() == getattr(wanted_lora, name).tolist(), name
     assert (found.sampled is None) == (wanted.sampled is None)
     for a, b in zip(found.sampled or (), wanted.sampled or ()):
         assert (a.params, a.samples, a.stop_ids) == (b.params, b.samples, b.stop_ids)

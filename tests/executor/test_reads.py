@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from manylora.adapters import pack
 from manylora.adapters.pack import layout_of, load_into
 from manylora.config.merging import MergeConfig
 from manylora.devices.device import Device
-from manylora.executor import reading
 from manylora.protocol.commands import ReadAdapter
 from manylora.protocol.events import AdapterRead
 from manylora.protocol.executor import AdapterError, DeviceEvent
@@ -156,7 +156,7 @@ def test_close_answers_reads_that_wait(rig: Rig, files: Files, monkeypatch: pyte
         leave.wait(60)
         load_into(*arguments)
 
-    monkeypatch.setattr(reading, "load_into", slow)
+    monkeypatch.setattr(pack, "load_into", slow)
     pages = {
         adapter: rig.take(rig.direct.add_adapter(adapter, str(files.adapters[2])).num_pages)
         for adapter in range(20, 25)

@@ -8,6 +8,7 @@ a page.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 
 from manylora.config.declaring import ConfigError
 from manylora.devices.free_memory import free_bytes
+
+_log = logging.getLogger(__name__)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -210,6 +213,13 @@ class Device:
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo ``pin`` of the same tensor, with no copy under way. Raises RuntimeError like ``pin``."""
         return
+
+    def release(self, memory: torch.Tensor, what: str) -> None:
+        """Undo ``pin``, or log that it fails. ``what``: the memory's name in the log."""
+        try:
+            self.unpin(memory)
+        except RuntimeError as error:
+            _log.warning("%s could not be unpinned: %s", what, error)
 
     def synchronize(self) -> None:
         """Wait for everything issued. Raises errors that the device reports late."""

@@ -261,43 +261,20 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class StepInputs:
-    """The inputs of one step with T tokens, in which M rows draw.
-
-    ``token_ids`` int64 [T]: a negative id -i stands for entry i of the device's pending tokens. ``positions``
-    int64 [T]: rows of the rotary tables. ``slots`` int64 [T]: the tokens' places in the pool, page times page
-    size plus offset. ``sample_index`` int64 [M]: the tokens whose logits are wanted. ``pending_index`` int64
-    [M]: the entries of the pending tokens that receive the draws. ``sampled[i]`` draws from row i of the
-    logits, for the step's row ``sampled_rows[i]`` (int64 [M]). ``sampled`` is None where each row draws its
-    most likely token once and asks for nothing else. ``lora`` is the same object as in the previous step
-    where nothing has changed; ``lora_adapters``: the adapters of its segments, in order. ``head``: the
-    same segments with their projections of the output head; None where no adapter of the step changes it.
-    ``scored``: the prompt tokens to score, if any.
-    """
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    sample_index: np.ndarray
-    pending_index: np.ndarray
-    attention: AttentionRows
-    lora: LoraSegments | None
-    sampled: list[SampledRow] | None
-    sampled_rows: np.ndarray
-    lora_adapters: tuple[AdapterId, ...] = ()
-    head: LoraSegments | None = None
-    scored: ScoredTokens | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Layout:
+class Layout:
     """The parts of a batch that do not depend on positions, for one composition and one version of the
-    adapters' tables.
+    adapters' tables. M rows draw.
 
     For each row, in batch order: ``order`` (its place in the step), ``slots`` in the table, ``counts`` of
     tokens. For each token: its row's place in the batch (``row``), that row's slot (``token_slots``), the
     token's place ``inside`` the row, and the row of the rotary tables for its sequence's position 0
-    (``rotary``).
+    (``rotary``). ``sample_index`` int64 [M]: the tokens whose logits are wanted. ``pending_index`` int64 [M]:
+    the entries of the pending tokens that receive the draws. ``sampled_rows`` int64 [M]: the step's rows that
+    draw. ``is_greedy``: whether each of them draws its most likely token once and asks for nothing else.
+
+    ``lora`` is the same object as in the previous step where nothing has changed; ``lora_adapters``: the
+    adapters of its segments, in order. ``head``: the same segments with their projections of the output head;
+    None where no adapter of the step changes it.
     """
 
     composition: Composition
@@ -320,6 +297,25 @@ class _Layout:
     head: LoraSegments | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class StepInputs:
+    """The inputs of one step with T tokens.
+
+    ``token_ids`` int64 [T]: a negative id -i stands for entry i of the device's pending tokens. ``positions``
+    int64 [T]: rows of the rotary tables. ``slots`` int64 [T]: the tokens' places in the pool, page times page
+    size plus offset. ``sampled[i]`` draws from row i of the logits, for row ``sampled_rows[i]`` of the step;
+    None where the layout ``is_greedy``. ``scored``: the prompt tokens to score, if any.
+    """
+
+    layout: Layout
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    attention: AttentionRows
+    sampled: list[SampledRow] | None
+    scored: ScoredTokens | None
+
+
 class InputBuilder:
     """A builder of step inputs, which reuses the layout while composition and adapters stay the same."""
 
@@ -331,7 +327,7 @@ class InputBuilder:
         self._lora_key: tuple[int, bytes, bytes, bytes] | None = None
         self._lora: LoraSegments | None = None
         self._head: LoraSegments | None = None
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
 
     def build(self, rows: Rows) -> StepInputs:
         """Build the inputs for rows whose sequences and page tables are up to date.
@@ -349,25 +345,20 @@ class InputBuilder:
         page, offset = np.divmod(positions, page_tokens)
         width = -(-int(ends.max()) // page_tokens)
         return StepInputs(
+            layout=layout,
             token_ids=table.tokens[layout.token_slots, positions].astype(np.int64),
             positions=positions + layout.rotary,
             slots=table.pages[layout.token_slots, page].astype(np.int64) * page_tokens + offset,
-            sample_index=layout.sample_index,
-            pending_index=layout.pending_index,
             attention=AttentionRows(
                 query_start=layout.query_start,
                 kv_len=ends.astype(np.int32),
                 page_table=table.pages[layout.slots, :width],
             ),
-            lora=layout.lora,
             sampled=None if layout.is_greedy else self._sampled(rows, layout.sampled_rows.tolist()),
-            sampled_rows=layout.sampled_rows,
-            lora_adapters=layout.lora_adapters,
-            head=layout.head,
             scored=self._scored(layout, starts, ends) if layout.may_score else None,
         )
 
-    def _scored(self, layout: _Layout, starts: np.ndarray, ends: np.ndarray) -> ScoredTokens | None:
+    def _scored(self, layout: Layout, starts: np.ndarray, ends: np.ndarray) -> ScoredTokens | None:
         table, slots = self._sequences, layout.slots
         begins = np.maximum(starts, table.scored[slots, 0])
         counts = np.minimum(ends, table.scored[slots, 1]) - begins
@@ -391,13 +382,13 @@ class InputBuilder:
             self._sequences.sampled_row(composition.sequences[row], ends[row], counts[row]) for row in chosen
         ]
 
-    def _layout_of(self, composition: Composition) -> _Layout:
+    def _layout_of(self, composition: Composition) -> Layout:
         layout = self._layout
         if layout is None or layout.composition is not composition or layout.version != self._tables.version:
             layout = self._layout = self._lay_out(composition)
         return layout
 
-    def _lay_out(self, composition: Composition) -> _Layout:
+    def _lay_out(self, composition: Composition) -> Layout:
         adapters = self._sequences.adapters[composition.slots]
         order = np.lexsort((composition.counts > 1, adapters))
         slots, counts = composition.slots[order], composition.counts[order]
@@ -407,7 +398,7 @@ class InputBuilder:
         drawing = np.flatnonzero(composition.num_samples[order])
         lora, lora_adapters = self._segments(adapters[order], first, ends)
         draws_once = composition.num_samples[composition.drawing] == 1
-        return _Layout(
+        return Layout(
             composition=composition,
             version=self._tables.version,
             order=order,

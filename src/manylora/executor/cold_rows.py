@@ -67,7 +67,7 @@ class ColdRows:
     ) -> bool:
         """Hand the step over to the CPU's threads. Where they do not take it, pass the gates of all copies and
         return False. ``handover``: given where the device itself posts rows and takes results."""
-        segments, names = inputs.lora, inputs.lora_adapters
+        segments, names = inputs.layout.lora, inputs.layout.lora_adapters
         chosen = [place for place, name in enumerate(names) if name in self._adapters]
         self._num_threads = 0 if cpu is None else cpu.num_threads
         if cpu is not None and segments is not None and chosen:
@@ -285,7 +285,4 @@ class DeviceHandover:
         """Unpin the memory. Call it when no step is in flight. Idempotent."""
         if self._is_pinned:
             self._is_pinned = False
-            try:
-                self._device.unpin(self._cpu.memory)
-            except RuntimeError as error:
-                _log.warning("CPU LoRA's memory could not be unpinned: %s", error)
+            self._device.release(self._cpu.memory, "CPU LoRA's memory")

@@ -8,6 +8,7 @@ cold.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import statistics
@@ -86,14 +87,12 @@ class CpuLora:
         self._groups = np.array(
             [(group.in_features, ends[n], ends[n + 1]) for n, group in enumerate(groups)], np.int64
         )
-        self._columns = np.array(
-            [
-                (begin, projection.out_features)
-                for group in groups
-                for begin, projection in zip(group.offsets, group.projections)
-            ],
-            np.int64,
-        )
+        columns = [
+            (begin, projection.out_features)
+            for group in groups
+            for begin, projection in zip(group.offsets, group.projections)
+        ]
+        self._columns = np.array(columns, np.int64)
         pool = _numbers(host.run(0, host.num_pages).view(host.dtype))
         memories = _numbers(self._rows), self._results.numpy()
         self._last: tuple[Any, ...] = geometry.cell_elements, geometry.slab_elements, pool, *memories
@@ -118,7 +117,7 @@ class CpuLora:
         scales, cells = np.zeros((0, 0, 0), np.float32), np.zeros(0, np.int64)
         work = none[:, :2].copy(), self._groups, none, self._columns, none.reshape(0, 1, 3), scales, cells
         loops.serve_cold(self._words, 1, 0, 0, *work, *self._last)
-        self._abandon(0)
+        loops.set_word(self._words, 0, loops.ABANDONED, 0)
         loops.await_words(self._words, 0, loops.DONE, 0, 0, self._clock)
 
     # ------------------------------------------------------------ a step
@@ -170,10 +169,7 @@ class CpuLora:
 
     def end(self) -> None:
         """End the step: no more of its jobs will be posted, and unfinished jobs are abandoned."""
-        self._abandon(self._num_steps)
-
-    def _abandon(self, step: int) -> None:
-        loops.set_word(self._words, 0, loops.ABANDONED, step)
+        loops.set_word(self._words, 0, loops.ABANDONED, self._num_steps)
 
     def busy_s(self) -> float:
         """Return the seconds that the busiest thread has computed in this step."""
@@ -183,7 +179,7 @@ class CpuLora:
     def close(self) -> None:
         """End the threads, release the pool, and end the waits of a device that awaits the threads.
         Idempotent."""
-        self._abandon(_FOR_EVER)
+        loops.set_word(self._words, 0, loops.ABANDONED, _FOR_EVER)
         for orders in self._orders:
             orders.put(None)
         for thread in self._threads:
@@ -196,10 +192,8 @@ class CpuLora:
 def _serve(orders: queue.SimpleQueue[tuple[Any, ...] | None], cores: list[int]) -> None:
     """Serve steps on a thread, bound to the given cores, until ``orders`` gives None."""
     if cores:
-        try:
+        with contextlib.suppress(AttributeError, OSError):  # where the system refuses, any core will do
             os.sched_setaffinity(0, cores)  # 0: this thread alone
-        except (AttributeError, OSError):
-            pass  # the system refuses, so the thread runs on any core
     while (given := orders.get()) is not None:
         loops.serve_cold(*given)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from manylora.devices.device import Device
-from manylora.executor.batch import PENDING_ENTRIES, StepInputs
+from manylora.executor.batch import PENDING_ENTRIES, Layout, StepInputs
 from manylora.executor.cold_rows import ColdRows
 from manylora.executor.sampling import LOGITS_AT_A_TIME, Best, RankedSampling, greedy, score
 from manylora.kernels.ops import LoraSegments, LoraStep, SampledRows, StepBatch
@@ -30,7 +30,7 @@ than the products that it saves."""
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Numbers:
-    """The device's copies of the arrays that have the same names in ``StepInputs``."""
+    """The device's copies of the arrays that have the same names in ``StepInputs`` and ``Layout``."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -45,7 +45,7 @@ class Outputs:
 
     ``logits`` float32 [M, V]; a rank has the columns of its own tokens. ``best``: the most likely tokens of
     these rows, and perhaps of further rows. ``last`` int64 [M]: the token before each draw. ``pending_index``
-    int64 [M]: as in ``StepInputs``. ``scores``: the scores of the scored tokens, as ``score`` returns them.
+    int64 [M]: as in ``Layout``. ``scores``: the scores of the scored tokens, as ``score`` returns them.
     """
 
     logits: torch.Tensor
@@ -150,9 +150,9 @@ class Forward:
     def run(self, inputs: StepInputs, cold: ColdRows | None = None) -> Outputs:
         """Run a step eagerly: send its inputs to the device, make its plans, and compute it. ``cold``: as in
         StepBatch."""
-        arrays = (
-            inputs.token_ids, inputs.positions, inputs.slots, inputs.sample_index, inputs.pending_index,
-        )  # fmt: skip
+        layout = inputs.layout
+        of_rows = layout.sample_index, layout.pending_index
+        arrays = inputs.token_ids, inputs.positions, inputs.slots, *of_rows
         packed = self.device.upload(np.concatenate(arrays))
         numbers = Numbers(*torch.split(packed, [len(array) for array in arrays]))
         geometry, device = self.geometry, self.device.torch_device
@@ -160,11 +160,11 @@ class Forward:
         if cold is not None:
             lora, sampled = self._plan(cold.others, geometry.of_layers), None
         else:
-            if inputs.lora is not self._segments:
-                self._segments, self._lora = inputs.lora, self._plan(inputs.lora, geometry.of_layers)
+            if layout.lora is not self._segments:
+                self._segments, self._lora = layout.lora, self._plan(layout.lora, geometry.of_layers)
             lora, sampled = self._lora, self._sampled_rows(inputs)
         plans = attention, lora, bool((inputs.token_ids < 0).any()), sampled
-        scored, head = self._scored(inputs), self._head_plan(inputs, inputs.sample_index)
+        scored, head = self._scored(inputs), self._head_plan(layout, layout.sample_index)
         return self.compute(numbers, *plans, cold=cold, scored=scored, head=head)
 
     def _plan(self, segments: LoraSegments | None, geometry: AdapterGeometry) -> Any | None:
@@ -173,10 +173,10 @@ class Forward:
             return None
         return self.decoder.ops.plan_lora(segments, geometry, self.device.torch_device)
 
-    def _head_plan(self, inputs: StepInputs, tokens: np.ndarray) -> Any | None:
+    def _head_plan(self, layout: Layout, tokens: np.ndarray) -> Any | None:
         """Return the LoRA plan of these tokens, ascending, at the output head. Return None where no adapter
         changes the head for them."""
-        segments = None if inputs.head is None else inputs.head.of_tokens(tokens)
+        segments = None if layout.head is None else layout.head.of_tokens(tokens)
         return self._plan(segments, self.geometry.of_model)
 
     def _scored(self, inputs: StepInputs) -> Scored | None:
@@ -186,15 +186,16 @@ class Forward:
         tokens, parts = self.device.upload(asked.tokens), []
         size = max(1, LOGITS_AT_A_TIME // self.decoder.config.vocab_size)
         for first in range(0, tokens.shape[1], size):
-            rows, targets = tokens[:, first : first + size]
-            parts.append((rows, targets, self._head_plan(inputs, asked.tokens[0, first : first + size])))
+            part = slice(first, first + size)
+            rows, targets = tokens[:, part]
+            parts.append((rows, targets, self._head_plan(inputs.layout, asked.tokens[0, part])))
         return Scored(parts, asked.width)
 
     def _sampled_rows(self, inputs: StepInputs) -> SampledRows | None:
         """Return the rows to which the last layer is narrowed. Return None where that saves too few tokens,
         where no row draws, or where tokens are scored."""
-        drawing = len(inputs.sample_index)
+        lora, drawing = inputs.layout.lora, len(inputs.layout.sample_index)
         if drawing == 0 or inputs.scored is not None or len(inputs.token_ids) - drawing < NARROWED:
             return None
-        segments = None if inputs.lora is None else inputs.lora.of_tokens(inputs.sample_index)
+        segments = None if lora is None else lora.of_tokens(inputs.layout.sample_index)
         return SampledRows(self._plan(segments, self.geometry.of_layers))

@@ -4,7 +4,7 @@ hundreds.
 These are decoding steps, and steps with prompts whose kernels take less time than their launches. A step is
 padded to its bucket. Padding tokens read and write a page that holds no data, belong to no row and no
 adapter, and their outputs are discarded. Everything that changes between steps is in device memory at fixed
-addresses: numbers in a mirror, tables in the operations' plans. Only steps with prompts have gates. Owns the
+addresses: numbers in one tensor, tables in the operations' plans. Only steps with prompts have gates. Owns the
 buckets and their captures; only the device knows how to capture.
 
 With several ranks, all ranks capture the same steps, or all stop capturing together. A captured step is
@@ -295,7 +295,7 @@ class StepGraphs:
                 self._tables.send()
                 captured.attention.fill(inputs.attention)
                 if captured.lora is not None:
-                    captured.lora.fill(inputs.lora, num_tokens)
+                    captured.lora.fill(inputs.layout.lora, num_tokens)
                 self._send(inputs, bucket, awaited)
         except ValueError as error:
             # For example, the step has more prompts than the plan's tables have room for.
@@ -312,16 +312,16 @@ class StepGraphs:
     # ------------------------------------------------------------ buckets
 
     def _bucket(self, inputs: StepInputs) -> Bucket | None:
-        if inputs.scored is not None or inputs.head is not None:
+        lora = inputs.layout.lora
+        if inputs.scored is not None or inputs.layout.head is not None:
             return None
         size = self._size(len(inputs.token_ids), len(inputs.attention.kv_len))
         if size is None:
             return None
-        if inputs.lora is None:
+        if lora is None:
             return Bucket(*size, 0)
-        if inputs.lora is not self._segments:
-            self._segments = inputs.lora
-            self._rank = int(inputs.lora.records[:, :, 2].max(initial=0))
+        if lora is not self._segments:
+            self._segments, self._rank = lora, int(lora.records[:, :, 2].max(initial=0))
         fitting = next((rank for rank in self._ranks if self._rank <= rank), None)
         return None if fitting is None else Bucket(*size, fitting)
 
@@ -355,12 +355,12 @@ class StepGraphs:
             numbers[length:] = awaited.numbers()
         of_tokens[2] = self._scratch_slot
         if inputs is not None:
-            count, drawing = len(inputs.token_ids), len(inputs.sample_index)
+            count, drawing = len(inputs.token_ids), len(inputs.layout.sample_index)
             of_tokens[0, :count] = inputs.token_ids
             of_tokens[1, :count] = inputs.positions
             of_tokens[2, :count] = inputs.slots
-            of_rows[0, :drawing] = inputs.sample_index
-            of_rows[1, :drawing] = inputs.pending_index
+            of_rows[0, :drawing] = inputs.layout.sample_index
+            of_rows[1, :drawing] = inputs.layout.pending_index
         self._device.send(numbers, self._numbers[: len(numbers)])
 
     def _numbers_of(self, bucket: Bucket) -> tuple[Numbers, torch.Tensor]:

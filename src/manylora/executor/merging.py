@@ -460,10 +460,7 @@ class HostPristine:
         memory, self._memory = self._memory, None
         self._copies = []
         if memory is not None:
-            try:
-                self._device.unpin(memory)
-            except RuntimeError as error:
-                _log.warning("the copy of the base's weights could not be unpinned: %s", error)
+            self._device.release(memory, "the copy of the base's weights")
 
 
 Pristine = DevicePristine | HostPristine

@@ -20,17 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from manylora.adapters import loops
+from manylora.adapters import loops, pack
 from manylora.adapters.files import FilesChanged
-from manylora.adapters.pack import (
-    NO_HELPERS,
-    AdapterLayout,
-    Helpers,
-    cell_offsets,
-    layout_of,
-    load_into,
-    verify_weights,
-)
 from manylora.adapters.peft import AdapterSpec
 from manylora.adapters.registry import Registry
 from manylora.devices.device import Device
@@ -55,19 +46,19 @@ class Inspections:
         self._geometry = geometry
         self._dtype = dtype
         self._max_rank = max_rank
-        self._known: dict[AdapterId, tuple[AdapterSpec, AdapterLayout]] = {}
+        self._known: dict[AdapterId, tuple[AdapterSpec, pack.AdapterLayout]] = {}
         # Layouts by ranks and scales, since most adapters share a layout.
-        self._layouts: weakref.WeakValueDictionary[object, AdapterLayout] = weakref.WeakValueDictionary()
+        self._layouts: weakref.WeakValueDictionary[object, pack.AdapterLayout] = weakref.WeakValueDictionary()
 
     def spec(self, adapter: AdapterId) -> AdapterSpec:
         """Return the adapter's spec. Raises AdapterError where the adapter is not known."""
         return self._known_of(adapter)[0]
 
-    def layout(self, adapter: AdapterId) -> AdapterLayout:
+    def layout(self, adapter: AdapterId) -> pack.AdapterLayout:
         """Return the ``layout_of`` the adapter's spec. Raises AdapterError where the adapter is not known."""
         return self._known_of(adapter)[1]
 
-    def _known_of(self, adapter: AdapterId) -> tuple[AdapterSpec, AdapterLayout]:
+    def _known_of(self, adapter: AdapterId) -> tuple[AdapterSpec, pack.AdapterLayout]:
         known = self._known.get(adapter)
         if known is None:
             raise AdapterError("the adapter is not known")
@@ -78,11 +69,11 @@ class Inspections:
         thread."""
         self._known[adapter] = spec, self._layout_of(spec)
 
-    def _layout_of(self, spec: AdapterSpec) -> AdapterLayout:
+    def _layout_of(self, spec: AdapterSpec) -> pack.AdapterLayout:
         shape = spec.ranks, spec.scales
         layout = self._layouts.get(shape)
         if layout is None:
-            layout = self._layouts[shape] = layout_of(spec, self._geometry)
+            layout = self._layouts[shape] = pack.layout_of(spec, self._geometry)
         return layout
 
     def forget(self, adapter: AdapterId) -> None:
@@ -106,7 +97,7 @@ class Inspections:
 
         def verify() -> AdapterSpec:
             spec = self.spec(command.adapter)
-            verify_weights(spec, self._geometry, self._dtype)
+            pack.verify_weights(spec, self._geometry, self._dtype)
             return spec
 
         return self._checked(command.adapter, verify)
@@ -136,7 +127,7 @@ class Landed(NamedTuple):
     """An adapter whose weights are in its device pages. ``offsets``: the ``cell_offsets`` of these pages."""
 
     adapter: AdapterId
-    layout: AdapterLayout
+    layout: pack.AdapterLayout
     offsets: np.ndarray
 
 
@@ -168,9 +159,9 @@ class AdapterReader:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="manylora-adapter-read")
         # Half of the cores are left for the steps and for other processes.
         count = min((os.cpu_count() or 1) // 2 - READERS, _MOST_HELPERS)
-        self._helpers = NO_HELPERS
+        self._helpers = pack.NO_HELPERS
         if count > 0:
-            self._helpers = Helpers(ThreadPoolExecutor(count, "manylora-adapter-part"), count)
+            self._helpers = pack.Helpers(ThreadPoolExecutor(count, "manylora-adapter-part"), count)
         self._closing = False
 
     def start(
@@ -211,16 +202,16 @@ class AdapterReader:
         done(events.AdapterRead(command.adapter, not error, error, read_s, is_at_fault))
 
     def _read(self, spec: AdapterSpec, command: commands.ReadAdapter, issued: object) -> None:
-        layout = layout_of(spec, self._geometry)
+        layout = pack.layout_of(spec, self._geometry)
         self._check_open()
         landed = None
         if command.tier == "host":
             pages = [self._host.page(page) for page in command.pages]
         else:
-            landed = Landed(command.adapter, layout, cell_offsets(layout, self._geometry, command.pages))
+            landed = Landed(command.adapter, layout, pack.cell_offsets(layout, self._geometry, command.pages))
             sizes = layout.num_pages, self._arena.shape.layers, self._arena.shape.slab_elements
             pages = list(torch.empty(sizes, dtype=self._arena.dtype))
-        load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
+        pack.load_into(spec, layout, self._geometry, self._host.dtype, pages, self._check_open, self._helpers)
         if landed is not None:
             self._copy(pages, command.pages, issued)
             self._note_landed(landed)

@@ -308,29 +308,21 @@ def _mask_stops(part: torch.Tensor, rows: Sequence[SampledRow]) -> None:
 def _penalise(part: torch.Tensor, rows: Sequence[SampledRow], pending: torch.Tensor | None) -> None:
     params = [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
-        seen = _counts(
-            part,
-            [
-                np.concatenate([np.asarray(row.prompt_ids), np.asarray(row.output_ids)])
-                if row.params.repetition_penalty != 1
-                else ()
-                for row in rows
-            ],
-            pending,
-        )
+        all_ids = [
+            np.concatenate((row.prompt_ids, row.output_ids)) if p.repetition_penalty != 1 else ()
+            for row, p in zip(rows, params)
+        ]
+        seen = _counts(part, all_ids, pending)
         # Kept within float32: a penalty beyond it would turn 0 into NaN, and finite logits into inf.
         penalty = _column(part, params, lambda p: min(max(p.repetition_penalty, 1 / _LARGEST), _LARGEST))
         scaled = torch.where(part > 0, part / penalty, part * penalty).clamp_(max=_LARGEST)
         part.copy_(torch.where(seen > 0, scaled, part))
     if any(p.frequency_penalty or p.presence_penalty for p in params):
-        counts = _counts(
-            part,
-            [
-                row.output_ids if p.frequency_penalty or p.presence_penalty else ()
-                for row, p in zip(rows, params)
-            ],
-            pending,
-        )
+        ids = [
+            row.output_ids if p.frequency_penalty or p.presence_penalty else ()
+            for row, p in zip(rows, params)
+        ]
+        counts = _counts(part, ids, pending)
         part -= _column(part, params, lambda p: p.frequency_penalty) * counts
         part -= _column(part, params, lambda p: p.presence_penalty) * (counts > 0)
 

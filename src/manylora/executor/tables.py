@@ -107,7 +107,11 @@ class AdapterTables:
             self.merge(BASE)
         held = self._held.pop(adapter, None)
         if held is not None:
-            self._leave(held)
+            self._free_rows.append(held.row)
+            self._unsent.pop(held.row, None)
+            if len(held.offsets):
+                self._ranges.give(held.first, len(held.offsets))
+            self.version += 1
 
     def merge(self, adapter: AdapterId) -> None:
         """Record that this resident adapter is merged from now on; BASE: none is."""
@@ -159,13 +163,6 @@ class AdapterTables:
         self._scales[held.row] = held.layout.scales
         self.version += 1
         return held
-
-    def _leave(self, held: _Held) -> None:
-        self._free_rows.append(held.row)
-        self._unsent.pop(held.row, None)
-        if len(held.offsets):
-            self._ranges.give(held.first, len(held.offsets))
-        self.version += 1
 
     def _take_cells(self, count: int) -> int:
         first = self._ranges.take(count)

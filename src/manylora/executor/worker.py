@@ -171,14 +171,6 @@ class Worker:
         self._arrivals.enter()
         self._merging.switch(command, self._report)
 
-    def _check_merged(self, step: commands.RunStep) -> None:
-        """Check the merged adapter that the step names. Raises ValueError where the weights have another
-        adapter merged, or none."""
-        if self._merging is not None:
-            self._merging.check(step.merged)
-        elif step.merged != BASE:
-            raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
-
     # ------------------------------------------------------------ steps
 
     def use_cpu_lora(self, cpu: CpuLora, handover: DeviceHandover | None) -> None:
@@ -223,7 +215,10 @@ class Worker:
         started: list[SequenceId] = []
         changes: Undo = []
         try:
-            self._check_merged(step)
+            if self._merging is not None:
+                self._merging.check(step.merged)
+            elif step.merged != BASE:
+                raise ValueError(f"the step names adapter {step.merged} as merged, but merging is off")
             self._arrivals.enter()
             self._tables.merge(merged)
             for start in step.starts:
@@ -250,7 +245,7 @@ class Worker:
         with torch.inference_mode():
             inputs = self._inputs.build(rows)
             outputs = self._outputs(forward, inputs, awaited, cold)
-            count = len(inputs.sampled_rows)
+            count = len(inputs.layout.sampled_rows)
             if inputs.sampled is None:
                 draws = most_likely(outputs.best, [1] * count)
             else:
@@ -262,7 +257,7 @@ class Worker:
             scores = None if outputs.scores is None else self._device.download(outputs.scores)
         # ``expect`` adds only the first sample's token: other samples return with their own SequenceStart.
         sequences, expected = rows.composition.sampled_sequences, self._sequences.expect(rows)
-        given = step, began, awaited, cold, sequences, expected, inputs.sampled_rows
+        given = step, began, awaited, cold, sequences, expected, inputs.layout.sampled_rows
         return _InFlight(*given, lambda: draws.read(arrived()), inputs.scored, scores)
 
     def _outputs(

@@ -140,10 +140,7 @@ class HostPool(Pages):
         if self._pinner is not None:
             self._pinner.join()
         while self._pinned:
-            try:
-                self._device.unpin(self._pinned.pop())
-            except RuntimeError as error:
-                _log.warning("a part of the host pool could not be unpinned: %s", error)
+            self._device.release(self._pinned.pop(), "a part of the host pool")
         self._bytes = None
 
     def _pin(self, chunks: list[torch.Tensor]) -> None:

@@ -21,17 +21,7 @@ from collections.abc import Callable, Sequence
 from manylora.adapters.pack import pretended_layout
 from manylora.adapters.registry import Registry
 from manylora.executor.merging import ELSEWHERE
-from manylora.executor.ranks.wire import (
-    Channel,
-    End,
-    ForgetCopies,
-    Learn,
-    Pretend,
-    RankFailed,
-    RankStatus,
-    StepAnswer,
-    framed,
-)
+from manylora.executor.ranks import wire
 from manylora.executor.reading import Inspections
 from manylora.executor.worker import unheard
 from manylora.kernels.shapes import AdapterGeometry
@@ -70,7 +60,7 @@ class RankProcess:
 
     rank: int
     process: subprocess.Popen[bytes]
-    channel: Channel
+    channel: wire.Channel
 
 
 class StoppedProcesses:
@@ -96,7 +86,7 @@ class _Step:
 
     step: int
     began: float
-    answers: dict[int, StepAnswer] = dataclasses.field(default_factory=dict)
+    answers: dict[int, wire.StepAnswer] = dataclasses.field(default_factory=dict)
     failed_s: float | None = None
 
     def has_ended(self, count: int) -> bool:
@@ -122,7 +112,7 @@ class RankedExecutor:
         self._geometry = geometry
         self._num_pages = num_pages
         self._ranks = ranks
-        self._status = [RankStatus() for _ in ranks]
+        self._status = [wire.RankStatus() for _ in ranks]
         self._registry = registry
         self._inspections = inspections
         self._step_timeout_s = step_timeout_s
@@ -169,7 +159,7 @@ class RankedExecutor:
                 found = self._inspections.inspect(command)
                 if found.ok:
                     spec = self._inspections.spec(command.adapter)
-                    self._write(Learn(command.adapter, spec.to_json()))
+                    self._write(wire.Learn(command.adapter, spec.to_json()))
                 self._report(found)
                 return
             case commands.VerifyAdapter():
@@ -192,7 +182,7 @@ class RankedExecutor:
         False where the pool has no room for an adapter of this rank."""
         if pretended_layout(rank, self._geometry).num_pages > self._num_pages:
             return False
-        self._write(Pretend(adapter, rank))
+        self._write(wire.Pretend(adapter, rank))
         return True
 
     def flush(self) -> None:
@@ -211,7 +201,7 @@ class RankedExecutor:
             forgotten, self._answered_before = self._answered_before, self._answered
             self._answered = []
         if forgotten:
-            self._write(ForgetCopies(tuple(forgotten)))
+            self._write(wire.ForgetCopies(tuple(forgotten)))
         self._report(self._result(step))
 
     def close(self, *, frees: bool = True) -> None:
@@ -224,7 +214,7 @@ class RankedExecutor:
         self._stop_watching.set()
         if not is_lost:
             with contextlib.suppress(RanksLost):
-                self._write(End())
+                self._write(wire.End())
             ends_s = time.monotonic() + END_S
             for rank in self._ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,7 +243,7 @@ class RankedExecutor:
 
     def _send(self, command: object) -> None:
         self._check()
-        frame = framed(command)
+        frame = wire.framed(command)
         for rank in self._ranks:
             try:
                 rank.channel.send_framed(frame)
@@ -286,19 +276,19 @@ class RankedExecutor:
 
     def _receive(self, rank: int, message: object) -> None:
         match message:
-            case RankStatus():
+            case wire.RankStatus():
                 self._status[rank] = message
-            case StepAnswer():
+            case wire.StepAnswer():
                 self._status[rank] = message.status
                 self._hear_step(rank, message)
             case events.AdapterRead() | events.CopyDone() | events.SwitchDone():
                 self._hear_landed(rank, message)
-            case RankFailed():
+            case wire.RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:
                 self._lose(f"rank {rank} said what is not expected of it: {type(message).__name__}")
 
-    def _hear_step(self, rank: int, answer: StepAnswer) -> None:
+    def _hear_step(self, rank: int, answer: wire.StepAnswer) -> None:
         with self._changed:
             reason: str | None
             step = next((step for step in self._steps if step.step == answer.step), None)

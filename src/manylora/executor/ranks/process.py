@@ -32,20 +32,7 @@ from manylora.devices.preparation import PREPARATION
 from manylora.executor.build import RankBuild
 from manylora.executor.graphs import Bucket
 from manylora.executor.plan import CopyOfWeights
-from manylora.executor.ranks.wire import (
-    Begin,
-    Channel,
-    End,
-    ForgetCopies,
-    Learn,
-    Pools,
-    Pretend,
-    RankFailed,
-    RankLoading,
-    RankReady,
-    RankStatus,
-    StepAnswer,
-)
+from manylora.executor.ranks import wire
 from manylora.executor.worker import Worker
 from manylora.kernels.shapes import RankPlace
 from manylora.models.spec import ModelError
@@ -68,26 +55,26 @@ def main(file: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver's process decides when ranks end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    channel = Channel(socket.socket(fileno=file))
+    channel = wire.Channel(socket.socket(fileno=file))
     begin = channel.receive()
-    if not isinstance(begin, Begin):
+    if not isinstance(begin, wire.Begin):
         return 1
     logging.basicConfig(stream=sys.stderr, level=begin.log_level, format=LOG_FORMAT.format(rank=begin.rank))
     try:
         rank = _Rank(begin, channel)
     except (ConfigError, ModelError) as error:
-        channel.send(RankFailed(str(error), is_user_error=True))
+        channel.send(wire.RankFailed(str(error), is_user_error=True))
         return 2
     except Exception as error:
         _log.exception("rank %d could not start", begin.rank)
-        channel.send(RankFailed(f"{type(error).__name__}: {error}"))
+        channel.send(wire.RankFailed(f"{type(error).__name__}: {error}"))
         return 1
     try:
         rank.obey_all()
     except Exception as error:
         _log.exception("rank %d failed", begin.rank)
         with contextlib.suppress(OSError):
-            channel.send(RankFailed(f"{type(error).__name__}: {error}"))
+            channel.send(wire.RankFailed(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 
@@ -105,14 +92,14 @@ class _Begun(NamedTuple):
     issued: object
 
 
-def _peers(begin: Begin, device: Device) -> Peers:
+def _peers(begin: wire.Begin, device: Device) -> Peers:
     return GroupPeers(begin.peers_file, begin.rank, begin.task.count, device.torch_device)
 
 
 class _Rank:
     """A rank's worker, its channel to the driver, and its steps in flight."""
 
-    def __init__(self, begin: Begin, channel: Channel) -> None:
+    def __init__(self, begin: wire.Begin, channel: wire.Channel) -> None:
         """Build the rank and exchange messages with the driver until it is ready. Raises ConfigError and
         ModelError where the settings or the model are at fault."""
         self._channel = channel
@@ -129,12 +116,12 @@ class _Rank:
         rank = RankBuild(begin.task, place, device, self._peers, self._progress())
         channel.send(rank.loaded())
         pools = channel.receive()
-        if not isinstance(pools, Pools):
+        if not isinstance(pools, wire.Pools):
             _leave()
         self._worker = worker = rank.worker(pools.limits, CopyOfWeights(pools.copy_place))
         rank.prepare(worker, pools.limits)
         worker.connect(self._report)
-        channel.send(RankReady())
+        channel.send(wire.RankReady())
 
     def _progress(self) -> Callable[[int, int], None] | None:
         """Return a function that reports the first rank's progress, once per ``_PROGRESS_BYTES``. Return None
@@ -147,7 +134,7 @@ class _Rank:
             nonlocal said
             if done_bytes - said >= _PROGRESS_BYTES or done_bytes == total_bytes:
                 said = done_bytes
-                self._channel.send(RankLoading(done_bytes, total_bytes))
+                self._channel.send(wire.RankLoading(done_bytes, total_bytes))
 
         return progress
 
@@ -171,13 +158,13 @@ class _Rank:
                     _leave()
                 case commands.RunStep():
                     self._run(worker, command)
-                case Learn():
+                case wire.Learn():
                     worker.inspections.learn(command.adapter, AdapterSpec.from_json(command.spec))
-                case Pretend():
+                case wire.Pretend():
                     worker.pretend_adapter(command.adapter, command.rank)
-                case ForgetCopies():
+                case wire.ForgetCopies():
                     worker.forget_copies(command.answered)
-                case End():
+                case wire.End():
                     worker.close(frees=False)
                     return
                 case _:
@@ -211,7 +198,7 @@ class _Rank:
         said = f"{done.step} {done.ok} {size} {begun.num_exchanges} {begun.digest} {drew}"
         found = begun.num_exchanges, self._status(), result if self._number == 0 or not done.ok else None
         digest = zlib.crc32(said.encode())
-        self._channel.send(StepAnswer(done.step, done.ok, digest, *found, done.spoilt, done.stall_s))
+        self._channel.send(wire.StepAnswer(done.step, done.ok, digest, *found, done.spoilt, done.stall_s))
 
     # ------------------------------------------------------------ beside the work
 
@@ -224,13 +211,13 @@ class _Rank:
                 time.sleep(_STATUS_S)
         _leave()
 
-    def _status(self) -> RankStatus:
+    def _status(self) -> wire.RankStatus:
         traffic = self._peers.traffic
         purposes: tuple[Purpose, ...] = ("base", "lora", "sampling", "merging")
         numbers = [(traffic[purpose].count, traffic[purpose].num_bytes) for purpose in purposes]
         worker = self._worker
         pinned = 0 if worker is None else worker.state().host_pages_pinned
-        return RankStatus(pinned, PREPARATION.seconds(), RankTraffic(*itertools.chain(*numbers)))
+        return wire.RankStatus(pinned, PREPARATION.seconds(), RankTraffic(*itertools.chain(*numbers)))
 
 
 def _leave() -> NoReturn:
