@@ -95,10 +95,8 @@ def _dashed(word: str) -> str:
 
 def _parser(others: Mapping[str, AddParser]) -> argparse.ArgumentParser:
     """Build the parser of all commands. ``others``: the commands of other distributions."""
-    parser = _Parser(
-        prog="manylora",
-        description="Serve thousands of LoRA adapters on one base model, each request naming its own.",
-    )
+    about = "Serve thousands of LoRA adapters on one base model, each request naming its own."
+    parser = _Parser(prog="manylora", description=about)
     parser.add_argument("--version", action="version", version=f"manylora {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)

@@ -478,31 +478,23 @@ async def _release_waiting(llm: AsyncLLM) -> None:
 # ---------------------------------------------------------------- what callers write
 
 
+_RAW = bytes | bytearray | memoryview
+
+
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Make a list of one prompt or several. Raises InvalidRequest."""
-    if isinstance(prompts, str):
-        return [_prompt(prompts)]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | memoryview | Mapping):
-        raise _no_prompt(prompts)
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    return [_prompt(item) for item in listed]
-
-
-def _prompt(item: Any) -> Prompt:
-    """Check that a prompt is text or a sequence of token ids, whose values are checked later. Raises
+    """Make a list of one prompt or several, each text or token ids, whose values are checked later. Raises
     InvalidRequest."""
-    if isinstance(item, str) and not item:
-        raise InvalidRequest("prompt must not be empty", "prompt")
-    if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray | memoryview):
-        raise _no_prompt(item)
-    return item
-
-
-def _no_prompt(found: Any) -> InvalidRequest:
-    kind = type(found).__name__
-    return InvalidRequest(f"prompts must be text, token ids or a list of either, got {kind}", "prompt")
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | _RAW | Mapping)
+    listed = list(prompts) if is_list else [prompts]
+    if is_list and listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    for item in listed:
+        if isinstance(item, str) and not item:
+            raise InvalidRequest("prompt must not be empty", "prompt")
+        if not isinstance(item, str | Sequence) or isinstance(item, _RAW):
+            fault = f"prompts must be text, token ids or a list of either, got {type(item).__name__}"
+            raise InvalidRequest(fault, "prompt")
+    return listed
 
 
 class _Given(NamedTuple):

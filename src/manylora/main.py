@@ -214,14 +214,13 @@ def run_server(engine: EngineSettings, http: HttpSettings) -> int:
         check_model(engine.model.model)
         texts = load_texts(engine.model)
         ours, theirs = socket.socketpair()
-        ending = Ending(_start_engine(theirs))
+        ending = Ending(_start_engine(theirs), ours)
         try:
-            return run_loop(_serve(engine, http, sock, ours, texts, ending))
+            return run_loop(_serve(engine, http, sock, texts, ending))
         except EngineDead as error:
             log.error("%s", error)
             return 1
         finally:
-            ours.close()
             ending.reap()
 
 
@@ -266,19 +265,14 @@ def run_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(
-    engine: EngineSettings,
-    http: HttpSettings,
-    sock: socket.socket,
-    ours: socket.socket,
-    texts: Texts,
-    ending: Ending,
+    engine: EngineSettings, http: HttpSettings, sock: socket.socket, texts: Texts, ending: Ending
 ) -> int:
     from manylora.server.app import create_app
     from manylora.server.lifecycle import serve
 
     client = None
     try:
-        client = await _connect_unless_stopped(ours, engine)
+        client = await _connect_unless_stopped(ending.sock, engine)
         if client is None:
             return 0
         app = create_app(client, texts, server_settings(engine, http, client.info, sock))
@@ -369,8 +363,9 @@ async def _connect_unless_stopped(ours: socket.socket, engine: EngineSettings) -
 class Ending:
     """The end of a server: ends the engine's process, and bounds the time until both processes have ended."""
 
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self.child = child
+    def __init__(self, child: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        """``child``: the engine's process; it ends when ``sock``, this process's end of the pair, closes."""
+        self.child, self.sock = child, sock
         self._by_s = time.monotonic() + START_EXIT_S
 
     def begin(self, within_s: float, code: int, release_s: float) -> None:
@@ -394,7 +389,8 @@ class Ending:
         os._exit(code)
 
     def reap(self) -> None:
-        """Wait until the child, which ends when the socket closes, is gone. Kill it where it takes too long."""
+        """Close the socket, and wait until the child is gone. Kill it where it takes too long."""
+        self.sock.close()
         try:
             self.child.wait(max(self._by_s - OWN_EXIT_S - time.monotonic(), LEAST_EXIT_S))
         except subprocess.TimeoutExpired:

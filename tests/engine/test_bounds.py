@@ -99,9 +99,9 @@ def test_a_loop_that_does_not_look_holds_the_reading_up(monkeypatch: pytest.Monk
         streams = [engine.generate(request("r0"))]
         await asyncio.to_thread(executor.is_held.wait)
         streams += [engine.generate(request(f"r{number}")) for number in range(1, 200)]
-        await asyncio.to_thread(until, lambda: driver.backlog >= 20)
+        await asyncio.to_thread(until, lambda: driver.inbox.qsize() >= 20)
         await asyncio.sleep(0.2)
-        assert driver.backlog == 20
+        assert driver.inbox.qsize() == 20
         executor.step_gate.set()
         ends = await asyncio.gather(*map(drain, streams))
         assert all(reasons == {0: "length"} for _, reasons, _ in ends)

@@ -278,7 +278,7 @@ def test_an_engine_that_has_ended_is_waited_for_and_not_called_killed(
     has_ended: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Child(has_ended)
-    Ending(child).reap()  # type: ignore[arg-type]
+    Ending(child, socket.socket()).reap()  # type: ignore[arg-type]
     assert child.events[1:] == ["kill"]
     assert ("it was killed" in caplog.text) is not has_ended
 
@@ -291,6 +291,6 @@ def test_the_system_has_time_to_take_an_engines_memory_back(monkeypatch: pytest.
         left.set()
 
     monkeypatch.setattr(os, "_exit", leave)
-    Ending(child).begin(within_s=0.0, code=0, release_s=32.0)  # type: ignore[arg-type]
+    Ending(child, socket.socket()).begin(within_s=0.0, code=0, release_s=32.0)  # type: ignore[arg-type]
     assert left.wait(60)
     assert child.events == ["kill", 32, "exit 0"]

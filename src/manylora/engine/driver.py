@@ -55,8 +55,8 @@ class Driver:
         """``step_timeout_s``: an engine whose step takes longer is taken for lost where it is watched."""
         self.info = info
         self.step_timeout_s = step_timeout_s
-        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._ports = EnginePorts(config, executor, info, self._inbox, clock, trace)
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._ports = EnginePorts(config, executor, info, self.inbox, clock, trace)
         self.catalog = self._ports.catalog
         self._machine: commands.Machine = Replica(config)
         self._clock = clock
@@ -77,11 +77,6 @@ class Driver:
         self._frees = True
 
     # ------------------------------------------------------------ life
-
-    @property
-    def backlog(self) -> int:
-        """The number of items in the inbox."""
-        return self._inbox.qsize()
 
     def start(
         self, deliver: Callable[[list[Delta]], None], died: Callable[[str], None], *, is_watched: bool = False
@@ -125,7 +120,7 @@ class Driver:
             return
         self._frees = frees
         self.is_closing.set()
-        self._inbox.put(_STOP)
+        self.inbox.put(_STOP)
         if self._thread is None:
             self._free()
         elif self._thread is not threading.current_thread():
@@ -170,21 +165,21 @@ class Driver:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; an unknown adapter is answered by a Delta with status 404."""
-        self._inbox.put(request)
+        self.inbox.put(request)
 
     def abort(self, request: RequestId, sample: int | None, reason: str) -> None:
-        self._inbox.put(events.Abort(request, sample, reason))
+        self.inbox.put(events.Abort(request, sample, reason))
 
     def withdraw(self, request: RequestId, attempt: int = 0) -> None:
         """Release an attempt at a request for another engine; ignore an unknown one.
 
         Its open samples end as RELEASED after the tokens of the steps in flight.
         """
-        self._inbox.put(events.LetGo(request, attempt))
+        self.inbox.put(events.LetGo(request, attempt))
 
     def keep(self, adapter: AdapterId, is_kept: bool) -> None:
         """Keep a copy of the version on the device, or stop that; see ``Keep``."""
-        self._inbox.put(events.Keep(adapter, is_kept))
+        self.inbox.put(events.Keep(adapter, is_kept))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None
@@ -257,14 +252,14 @@ class Driver:
         else:
             self._activity.rest()
             item = self._next()
-        while item is not None or not self._inbox.empty():
+        while item is not None or not self.inbox.empty():
             if item is None:
-                item = self._inbox.get_nowait()
+                item = self.inbox.get_nowait()
             if item is _STOP:
                 return False
             self._feed(self._ports.take(item))
             item = None
-            if self._inbox.empty():
+            if self.inbox.empty():
                 self._feed(self._ports.drained())
         # The timer is last before that end; if a first step was just issued, it is in the next round.
         is_last = has_waited or not self._ports.is_busy
@@ -278,9 +273,9 @@ class Driver:
     def _next(self) -> object | None:
         """Return the next item; None if the timer is due first."""
         if self._timer_at is None:
-            return self._inbox.get()
+            return self.inbox.get()
         try:
-            return self._inbox.get(timeout=max(self._timer_at - self._clock(), 0.0))
+            return self.inbox.get(timeout=max(self._timer_at - self._clock(), 0.0))
         except queue.Empty:
             return None
 

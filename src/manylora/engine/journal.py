@@ -199,21 +199,19 @@ class JournalWriter:
 
     def record(self, event: object, now: float) -> None:
         """Record an event at its time. Its line is written with the answer, or without."""
-        self._put_unanswered(None)
+        self.answered(None)
         self._unanswered = now, event
 
-    def answered(self, decided: Sequence[object]) -> None:
-        """Record the machine's commands for the last event; the caller must not change them any more."""
-        self._put_unanswered(decided)
-
-    def _put_unanswered(self, decided: Sequence[object] | None) -> None:
+    def answered(self, decided: Sequence[object] | None) -> None:
+        """Record the machine's commands for the last event, or None if it gave no answer. The caller must not
+        change them any more."""
         if self._unanswered is not None:
             self._queue.put((*self._unanswered, decided))
             self._unanswered = None
 
     def close(self) -> None:
         """Write all entries. Idempotent."""
-        self._put_unanswered(None)
+        self.answered(None)
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -223,7 +221,9 @@ class JournalWriter:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             try:
-                self._write(_line(*entry))
+                now, event, decided = entry
+                answer = () if decided is None else (fingerprint(decided),)
+                self._write(msgspec.json.encode((now, type(event).__name__, event, *answer)))
             except Exception as error:  # a bug; the loop must not wait for this thread for ever
                 self._file.give_up(error)
             if self._queue.empty():
@@ -248,11 +248,6 @@ class JournalWriter:
         self._file.close()
         self._file, self._num_bytes = part, 0
         self._num_parts += 1
-
-
-def _line(now: float, event: object, decided: Sequence[object] | None) -> bytes:
-    answer = () if decided is None else (fingerprint(decided),)
-    return msgspec.json.encode((now, type(event).__name__, event, *answer))
 
 
 def _part(path: Path, number: int) -> Path:

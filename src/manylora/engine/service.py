@@ -157,7 +157,7 @@ def serve(sock: socket.socket, sender: Sender, driver: Driver) -> int:
                     withdrawn.cancel()  # does nothing to one that has begun
             case wire.Start():
                 raise AssertionError("an engine starts once")
-        while driver.backlog >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
+        while driver.inbox.qsize() >= MAX_BACKLOG and not died.wait(_LOOK_AGAIN_S):
             pass
     loader.shutdown(wait=False, cancel_futures=True)  # nothing waits for a load any more
     driver.close(frees=False)

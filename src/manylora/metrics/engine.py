@@ -97,11 +97,11 @@ def _num_loaded(level: str) -> Callable[[_View], Samples]:
 
 
 def _pages(view: _View) -> Samples:
-    for tier, prefix, uses in (
-        ("device", "", ("free", "running", "history", "adapters")),
-        ("host", "host_", ("free", "history", "adapters")),
-    ):
-        yield from (((tier, use), getattr(view.stats.gauges, f"{prefix}pages_{use}")) for use in uses)
+    gauges = view.stats.gauges
+    for use in ("free", "running", "history", "adapters"):
+        yield ("device", use), getattr(gauges, f"pages_{use}")
+    for use in ("free", "history", "adapters"):
+        yield ("host", use), getattr(gauges, f"host_pages_{use}")
 
 
 def _steps(view: _View) -> Samples:
@@ -123,10 +123,6 @@ def _threshold(field: str) -> Callable[[_View], Samples]:
 def _shape(view: _View) -> Samples:
     info = view.info
     yield (str(info.page_tokens), str(info.num_pages), str(info.num_host_pages), info.cache_policy), 1
-
-
-def _rank_weights(view: _View) -> Samples:
-    return [((str(rank),), held.weight_bytes) for rank, held in enumerate(view.info.ranks)]
 
 
 def _rank_pages(device: str, host: str) -> Callable[[_View], Samples]:
@@ -274,7 +270,9 @@ _GAUGES: tuple[_Row, ...] = (
     ("manylora:credit{adapter_name}",
      lambda view: [((credit.name,), credit.credit_s) for credit in view.stats.gauges.credits],
      "dLoRA's credits: seconds of one request held back that an adapter can pay."),
-    ("manylora:rank_weight_bytes{rank}", _rank_weights, "Bytes of the base's weights on each rank."),
+    ("manylora:rank_weight_bytes{rank}",
+     lambda view: [((str(rank),), held.weight_bytes) for rank, held in enumerate(view.info.ranks)],
+     "Bytes of the base's weights on each rank."),
     ("manylora:rank_pool_bytes{rank,tier}", _rank_pages("info.num_pages", "info.num_host_pages"),
      "Bytes of each rank's parts of the pools."),
     ("manylora:rank_adapter_bytes{rank,tier}",

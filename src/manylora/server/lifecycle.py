@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import uvicorn
@@ -162,9 +161,7 @@ class Interruptible:
             self._reason = reason
             self._task.cancel()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self._registry.discard(self)
         if self._watch is not None:
             self._watch.cancel()

@@ -225,9 +225,7 @@ _OF_ADAPTERS = {
     "adapter_source": _other_adapter("adapters are loaded before they are asked for, by name"),
     "adapter_parameters": _other_adapter("adapters cannot be merged in a request"),
     "lora": _other_adapter("a request has one adapter, at full scale: name it as the model"),
-    "lora_id": _NO_NUMBER,
-    "lora_int_id": _NO_NUMBER,
-    "lora_task_id": _NO_NUMBER,
+    **dict.fromkeys(("lora_id", "lora_int_id", "lora_task_id"), _NO_NUMBER),
 }
 # An empty schema is valid, and means any JSON.
 _OF_BOTH = {

@@ -184,8 +184,9 @@ class Texts:
             return own, ()
         if reason := _contradiction(own, base):
             raise TokenizerError(f"its tokenizer is not the base model's: {reason}")
-        if _is_same(own, base):
-            return base, ()
+        shaping = [(each.pipeline["post_processor"], each.pipeline["added_tokens"]) for each in (own, base)]
+        if own.vocabulary == base.vocabulary and _effective(shaping[0]) == _effective(shaping[1]):
+            return base, ()  # both give the same ids for every text
         assert self.folder is not None
         rows = files.read_json(self.folder / "config.json").get("vocab_size", own.vocab_size)
         known = {*base.vocabulary, own.special_tokens.get("pad_token")}
@@ -236,12 +237,6 @@ def _contradiction(own: Tokenizer, base: Tokenizer) -> str | None:
         if not is_compared and model.get(name) != other.get(name):
             return f"its {name} differ{'' if name.endswith('s') else 's'}"
     return None
-
-
-def _is_same(own: Tokenizer, base: Tokenizer) -> bool:
-    """Return whether two tokenizers that do not contradict each other give the same ids for every text."""
-    parts = [(each.pipeline["post_processor"], each.pipeline["added_tokens"]) for each in (own, base)]
-    return own.vocabulary == base.vocabulary and _effective(parts[0]) == _effective(parts[1])
 
 
 def _effective(value: Any) -> Any:
