@@ -369,15 +369,15 @@ class WaitingQueue:
         """Return the sequence that is next."""
         return self._all.first(self.is_newest_first)
 
-    def first_of(self, adapter: AdapterId) -> Sequence | None:
-        """Return the first of the adapter's sequences."""
+    def first_of(self, adapter: AdapterId, beside: Sequence | None = None) -> Sequence | None:
+        """Return the first of the adapter's sequences. ``beside``: of those that differ from it in arrival
+        alone."""
         ranks = self._of_adapter.get(adapter)
-        return None if ranks is None else ranks.first(self.is_newest_first)
-
-    def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
-        """Return the first of the adapter's sequences that differ from ``sequence`` in arrival alone."""
-        ranks = self._of_adapter.get(adapter)
-        return None if ranks is None else ranks.first_at(self._places[sequence.id], self.is_newest_first)
+        if ranks is None:
+            return None
+        if beside is None:
+            return ranks.first(self.is_newest_first)
+        return ranks.first_at(self._places[beside.id], self.is_newest_first)
 
     def rank(self, sequence: Sequence) -> Rank:
         """Return the sort key of a waiting sequence; the smallest is next."""
