@@ -137,11 +137,8 @@ class ClusterOptions(Section):
     @property
     def bounds(self) -> tuple[int, int]:
         """The fewest and the most replicas that there may be."""
-        if self.min_replicas is not None:
-            low = self.min_replicas
-        else:
-            low = self.replicas if self.max_replicas is None else min(self.replicas, self.max_replicas)
-        return low, max(self.replicas, low) if self.max_replicas is None else self.max_replicas
+        low = self.min_replicas or min(self.replicas, self.max_replicas or self.replicas)
+        return low, self.max_replicas or max(self.replicas, low)
 
     @property
     def silence_s(self) -> float:

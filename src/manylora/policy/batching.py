@@ -96,11 +96,12 @@ class Clusters:
         running = _adapters(admitted)
         if len(running) < self._limit or first.adapter in running or first.adapter == BASE:
             return [first]
-        since_s = first.overtaken_s
-        chosen = None
+        since_s, beside = first.overtaken_s, None if self._is_hard else first
+        found: list[Sequence | None] = []
         if since_s is None or now - since_s < OVERTAKEN_S:
-            chosen = self._overtaker(first, [BASE, *sorted(running)])
-        return ([] if chosen is None else [chosen]) + ([] if self._is_hard else [first])
+            found = [self._waiting.first_of(adapter, beside) for adapter in (BASE, *sorted(running))]
+        before = min((s for s in found if s is not None), key=self._waiting.rank, default=None)
+        return [s for s in (before, beside) if s is not None]
 
     def lets_in(self, adapter: AdapterId, admitted: Iterable[Sequence]) -> bool:
         """Return whether a sequence of the adapter may be admitted beside ``admitted``, whatever its place in
@@ -117,14 +118,6 @@ class Clusters:
             return False
         self._first.note_overtaken(now)
         return True
-
-    def _overtaker(self, first: Sequence, adapters: list[int]) -> Sequence | None:
-        waiting = self._waiting
-        if self._is_hard:
-            found = [waiting.first_of(adapter) for adapter in adapters]
-        else:
-            found = [waiting.first_beside(first, adapter) for adapter in adapters]
-        return min((s for s in found if s is not None), key=waiting.rank, default=None)
 
 
 def _adapters(admitted: Iterable[Sequence]) -> set[AdapterId]:

@@ -134,26 +134,20 @@ class CandidateList:
 class Candidates:
     """The candidates to leave each tier, and to enter the device.
 
-    ``has_parts``: adapters and KV leave from lists of their own. ``can_enter``: nodes may enter ahead of
-    demand.
+    ``device``, ``host``: the values of nodes in each tier. ``has_parts``: adapters and KV leave from lists of
+    their own. ``can_enter``: nodes may enter ahead of demand.
     """
 
     def __init__(
-        self,
-        tree: DependencyTree,
-        device_value: ValueModel,
-        host_value: ValueModel,
-        *,
-        has_parts: bool,
-        can_enter: bool,
+        self, tree: DependencyTree, device: ValueModel, host: ValueModel, has_parts: bool, can_enter: bool
     ) -> None:
         self._tree = tree
         self._can_enter = can_enter
-        self.leaving = self.leaving_adapters = CandidateList(0, device_value, tree.may_leave)
+        self.leaving = self.leaving_adapters = CandidateList(0, device, tree.may_leave)
         if has_parts:
-            self.leaving_adapters = CandidateList(0, device_value, tree.may_leave)
-        self.leaving_host = CandidateList(2, host_value, tree.may_leave_host)
-        self.entering = CandidateList(1, device_value, tree.may_enter, takes_best=True)
+            self.leaving_adapters = CandidateList(0, device, tree.may_leave)
+        self.leaving_host = CandidateList(2, host, tree.may_leave_host)
+        self.entering = CandidateList(1, device, tree.may_enter, takes_best=True)
 
     def offer(self, node: Node) -> None:
         """Take a node that changed: it may have become a candidate, or have another value."""

@@ -195,14 +195,14 @@ class Ranks:
 
     def __init__(self, shares: FairShares | None) -> None:
         self._shares = shares
-        self.lines: dict[Place, list[Sequence]] = {}
-        """Each by arrival. A change takes O(log n), and moves the pointers behind its place."""
+        self.lines: dict[Place, collections.deque[Sequence]] = {}
+        """Each by arrival. Most come and go at an end, at no cost; a change inside moves a part of the line."""
         self._levels = Ranking()
         self._num_by_level = collections.Counter[int]()
         self._clients: dict[int, Ranking] = {}  # by level, clients with new sequences
 
     def add(self, sequence: Sequence, place: Place) -> None:
-        bisect.insort(self.lines.setdefault(place, []), sequence, key=by_arrival)
+        bisect.insort(self.lines.setdefault(place, collections.deque()), sequence, key=by_arrival)
         level = place.level
         if place.is_new:
             if level not in self._clients:
@@ -214,7 +214,10 @@ class Ranks:
 
     def drop(self, sequence: Sequence, place: Place) -> None:
         line = self.lines[place]
-        del line[bisect.bisect_left(line, sequence.order, key=by_arrival)]
+        if line[0] is sequence:  # as it goes without newest-first and aborts
+            line.popleft()
+        else:
+            del line[bisect.bisect_left(line, sequence.order, key=by_arrival)]
         if not line:
             del self.lines[place]
             if place.is_new:
@@ -369,15 +372,15 @@ class WaitingQueue:
         """Return the sequence that is next."""
         return self._all.first(self.is_newest_first)
 
-    def first_of(self, adapter: AdapterId) -> Sequence | None:
-        """Return the first of the adapter's sequences."""
+    def first_of(self, adapter: AdapterId, beside: Sequence | None = None) -> Sequence | None:
+        """Return the first of the adapter's sequences. ``beside``: of those that differ from it in arrival
+        alone."""
         ranks = self._of_adapter.get(adapter)
-        return None if ranks is None else ranks.first(self.is_newest_first)
-
-    def first_beside(self, sequence: Sequence, adapter: AdapterId) -> Sequence | None:
-        """Return the first of the adapter's sequences that differ from ``sequence`` in arrival alone."""
-        ranks = self._of_adapter.get(adapter)
-        return None if ranks is None else ranks.first_at(self._places[sequence.id], self.is_newest_first)
+        if ranks is None:
+            return None
+        if beside is None:
+            return ranks.first(self.is_newest_first)
+        return ranks.first_at(self._places[beside.id], self.is_newest_first)
 
     def rank(self, sequence: Sequence) -> Rank:
         """Return the sort key of a waiting sequence; the smallest is next."""

@@ -157,12 +157,6 @@ class Gauges:
         if num_pages is not None:
             return AdapterUse(adapter, ABSENT.value, num_pages, 0, 0)
         node = self._tree.node(adapter)
-        return AdapterUse(
-            adapter,
-            node.residence.value,
-            node.num_pages,
-            running[adapter],
-            waiting[adapter],
-            node.host.value,
-            self._tree.idle_kv_of[adapter],
-        )
+        state, host_state = node.residence.value, node.host.value
+        num_running, num_waiting, idle_kv = running[adapter], waiting[adapter], self._tree.idle_kv_of[adapter]
+        return AdapterUse(adapter, state, node.num_pages, num_running, num_waiting, host_state, idle_kv)

@@ -106,15 +106,9 @@ class Reservations:
         num_tokens = min(first_chunk, len(sequence.tokens) - num_computed)
         deepest = path[-1] if path else root  # all that it reuses hangs on it
         self._tree.pin(deepest)
-        return Reservation(
-            root,
-            path,
-            deepest,
-            missing,
-            num_tokens,
-            self.pages_for(num_computed + num_tokens) - len(path),
-            root.num_pages if root.residence is ABSENT else 0,
-        )
+        own_pages = self.pages_for(num_computed + num_tokens) - len(path)
+        adapter_pages = root.num_pages if root.residence is ABSENT else 0
+        return Reservation(root, path, deepest, missing, num_tokens, own_pages, adapter_pages)
 
     def admit(self, sequence: Sequence, first_chunk: int, now: float) -> bool:
         """Reserve all that the sequence needs to start, or nothing.

@@ -53,13 +53,9 @@ class Residency:
         self.adapter_limit = config.num_pages if part is None else part
         self.turns = KvTurns(self.policy.keeps_turns)
         signals = Signals(config.cache, self.visits, self.rates, self.counters, self.turns)
-        self.candidates = Candidates(
-            self.tree,
-            self.policy.device_value(signals),
-            self.policy.host_value(signals),
-            has_parts=self.has_parts,
-            can_enter=self.marks is not None,
-        )
+        on_device, on_host = self.policy.device_value(signals), self.policy.host_value(signals)
+        can_enter = self.marks is not None
+        self.candidates = Candidates(self.tree, on_device, on_host, self.has_parts, can_enter)
         self._traces = config.cache.trace
         self._decided: list[commands.Command] = []
 

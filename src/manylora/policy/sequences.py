@@ -49,7 +49,7 @@ class RequestState:
 
     __slots__ = (
         "admitted", "arrived_s", "attempt", "fresh", "id", "is_announced", "is_leaving", "is_ready",
-        "is_resumed", "later", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
+        "later", "max_tokens", "min_tokens", "num_scored", "num_unscored", "open_samples", "order",
         "positions", "request", "sequences", "stop_ids",
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ class RequestState:
         self.min_tokens = request.params.min_tokens
         self.stop_ids = frozenset(request.stop_ids)
         self.attempt = event.attempt
-        self.is_resumed = self.admitted = any(event.resume)
+        self.admitted = is_resumed = any(event.resume)
         self.is_announced = False
         self.is_ready = False
         self.is_leaving = False
@@ -75,7 +75,7 @@ class RequestState:
         self.later: dict[int, SequenceOf[int]] = {}
         # One that has a token has had them all.
         last = 0 if request.params.prompt_logprobs is None else len(request.prompt) - 1
-        self.num_scored, self.num_unscored = (last, 0) if self.is_resumed else (0, last)
+        self.num_scored, self.num_unscored = (last, 0) if is_resumed else (0, last)
 
     def end_of(self, tokens: SequenceOf[int]) -> str | None:
         """Return why a sample with these tokens has ended, if it has."""

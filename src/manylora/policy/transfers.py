@@ -45,8 +45,8 @@ class Transfers:
         self.copies: dict[CopyId, list[Move]] = {}
         """The parts of each copy in flight. At its end the caller takes them, and ends each by ``end``."""
         self.current: dict[Node, Move] = {}
-        """The part of each node in a copy, queued or in flight, unless the node was detached from it since.
-        Whoever detaches a node sets which pages its part owns from then on."""
+        """The part of each node in a copy, queued or in flight, unless the node has disowned it. Whoever takes a
+        part out here sets which pages it owns from then on."""
         self.num_moves = collections.Counter[AdapterId]()
         """The parts that have not ended, by adapter: of itself, or of KV under it."""
         self.reads: dict[AdapterId, tuple[Node, bool]] = {}
@@ -94,7 +94,7 @@ class Transfers:
         return commands.SwapPages(self._num_copies, to_device, pairs, adapter, groups)
 
     def end(self, move: Move) -> bool:
-        """End a part; return whether it is current: its node may be detached as an earlier part ends."""
+        """End a part; return whether its node has not disowned it, which may happen as an earlier part ends."""
         node = move.node
         self.num_moves[node.adapter] -= 1
         if move.to_device:

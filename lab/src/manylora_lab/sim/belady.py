@@ -20,7 +20,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.policy import PolicyConfig
 from manylora.policy.cache_policies import Manylora, OffloadWhereItPays, Signals
 from manylora.policy.tree import Node
-from manylora.policy.value import Rates, RealCost, RealHostCost, Value
+from manylora.policy.value import Rates, RealCost, RealHostCost, Value, ValueModel
 from manylora.protocol.commands import Admitted, ClientCommand
 from manylora.types import BASE, AdapterId
 from manylora_lab.pricing.costs import StepCosts
@@ -88,7 +88,7 @@ class Foresight:
         return self.began_s + needs[0].arrival_s if needs else math.inf
 
 
-class NextNeed:
+class NextNeed(ValueModel):
     """Values by what a miss costs, over the time until the node is needed. In a bucket all cost the same."""
 
     def __init__(self, costs: RealCost, foresight: Foresight) -> None:

@@ -95,6 +95,10 @@ class _Period:
     switch_s: float = 0.0
 
 
+_Served = tuple[int, float]
+"""The requests of a batch, and the seconds of its step."""
+
+
 class Thresholds:
     """Merge where an adapter's requests are more than ``alpha`` of a batch; unmerge where fewer than ``beta``.
 
@@ -110,17 +114,12 @@ class Thresholds:
         self._period: _Period | None = None
 
     def step(
-        self,
-        is_merged: bool,
-        adapter: AdapterId,
-        merge: tuple[int, float],
-        fcfs: tuple[int, float],
-        switch_s: float,
+        self, is_merged: bool, adapter: AdapterId, merge: _Served, fcfs: _Served, switch_s: float
     ) -> None:
         """Note that a step starts.
 
-        ``merge``, ``fcfs``: requests and seconds of the batch with ``adapter`` merged, and of the batch in
-        arrival order. ``switch_s``: seconds of a switch to the other mode.
+        ``merge``, ``fcfs``: the batch with ``adapter`` merged, and the batch in arrival order. ``switch_s``:
+        seconds of a switch to the other mode.
         """
         period = self._period
         if period is None or period.is_merged != is_merged or period.adapter != adapter:
@@ -286,13 +285,9 @@ class DloraMerging(MergePolicy):
         hot, times = self._hot, self._times
         if hot is not None:
             num_merge, num_fcfs = min(self._num_hot, self._batch), len(self._fcfs)
-            self.thresholds.step(
-                merged != BASE,
-                hot,
-                (num_merge, times.merged_s(num_merge)),
-                (num_fcfs, times.unmerged_s(num_fcfs)),
-                times.switch_s(merged, BASE if merged != BASE else hot),
-            )
+            merge, fcfs = (num_merge, times.merged_s(num_merge)), (num_fcfs, times.unmerged_s(num_fcfs))
+            switch_s = times.switch_s(merged, BASE if merged != BASE else hot)
+            self.thresholds.step(merged != BASE, hot, merge, fcfs, switch_s)
 
     def forget(self, adapter: AdapterId) -> None:
         """See MergePolicy."""

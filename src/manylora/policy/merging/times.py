@@ -92,12 +92,9 @@ class StepSeconds:
             return self._steps[min(place, len(self._steps) - 1)]
         low, high = self._steps[place - 1], self._steps[place]
         part = (num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens)
-        return StepTimes(
-            num_tokens,
-            num_tokens,
-            low.unmerged_s + part * (high.unmerged_s - low.unmerged_s),
-            low.merged_s + part * (high.merged_s - low.merged_s),
-        )
+        unmerged_s = low.unmerged_s + part * (high.unmerged_s - low.unmerged_s)
+        merged_s = low.merged_s + part * (high.merged_s - low.merged_s)
+        return StepTimes(num_tokens, num_tokens, unmerged_s, merged_s)
 
     # ------------------------------------------------------------ events
 
