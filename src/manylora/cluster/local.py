@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -65,17 +65,17 @@ def check_shared_gpu(settings: EngineSettings, per_gpu: int) -> None:
 
 
 def with_share(
-    settings: EngineSettings, free: int, count: int, kind: Literal["cpu", "cuda"], replica: int, cores: int
+    settings: EngineSettings, free: int, count: int, uses_gpus: bool, replica: int, cores: int
 ) -> EngineSettings:
     """Return the settings of one of ``count`` replicas where ``free`` bytes are free, with the CPU threads of
     ``cores`` cores. The settings' sizes of pools are taken as given. A pool without one is the ``count``-th part
     of a lone replica's pool. A device pool of None means that the replica measures its GPU itself."""
     cache, scheduler = settings.cache, settings.scheduler
     device_pool, host_pool = cache.device_pool, cache.host_pool
-    if kind == "cpu" and device_pool is None:
+    if device_pool is None and not uses_gpus:
         device_pool = cpu_pool_bytes(free) // count
     if host_pool is None:
-        host_pool = host_pool_bytes(free, kind) // count
+        host_pool = host_pool_bytes(free, "cuda" if uses_gpus else "cpu") // count
     return dataclasses.replace(
         settings,
         cache=dataclasses.replace(cache, device_pool=device_pool, host_pool=host_pool),
@@ -161,8 +161,8 @@ class LocalLauncher:
         """See Launcher."""
         if launch.role != messages.REPLICA:
             return await start_child(launch, {}, descriptors)
-        kind: Literal["cpu", "cuda"] = "cuda" if self._gpus else "cpu"
-        engine = with_share(launch.engine, self._free_bytes, self._most, kind, launch.id, self._cores)
+        uses_gpus = bool(self._gpus)
+        engine = with_share(launch.engine, self._free_bytes, self._most, uses_gpus, launch.id, self._cores)
         launch = msgspec.structs.replace(launch, engine=engine)
         return await start_child(launch, self.environment(launch.id), descriptors)
 

@@ -178,6 +178,8 @@ def state_of(slot: messages.Slot, router: Router) -> str:
 def status_of(board: Switchboard) -> dict[str, Any]:
     """Describe the cluster as JSON."""
     table, members, hint = board.table, board.members, board.hint or ScaleHint(0, "")
+    registry = board.registry.log
+    num_listed = sum(each.state == "listed" for each in registry.current.values())
     pids = dict(table.frontends)
     for joined in members.frontends.values():
         pids.setdefault(joined.id, joined.link.peer.pid)
@@ -207,7 +209,7 @@ def status_of(board: Switchboard) -> dict[str, Any]:
         },
         "frontends": frontends,
         "supervisor": {"pid": table.supervisor, "launcher": table.launcher},
-        "adapters": {"revision": board.registry.revision, "listed": board.registry.num_listed},
+        "adapters": {"revision": registry.revision, "listed": num_listed},
         "scale_hint": {"delta": hint.delta, "reason": hint.reason},
     }
 

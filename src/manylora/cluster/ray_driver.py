@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -134,8 +134,8 @@ class RayNodes:
         found = self._nodes.get(node) or min(self._nodes.values(), key=lambda each: each.free_bytes)
         count = min(self._most, max(1, self._room(found))) if self.uses_gpus else self._most
         cores = found.threads // count
-        kind: Literal["cpu", "cuda"] = "cuda" if self.uses_gpus else "cpu"
-        return with_share(settings, found.free_bytes, count, kind, replica % count, cores), max(1, cores)
+        shared = with_share(settings, found.free_bytes, count, self.uses_gpus, replica % count, cores)
+        return shared, max(1, cores)
 
 
 def run(launch: children.Launch, starter: children.PairedStarter) -> int:

@@ -49,7 +49,7 @@ CREATE TABLE IF NOT EXISTS log (
 class Rollout:
     """The registry as replicas and front ends receive it. Used on the router's event loop.
 
-    ``report``: sends an event to the router itself.
+    ``log``: the versions and their states. ``report``: sends an event to the router itself.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Rollout:
     ) -> None:
         """Start with the state in the log. ``wait_s``: how long a load waits for a replica where there is
         none."""
-        self._log = adapter_log
+        self.log = adapter_log
         self._members = members
         self._report = report
         self._wait_s = wait_s
@@ -66,18 +66,10 @@ class Rollout:
         self._change = asyncio.Event()
         self._tasks = Tasks()
 
-    @property
-    def revision(self) -> int:
-        return self._log.revision
-
-    @property
-    def num_listed(self) -> int:
-        return sum(each.state == "listed" for each in self._log.current.values())
-
     def begin(self, named: list[tuple[str, str]]) -> None:
         """List the adapters that the start names, beside those that an earlier cluster left in this folder. A
         name with a new path gets a new version."""
-        known = {each.name: each for each in self._log.current.values() if each.state == "listed"}
+        known = {each.name: each for each in self.log.current.values() if each.state == "listed"}
         changed = []
         for name, path in named:
             before = known.get(name)
@@ -85,18 +77,18 @@ class Rollout:
                 continue
             if before is not None:
                 changed.append(msgspec.structs.replace(before, state="gone"))
-            changed.append(Listing(0, self._log.new_id(), name, path, "", 0, 0, int(time.time()), "listed"))
-        stale = [each for each in self._log.current.values() if each.state != "listed"]
+            changed.append(Listing(0, self.log.new_id(), name, path, "", 0, 0, int(time.time()), "listed"))
+        stale = [each for each in self.log.current.values() if each.state != "listed"]
         changed += [msgspec.structs.replace(each, state="gone") for each in stale]
         if changed:
-            self._log.append(*changed)
+            self.log.append(*changed)
 
     def take_over(self) -> None:
         """Finish the changes that the earlier router of this log had begun. Its unfinished loads are given up."""
-        half = [each for each in self._log.current.values() if each.state == "loading"]
+        half = [each for each in self.log.current.values() if each.state == "loading"]
         if half:
             self._append(*(msgspec.structs.replace(each, state="gone") for each in half))
-        for each in self._log.current.values():
+        for each in self.log.current.values():
             if each.rank:
                 self._report(Listed(each.id, each.rank, each.num_pages, each.revision))
             if each.state == "leaving":
@@ -106,14 +98,14 @@ class Rollout:
 
     def whole(self) -> messages.Revisions:
         """Return the whole registry as one message."""
-        return messages.Revisions(self.revision, list(self._log.current.values()), is_whole=True)
+        return messages.Revisions(self.log.revision, list(self.log.current.values()), is_whole=True)
 
     def greet(self, replica: ReplicaMember, has: list[AdapterId]) -> None:
         """Have a new replica serve the listed versions, and drop all others."""
         for adapter in has:
-            if adapter not in self._log.current:
+            if adapter not in self.log.current:
                 replica.drop(adapter)
-        for listing in self._log.current.values():
+        for listing in self.log.current.values():
             replica.ask(listing, verify=False)
         self.pulse()
 
@@ -123,7 +115,7 @@ class Rollout:
         skipped."""
         learnt, bad = [], []
         for adapter, answer in replica.answers.items():
-            listing = self._log.current.get(adapter)
+            listing = self.log.current.get(adapter)
             if listing is None or listing.state != "listed" or listing.rank:
                 continue
             if answer.card is not None:
@@ -136,7 +128,7 @@ class Rollout:
         if learnt or bad:
             self._append(*learnt, *bad)
             for each in learnt:
-                self._report(Listed(each.id, each.rank, each.num_pages, self.revision))
+                self._report(Listed(each.id, each.rank, each.num_pages, self.log.revision))
 
     def receive(self, replica: ReplicaMember, message: messages.AdapterReady | messages.AdapterGone) -> None:
         """Note that a replica serves a version, cannot serve it, or has freed it."""
@@ -148,7 +140,7 @@ class Rollout:
 
     def lacking(self, replica: ReplicaMember) -> list[Listing]:
         """Find the listed versions that the replica has reported as not available to it."""
-        found = (self._log.current.get(adapter) for adapter in replica.pauses)
+        found = (self.log.current.get(adapter) for adapter in replica.pauses)
         return [each for each in found if each is not None and each.state in ("listed", "leaving")]
 
     def lacks(self, replica: ReplicaMember) -> tuple[AdapterId, ...]:
@@ -186,7 +178,7 @@ class Rollout:
         return listing
 
     def _of(self, adapter: AdapterId) -> Listing:
-        listing = self._log.current.get(adapter)
+        listing = self.log.current.get(adapter)
         if listing is None:
             raise AdapterError("the adapter is not there any more", status=404)
         return listing
@@ -213,34 +205,34 @@ class Rollout:
 
     async def load(self, name: str, path: str, *, replaces: bool) -> Listing:
         """Have every replica serve the adapter, then send it to every front end. Raises AdapterError."""
-        before = self._log.find(name)
+        before = self.log.find(name)
         if name in self._busy or (before is not None and not replaces):
             raise AdapterError(f"an adapter named {name!r} is already loaded, or is just being")
         self._busy.add(name)
         try:
             digest = await asyncio.to_thread(adapter_digest, Path(path))
-            found = Listing(0, self._log.new_id(), name, path, digest, 0, 0, int(time.time()), "loading")
+            found = Listing(0, self.log.new_id(), name, path, digest, 0, 0, int(time.time()), "loading")
             self._append(found)
             try:
                 listing = await self._load_everywhere(found)
-                before = self._log.find(name)
+                before = self.log.find(name)
                 ends = [] if before is None else [msgspec.structs.replace(before, state="leaving")]
                 # The router must know it first: a front end may name it once it has the revision.
-                self._report(Listed(listing.id, listing.rank, listing.num_pages, self.revision + 1))
+                self._report(Listed(listing.id, listing.rank, listing.num_pages, self.log.revision + 1))
                 self._append(listing, *ends)
             except BaseException:
                 self._give_up(found)
                 raise
             await self._known_everywhere()
             for each in ends:
-                self._report(Unlisted(each.id, self.revision))
+                self._report(Unlisted(each.id, self.log.revision))
                 self._tasks.spawn(self._retire(each))
             return listing
         finally:
             self._busy.discard(name)
 
     def _give_up(self, found: Listing) -> None:
-        self._report(Unlisted(found.id, self.revision))
+        self._report(Unlisted(found.id, self.log.revision))
         for replica in self._members.replicas.values():
             if found.id in replica.asked:
                 replica.drop(found.id)
@@ -278,13 +270,13 @@ class Rollout:
     async def unload(self, name: str) -> None:
         """Refuse new requests for the adapter everywhere, and return when no replica has it any more. Raises
         AdapterError."""
-        before = self._log.find(name)
+        before = self.log.find(name)
         if before is None:
             raise AdapterError(f"no adapter named {name!r} is loaded", status=404)
         leaving = msgspec.structs.replace(before, state="leaving")
         self._append(leaving)
         await self._known_everywhere()
-        self._report(Unlisted(leaving.id, self.revision))
+        self._report(Unlisted(leaving.id, self.log.revision))
         await self._retire(leaving)
 
     async def _retire(self, leaving: Listing) -> None:
@@ -298,17 +290,17 @@ class Rollout:
                     asked.add(replica)
                     replica.drop(leaving.id)
             await self._change.wait()
-        if leaving.id in self._log.current:
+        if leaving.id in self.log.current:
             self._append(msgspec.structs.replace(leaving, state="gone"))
 
     async def _known_everywhere(self) -> None:
-        revision = self.revision
+        revision = self.log.revision
         while any(each.revision < revision for each in self._members.frontends.values()):
             await self._change.wait()
 
     def _append(self, *listings: Listing) -> None:
-        appended = self._log.append(*listings)
-        news = messages.Revisions(self.revision, appended)
+        appended = self.log.append(*listings)
+        news = messages.Revisions(self.log.revision, appended)
         self._members.send_to_frontends(news)
         self._members.send_to_supervisor(news)
 

@@ -400,8 +400,8 @@ class Switchboard:
         lease to link again, or to end."""
         linked = {each.id: each.epoch for each in self.members.replicas.values()}
         for slot in slots:
-            is_linked = slot.state != "running" or linked.get(slot.id, 0) >= slot.epoch
-            if not is_linked and slot.epoch > self._fenced.get(slot.id, 0):
+            is_unlinked = slot.state == "running" and linked.get(slot.id, 0) < slot.epoch
+            if is_unlinked and slot.epoch > self._fenced.get(slot.id, 0):
                 log.error("replica %d has not come back to the router: it is ended", slot.id)
                 self._fence(slot.id, slot.epoch)
 
