@@ -18,7 +18,7 @@ LAB = Path(__file__).parent.parent / "lab" / "src" / "manylora_lab"
 BOTTOM = {"types", "config", "reports", "protocol"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "manager", "helpers", "base", "misc"}
 
-MOST_LINES, MOST_FILES = 34_700, 200
+MOST_LINES, MOST_FILES = 32_500, 200
 """Of code in the product. What an issue adds raises them in the same commit."""
 
 # room -> manylora rooms it may import besides itself; a module at the top level is a room of its own.

@@ -328,9 +328,9 @@ def _range(seeds: Sequence[int]) -> str:
     return f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
 
 
-def _kept(text: str, is_kept: bool) -> str:
+def _kept(text: str, is_pinned: bool) -> str:
     """What does not hold is printed bold."""
-    return text if is_kept else f"**{text}**"
+    return text if is_pinned else f"**{text}**"
 
 
 def router_attainment(record: Record) -> str:

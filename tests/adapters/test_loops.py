@@ -110,7 +110,7 @@ class Case:
             scratch = np.zeros(loops.SCRATCH_WORDS * (rows * width if self.turned else length) + 2, np.uint64)
             last = strides[0], self.stored.number, self.kept.number, scratch
             if self.turned:
-                return loops.read_turned(file.fileno(), begins, width, rows, parts, *last)
+                return loops.read_transposed(file.fileno(), begins, width, rows, parts, *last)
             return loops.read_rows(file.fileno(), begins, width, parts, *last)
 
     def verify(self, most: int) -> bool:
@@ -126,7 +126,7 @@ class Case:
         _, _, count, length = self.place
         return bool((self.memory[:, count:] == 7).all() and (self.memory[:, :, length:] == 7).all())
 
-    def spoil(self, value: int) -> int:
+    def invalidate(self, value: int) -> int:
         """One element of the part becomes this pattern; its layer."""
         part = self._part(self.matrices)
         layer, row, column = (int(self.random.integers(size)) for size in part.shape)
@@ -156,7 +156,7 @@ def test_one_value_that_is_not_finite_is_seen(
     case = Case(way, turned, lambda least, most: data.draw(st.integers(least, most)))
     sign = data.draw(st.sampled_from([0, 1 << (8 * case.stored.bits.itemsize - 1)]))
     mantissa = (case.stored.infinity & -case.stored.infinity) - 1
-    layer = case.spoil(sign | case.stored.infinity | data.draw(st.integers(0, mantissa) | st.just(mantissa)))
+    layer = case.invalidate(sign | case.stored.infinity | data.draw(st.integers(0, mantissa) | st.just(mantissa)))
     assert case.read() == layer
     assert case.is_untouched_beside
     assert not case.verify(data.draw(st.integers(1, 100)))
@@ -198,9 +198,9 @@ def test_float32_is_rounded_as_by_torch(kept: str) -> None:
 )  # fmt: skip
 def test_a_value_that_becomes_infinity_is_seen(way: tuple[str, str], largest: int, turned: bool) -> None:
     case = Case(way, turned, lambda least, most: most)
-    case.spoil(largest)
+    case.invalidate(largest)
     assert case.read() == -1, "the largest that does not"
-    layer = case.spoil(largest + 1)
+    layer = case.invalidate(largest + 1)
     assert case.read() == layer
 
 
@@ -219,5 +219,5 @@ def test_a_file_that_cannot_be_read_is_seen() -> None:
     parts, nowhere, begins = np.array([(memory.ctypes.data, 0, 0, 1, 1, 2)]), 2**20, np.array([0])
     last = parts, 2, loops.BF16, loops.BF16, scratch
     assert loops.read_rows(nowhere, begins, 1, *last) == 0
-    assert loops.read_turned(nowhere, begins, 1, 1, *last) == 0
+    assert loops.read_transposed(nowhere, begins, 1, 1, *last) == 0
     assert not loops.are_finite(nowhere, 0, 1, loops.BF16, loops.BF16, scratch)

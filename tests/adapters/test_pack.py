@@ -105,11 +105,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(value: float, side: str
     make(tmp_path, r=2)
     name = f"base_model.model.model.layers.1.mlp.up_proj.lora_{side}.weight"
 
-    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def invalidate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors[name][1, 1] = value
         return tensors
 
-    edit_tensors(tmp_path, spoil)
+    edit_tensors(tmp_path, invalidate)
     with pytest.raises(AdapterError, match=f"{name} holds NaN or infinity"):
         pack(inspect(tmp_path), geometry())
 

@@ -36,11 +36,11 @@ def test_any_value_is_found_wherever_it_lies(
     make(tmp_path, r=3, target_modules=["down_proj"])
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"
 
-    def spoil(tensors: dict[str, Any]) -> dict[str, Any]:
+    def invalidate(tensors: dict[str, Any]) -> dict[str, Any]:
         tensors[name][-1, -1] = value
         return tensors
 
-    edit_tensors(tmp_path, spoil)
+    edit_tensors(tmp_path, invalidate)
     with pytest.raises(AdapterError, match=f"{name} holds NaN or infinity"):
         verify_weights(inspect(tmp_path), geometry(), torch.float32)
 

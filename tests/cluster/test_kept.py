@@ -14,9 +14,9 @@ from tests.cluster.replays import replay_all
 from tests.e2e.process import wait_until
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_the_order_crosses_a_link(is_kept: bool) -> None:
-    order = messages.KeepAdapter(7, is_kept)
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_the_order_crosses_a_link(is_pinned: bool) -> None:
+    order = messages.KeepAdapter(7, is_pinned)
     decoder = msgspec.msgpack.Decoder(messages.ToReplicaFromRouter)
     assert decoder.decode(msgspec.msgpack.encode(order)) == order
 
@@ -31,10 +31,10 @@ def test_replicas_keep_what_dlora_places(tmp_path: Path) -> None:
 
         cluster.complete(model=NAMES[0])  # one replica has it then, and the other is to have a copy
 
-        def is_kept() -> bool:
-            return any('"Keep"' in path.read_text() for path in tmp_path.glob("journal.r?.*"))
+        def is_pinned() -> bool:
+            return any('"PinAdapter"' in path.read_text() for path in tmp_path.glob("journal.r?.*"))
 
-        wait_until(is_kept, "a copy that is kept", 120.0)
+        wait_until(is_pinned, "a copy that is kept", 120.0)
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.wait_exit() == 0
     assert len(replay_all(tmp_path)) == 3

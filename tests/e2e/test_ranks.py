@@ -406,7 +406,7 @@ def test_a_read_that_fails_on_one_rank_is_undone_on_all(
 
 
 @pytest.mark.parametrize("sharding", ["sharded", pytest.param("replicated", marks=pytest.mark.long)])
-def test_a_copy_that_fails_on_one_rank_spoils_its_rows_on_all(
+def test_a_copy_that_fails_on_one_rank_invalidates_its_rows_on_all(
     injecting: Callable[[str], None], sharding: str
 ) -> None:
     """Steps await copies that do not come on one rank, or late: the request begins again."""

@@ -244,13 +244,13 @@ def test_a_rank_over_the_limit_is_400(server: Server, adapters: Path, folder: Pa
 
 def test_weights_that_are_no_numbers_are_400(server: Server, adapters: Path, folder: Path) -> None:
 
-    def spoil(tensors: folders.Tensors) -> folders.Tensors:
+    def invalidate(tensors: folders.Tensors) -> folders.Tensors:
         next(iter(tensors.values()))[:] = np.nan
         return tensors
 
-    folders.with_tensors(adapters / "german", folder, spoil)
-    assert_error(server.load("spoilt", folder), 400, "NaN or infinity")
-    assert_error(server.complete(model="spoilt"), 404)
+    folders.with_tensors(adapters / "german", folder, invalidate)
+    assert_error(server.load("invalid", folder), 400, "NaN or infinity")
+    assert_error(server.complete(model="invalid"), 404)
     assert server.text(model="german")
 
 

@@ -182,7 +182,7 @@ def check_order(rig: Rig, hand: KernelHand) -> None:
         assert written_within(rig, page, end, 30)[:end] == [True] * end
     result = results.get(timeout=30)
     # For how long gates were shut is told by those that are late: a slow host's step may find all open.
-    assert (result.done.ok, result.done.spoilt) == (True, ())
+    assert (result.done.ok, result.done.invalid) == (True, ())
     assert rig.direct.wait_for(command).ok  # type: ignore[union-attr]
 
 
@@ -210,7 +210,7 @@ def test_copies_by_a_kernel(cold: Rig, files: Files, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(bringing, "MOST_WORDS", 0 if turn == 1 else MOST_WORDS)
         command = bring(cold, 2, 8)
         cold.open(turn, [turn, *PROMPT], adapter=2)
-        assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
+        assert cold.run(awaiting(cold, command, turn)).done.invalid == ()
         assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
         for source, target in command.pairs:
             assert torch.equal(cold.worker._host.page(source), cold.worker._arena.page(target))
@@ -260,13 +260,13 @@ def test_a_cold_row_with_one_token_left_waits_for_the_whole_copy(cold: Rig, file
     cold.direct.evict_adapter(2)
     command = bring(cold, 2, 8)
     cold.open(2, held.tokens, adapter=2, num_prompt=4, num_computed=4, pages=held.pages)
-    assert cold.run(awaiting(cold, command, 2)).done.spoilt == ()
+    assert cold.run(awaiting(cold, command, 2)).done.invalid == ()
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(3, 2)
     check(cold, files, 2)
 
 
-def test_a_copy_that_cannot_be_launched_spoils_its_own_rows_only(
+def test_a_copy_that_cannot_be_launched_invalidates_its_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the device waits for nothing."""
@@ -280,13 +280,13 @@ def test_a_copy_that_cannot_be_launched_spoils_its_own_rows_only(
     cold.open(1, PROMPT, adapter=2)
     cold.open(2, PROMPT, adapter=1)
     result = cold.run(awaiting(cold, command, 1, others=(2,)))
-    assert (result.done.ok, result.done.spoilt) == (True, (1,))
+    assert (result.done.ok, result.done.invalid) == (True, (1,))
     assert words_of(cold) == [0] * LAYERS
     cold.decode(3, 2)
     check(cold, files, 2)
 
 
-def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+def test_a_copy_that_is_late_invalidates_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = graphs_of(cold)._gates._told  # type: ignore[union-attr]
@@ -305,7 +305,7 @@ def test_two_steps_await_one_copy(cold: Rig, files: Files, monkeypatch: pytest.M
         cold.direct.issue_step(step)
     for step in (first, second):
         done = cold.direct.wait_step(step).done
-        assert (done.ok, done.spoilt) == (True, ())
+        assert (done.ok, done.invalid) == (True, ())
 
 
 @pytest.mark.parametrize("ends_with", ["a step", "a wait", "a flush"])
@@ -336,7 +336,7 @@ def test_without_such_a_kernel_a_captured_step_waits_for_the_whole_copy(
     assert graphs_of(rig)._gates is None
     command = bring(rig, 2, 8)
     rig.open(1, PROMPT, adapter=2)
-    assert rig.run(awaiting(rig, command, 1)).done.spoilt == ()
+    assert rig.run(awaiting(rig, command, 1)).done.invalid == ()
     rig.decode(2, 1)
     check(rig, files, 1)
     rig.worker.close()

@@ -74,7 +74,7 @@ def test_they_end_before_the_copy_begins_and_read_nothing_that_lay_in_its_pages(
     others = cold.command(cold.row(3), cold.row(4))
     step = RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu)
     result = cold.run(step)
-    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    assert (result.done.ok, result.done.invalid, result.done.unsound) == (True, (), ())
     assert result.done.cpu_s > 0
     assert result.done.cpu_workers == 1
     assert hand.num_landed == 0
@@ -114,7 +114,7 @@ def test_a_row_with_one_token_left(cold: Rig, files: Files, is_served: bool) -> 
     step = served(cold, again, (2,))
     if not is_served:
         step.awaits, step.cpu = (Await(again.copy, (2,)),), ()
-    assert cold.run(step).done.spoilt == ()
+    assert cold.run(step).done.invalid == ()
     assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
     cold.decode(3, 2)
     check(cold, files, 2)
@@ -135,7 +135,7 @@ def test_adapters_without_rank_on_some_projections_beside_each_other(cold: Rig, 
     step = RunStep(first.step, first.starts + second.starts, first.rows + second.rows)
     step.cpu = first.cpu + second.cpu
     result = cold.run(step)
-    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    assert (result.done.ok, result.done.invalid, result.done.unsound) == (True, (), ())
     for command in commands:
         assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(4, 1, 2)
@@ -150,7 +150,7 @@ def test_rows_of_a_copy_that_nobody_brings_fail_and_harm_none(cold: Rig, files: 
 
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
-def test_threads_that_are_late_at_any_product_spoil_their_own_rows_only(
+def test_threads_that_are_late_at_any_product_invalidate_their_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, place: float
 ) -> None:
     """The product is never posted. The next step is served."""
@@ -181,12 +181,12 @@ def test_threads_that_are_late_at_any_product_spoil_their_own_rows_only(
         step, others = served(cold, command, (1,)), cold.command(cold.row(2))
         step = RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu)
         result = cold.run(step)
-    check_spoilt(cold, files, command, result)
+    check_invalid(cold, files, command, result)
 
 
-def check_spoilt(cold: Rig, files: Files, command: SwapPages, result: StepResult) -> None:
+def check_invalid(cold: Rig, files: Files, command: SwapPages, result: StepResult) -> None:
     """Sequence 1 was the CPU's, and 2 was not. Another step of the CPU goes well, and both have exact tokens."""
-    assert (result.done.ok, result.done.spoilt) == (True, (1,))
+    assert (result.done.ok, result.done.invalid) == (True, (1,))
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.direct.end_sequence(1)
     del cold.sequences[1]
@@ -194,7 +194,7 @@ def check_spoilt(cold: Rig, files: Files, command: SwapPages, result: StepResult
     again = bring(cold, 2, 8)
     cold.open(4, PROMPT, adapter=2)
     done = cold.run(served(cold, again, (4,))).done
-    assert (done.spoilt, done.cpu_workers) == ((), 1)
+    assert (done.invalid, done.cpu_workers) == ((), 1)
     assert done.cpu_s > 0
     assert cold.direct.wait_for(again).ok  # type: ignore[union-attr]
     cold.decode(3, 2, 4)
@@ -210,7 +210,7 @@ def test_a_copy_that_fails_beside_the_cpu_leaves_its_rows_alone(
     command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
     result = cold.run(served(cold, command, (1,)))
-    assert (result.done.ok, result.done.spoilt, result.done.unsound) == (True, (), ())
+    assert (result.done.ok, result.done.invalid, result.done.unsound) == (True, (), ())
     hand.let(1)
     assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     hand.is_broken = False

@@ -148,7 +148,7 @@ def test_a_step_begins_when_its_copy_has_landed_and_not_before(
     hand.let(1)
     layers.check_ended(0, LAYERS)
     result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, ())
+    assert (result.done.ok, result.done.invalid) == (True, ())
     assert result.done.stall_s > 0
     assert cold.direct.has_landed(command), "the copy's answer was told before the step's"
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
@@ -156,7 +156,7 @@ def test_a_step_begins_when_its_copy_has_landed_and_not_before(
     check(cold, files, 1)
 
 
-def test_a_copy_that_fails_spoils_its_own_rows_only(
+def test_a_copy_that_fails_invalidates_its_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = Hand(cold, monkeypatch)
@@ -169,7 +169,7 @@ def test_a_copy_that_fails_spoils_its_own_rows_only(
     hand.let(1)
     result = cold.run(awaiting(cold, command, 1, others=(2, 3)))
     assert result.done.ok
-    assert result.done.spoilt == (1,)
+    assert result.done.invalid == (1,)
     assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.direct.end_sequence(1)
     del cold.sequences[1]
@@ -179,12 +179,12 @@ def test_a_copy_that_fails_spoils_its_own_rows_only(
     hand.let(1)
     again = bring(cold, 2, 8)
     cold.open(4, PROMPT, adapter=2)
-    assert cold.run(awaiting(cold, again, 4)).done.spoilt == ()
+    assert cold.run(awaiting(cold, again, 4)).done.invalid == ()
     cold.decode(4, 2, 3, 4)
     check(cold, files, 2, 3, 4)
 
 
-def test_a_step_commanded_before_the_failure_was_known_spoils_its_own_rows_only(
+def test_a_step_commanded_before_the_failure_was_known_invalidates_its_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand = Hand(cold, monkeypatch)
@@ -194,8 +194,8 @@ def test_a_step_commanded_before_the_failure_was_known_spoils_its_own_rows_only(
     for sequence in (1, 2):
         cold.open(sequence, PROMPT, adapter=2)
     cold.open(3, PROMPT, adapter=1)
-    assert cold.run(awaiting(cold, command, 1, others=(3,))).done.spoilt == (1,)
-    assert cold.run(awaiting(cold, command, 2, others=(3,))).done.spoilt == (2,)
+    assert cold.run(awaiting(cold, command, 1, others=(3,))).done.invalid == (1,)
+    assert cold.run(awaiting(cold, command, 2, others=(3,))).done.invalid == (2,)
     assert not cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     check(cold, files, 3)
     cold.decode(2, 3)
@@ -207,11 +207,11 @@ def test_a_rank_forgets_a_copy_when_it_is_told(cold: Rig, files: Files) -> None:
     cold.worker._is_rank = True
     command = bring(cold, 2, 8)
     cold.open(1, PROMPT, adapter=2)
-    assert cold.run(awaiting(cold, command, 1)).done.spoilt == ()
+    assert cold.run(awaiting(cold, command, 1)).done.invalid == ()
     cold.decode(4, 1)
     cold.open(2, PROMPT, adapter=2)
     result = cold.run(awaiting(cold, command, 2))
-    assert (result.done.ok, result.done.spoilt) == (True, ())
+    assert (result.done.ok, result.done.invalid) == (True, ())
     check(cold, files, 1, 2)
     cold.worker.forget_copies([(command.copy, False)])
     assert 2 not in cold.worker._tables
@@ -281,7 +281,7 @@ def test_an_entry_that_cannot_be_made_fails_its_copy(
     hand.let(1)
     again = bring(cold, 2, 3)
     cold.open(1, PROMPT, adapter=2)
-    assert cold.run(awaiting(cold, again, 1)).done.spoilt == ()
+    assert cold.run(awaiting(cold, again, 1)).done.invalid == ()
     cold.decode(3, 1)
     check(cold, files, 1)
 
@@ -302,7 +302,7 @@ def test_what_is_brought_elsewhere_drops_nothing(cold: Rig, files: Files) -> Non
     check(cold, files, 1, 2)
 
 
-def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+def test_a_copy_that_is_late_invalidates_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = note_passes(monkeypatch)
@@ -336,7 +336,7 @@ def check_late(
         results.get(timeout=0.1)
     hand.let(LAYERS)
     result = results.get(timeout=30)
-    assert (result.done.ok, result.done.spoilt) == (True, (1,))
+    assert (result.done.ok, result.done.invalid) == (True, (1,))
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.direct.end_sequence(1)
     del cold.sequences[1]
@@ -366,7 +366,7 @@ def test_two_copies_two_adapters_and_kv_in_one_step(cold: Rig, files: Files) -> 
     cold.open(5, PROMPT, adapter=2)
     step = cold.command(*(cold.row(sequence) for sequence in (2, 3, 4, 5)))
     step.awaits = Await(first.copy, (2, 5)), Await(second.copy, (3,)), Await(kv.copy, (4,))
-    assert cold.run(step).done.spoilt == ()
+    assert cold.run(step).done.invalid == ()
     cold.decode(4, 2, 3, 4, 5)
     check(cold, files, 2, 3, 4, 5)
 
@@ -390,5 +390,5 @@ def test_closing_while_a_step_waits(cold: Rig, monkeypatch: pytest.MonkeyPatch) 
     hand.let(1)
     result = results.get(timeout=30)
     closing.join(30)
-    assert result.done.spoilt == (1,)
+    assert result.done.invalid == (1,)
     assert not closing.is_alive()

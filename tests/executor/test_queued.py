@@ -24,7 +24,7 @@ from tests.executor.conftest import Files
 from tests.executor.drive import Rig
 from tests.executor.test_captured_gates import GatedOps
 from tests.executor.test_cold_rows import (  # noqa: F401  # tests
-    check_spoilt,
+    check_invalid,
     forget_all,
     served,
     served_by_cpu,
@@ -67,7 +67,7 @@ def handover_of(rig: Rig) -> DeviceHandover:
 
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
-def test_threads_that_are_late_at_any_product_spoil_their_own_rows_only(
+def test_threads_that_are_late_at_any_product_invalidate_their_own_rows_only(
     cold: Rig, files: Files, monkeypatch: pytest.MonkeyPatch, place: float
 ) -> None:
     """The product is never posted, and the device goes on after its bound. The next step is served."""
@@ -96,7 +96,7 @@ def test_threads_that_are_late_at_any_product_spoil_their_own_rows_only(
         step = RunStep(step.step, step.starts + others.starts, step.rows + others.rows, cpu=step.cpu)
         result = cold.run(step)
     assert not handover.is_busy
-    check_spoilt(cold, files, command, result)
+    check_invalid(cold, files, command, result)
 
 
 def test_each_product_waits_for_its_own_job_of_those_that_compute_it(cold: Rig) -> None:
@@ -143,7 +143,7 @@ def test_a_step_that_finds_the_threads_busy_waits_for_the_copy(cold: Rig, files:
     cold.open(1, PROMPT, adapter=2)
     done = cold.run(served(cold, command, (1,))).done
     handover_of(cold).is_busy = False
-    assert (done.ok, done.spoilt, done.cpu_s) == (True, (), 0.0)
+    assert (done.ok, done.invalid, done.cpu_s) == (True, (), 0.0)
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(3, 1)
     check(cold, files, 1)
@@ -160,7 +160,7 @@ def test_a_step_that_fails_leaves_the_threads_free(
     del cold.sequences[1]
     cold.open(2, PROMPT, adapter=2)
     done = cold.run(served(cold, command, (2,))).done
-    assert (done.ok, done.spoilt) == (True, ())
+    assert (done.ok, done.invalid) == (True, ())
     assert done.cpu_s > 0
     assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(3, 2)

@@ -47,10 +47,10 @@ class Compilers:
         yield self.rehearse
         self.num_closed += 1
 
-    def rehearse(self, steps: Steps, num_telling: int) -> bool:
+    def rehearse(self, steps: Steps, num_decisive: int) -> bool:
         place = next(n for n, one in enumerate(self._threads) if one is threading.current_thread())
         assert self._running.acquire(blocking=False), "one rank at a time"
-        chosen = steps if place == 0 else steps[:num_telling]
+        chosen = steps if place == 0 else steps[:num_decisive]
         for step in chosen:
             step()
         self.ran.append((place, len(chosen)))
@@ -117,7 +117,7 @@ def test_eager_steps_are_rehearsed(
         if peers.rank == 0:
             before = peers.num_exchanges
 
-            def rehearse(steps: Steps, num_telling: int) -> bool:
+            def rehearse(steps: Steps, num_decisive: int) -> bool:
                 with peers.leaving_out():
                     tokens.extend(done.tokens[0][1][0] for step in steps for done in [step()])  # type: ignore[attr-defined]
                 raise Ended

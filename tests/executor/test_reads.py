@@ -28,7 +28,7 @@ from tests.executor.drive import Rig
 
 @pytest.fixture
 def copied(files: Files, tmp_path: Path) -> Path:
-    """A copy of adapter 1, to be spoilt."""
+    """A copy of adapter 1, to be invalid."""
     return Path(shutil.copytree(files.adapters[1], tmp_path / "copied"))
 
 

@@ -28,7 +28,7 @@ from tests.executor.test_gates import (  # noqa: F401  # tests
     check_late,
     keep_on_host,
     note_passes,
-    test_a_copy_that_fails_spoils_its_own_rows_only,
+    test_a_copy_that_fails_invalidates_its_own_rows_only,
     test_a_step_that_awaits_what_nobody_brings_fails_and_harms_none,
     test_closing_while_a_step_waits,
     test_two_copies_two_adapters_and_kv_in_one_step,
@@ -125,7 +125,7 @@ def test_the_same_bits_as_a_step_that_begins_when_all_is_there(
     rig.worker.close()
 
 
-def test_a_copy_that_is_late_spoils_its_rows_and_the_step_still_ends_after_its_answer(
+def test_a_copy_that_is_late_invalidates_its_rows_and_the_step_still_ends_after_its_answer(
     cold: Rig,
     files: Files,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +156,7 @@ def test_a_step_behind_a_busy_device(cold: Rig, files: Files, groups: int) -> No
     for turn in range(4):
         command = bring(cold, 2, groups, keep_busy)
         cold.open(turn, [turn, *PROMPT], adapter=2)
-        assert cold.run(awaiting(cold, command, turn)).done.spoilt == ()
+        assert cold.run(awaiting(cold, command, turn)).done.invalid == ()
         assert cold.direct.has_landed(command)
         assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
         cold.decode(4, turn)

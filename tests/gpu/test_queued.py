@@ -22,7 +22,7 @@ from tests.executor.test_queued import (  # noqa: F401  # tests and the fixture 
     handover_of,
     test_a_step_that_fails_leaves_the_threads_free,
     test_a_step_that_finds_the_threads_busy_waits_for_the_copy,
-    test_threads_that_are_late_at_any_product_spoil_their_own_rows_only,
+    test_threads_that_are_late_at_any_product_invalidate_their_own_rows_only,
 )
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_the_host_goes_on_while_the_device_waits(cold: Rig, files: Files) -> Non
         if turn:
             assert not torch.cuda.current_stream().query()
             assert handover_of(cold).is_busy
-        assert cold.finish(step).done.spoilt == ()
+        assert cold.finish(step).done.invalid == ()
         assert cold.direct.wait_for(command).ok  # type: ignore[union-attr]
     cold.decode(3, 2, 3)
     check(cold, files, 2, 3)

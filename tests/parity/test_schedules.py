@@ -43,7 +43,7 @@ def test_more_sequences_than_slots(bench: Bench) -> None:
 
 
 async def _tokens(
-    llm: AsyncLLM, prompt: list[int], adapter: str | None, started: asyncio.Event, is_kept: bool = True
+    llm: AsyncLLM, prompt: list[int], adapter: str | None, started: asyncio.Event, is_pinned: bool = True
 ) -> list[int]:
     """Stream one request; ``started`` is set once three tokens are there, after which others never end."""
     tokens: list[int] = []
@@ -51,7 +51,7 @@ async def _tokens(
         tokens += news.token_ids
         if len(tokens) >= 3:
             started.set()
-            if not is_kept:
+            if not is_pinned:
                 await asyncio.Event().wait()
     return tokens
 
@@ -104,7 +104,7 @@ def test_cancelled_neighbours(bench: Bench) -> None:
             tasks, starts = [], []
             for number, (prompt, name) in enumerate(zip(prompts, names)):
                 starts.append(asyncio.Event())
-                asked = _tokens(llm, prompt, name, starts[-1], is_kept=number % 3 != 1)
+                asked = _tokens(llm, prompt, name, starts[-1], is_pinned=number % 3 != 1)
                 tasks.append(asyncio.create_task(asked))
             await starts[3].wait()
             for task in tasks[1::3]:

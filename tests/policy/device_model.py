@@ -260,13 +260,13 @@ class DeviceModel:
         running = self.steps.pop(0)
         step, drawn = running.command, []
         failed = self.failed_copies | set(late)
-        spoilt = {name for wanted in step.awaits if wanted.copy in failed for name in wanted.sequences}
-        spoilt |= {name for served in step.cpu if cpu_fails for name in served.sequences}
+        invalid = {name for wanted in step.awaits if wanted.copy in failed for name in wanted.sequences}
+        invalid |= {name for served in step.cpu if cpu_fails for name in served.sequences}
         for row, (sequence, weights, tier) in zip(step.rows, running.rows, strict=True):
             if not was_issued:
                 break
-            if row.sequence in spoilt:
-                self._spoil_row(sequence, row.start, row.num_tokens)
+            if row.sequence in invalid:
+                self._invalidate_row(sequence, row.start, row.num_tokens)
                 if row.num_samples:
                     drawn.append((row.sequence, (VOCABULARY,) * row.num_samples))
                 continue
@@ -282,15 +282,15 @@ class DeviceModel:
                 sequence.tokens.append(tokens[0])
                 drawn.append((row.sequence, tokens))
         done = StepDone(step.step, ok, tuple(drawn) if ok else (), error="" if ok else "made to fail")
-        done.spoilt = tuple(sorted(spoilt)) if ok else ()
+        done.invalid = tuple(sorted(invalid)) if ok else ()
         if step.cpu and ok:
             done.cpu_s, done.cpu_workers = 0.001 * (self.cpu_workers > 0), self.cpu_workers
         return done
 
-    def _spoil_row(self, sequence: _Sequence, start: int, num_tokens: int) -> None:
+    def _invalidate_row(self, sequence: _Sequence, start: int, num_tokens: int) -> None:
         for position in range(start, start + num_tokens):
             where = (sequence.pages[position // self.page_tokens], position % self.page_tokens)
-            self.content[where] = "spoilt"
+            self.content[where] = "invalid"
 
     def _run_row(
         self,

@@ -12,7 +12,7 @@ from manylora.config.policy import CacheConfig, PolicyConfig
 from tests.policy.device_model import DeviceModel
 from tests.policy.test_replica_properties import ReplicaMachine
 
-COUNTS = {"awaiting": 0, "spoilt": 0, "kv": 0, "served": 0}
+COUNTS = {"awaiting": 0, "invalid": 0, "kv": 0, "served": 0}
 """What all examples together have shown."""
 
 
@@ -95,7 +95,7 @@ class ColdStartMachine(ReplicaMachine):
 
     @precondition(lambda self: self.device.steps and self.device.steps[0].command.awaits)
     @rule(is_late=st.booleans())
-    def spoil_step(self, is_late: bool) -> None:
+    def invalidate_step(self, is_late: bool) -> None:
         """What it awaits has failed, or has landed after the step was tired of waiting."""
         late = tuple(wanted.copy for wanted in self.device.steps[0].command.awaits if is_late)
         for copy in self.device.awaited():
@@ -106,7 +106,7 @@ class ColdStartMachine(ReplicaMachine):
         super().teardown()
         if hasattr(self, "device"):
             COUNTS["awaiting"] += self.device.num_awaiting_steps
-            COUNTS["spoilt"] += self.replica._residency.counters.spoilt_rows
+            COUNTS["invalid"] += self.replica._residency.counters.spoilt_rows
             COUNTS["kv"] += self.device.num_awaited_kv
             COUNTS["served"] += self.device.num_served_steps
 
@@ -115,13 +115,13 @@ ColdStartMachine.TestCase.settings = settings(
     max_examples=250,
     stateful_step_count=60,
     deadline=None,
-    derandomize=True,  # else there is a run now and then in which no row is spoilt, or no KV awaited
+    derandomize=True,  # else there is a run now and then in which no row is invalid, or no KV awaited
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestColdStartProperties = ColdStartMachine.TestCase
 
 
-def test_the_examples_have_awaited_adapters_and_kv_and_spoilt_rows() -> None:
+def test_the_examples_have_awaited_adapters_and_kv_and_invalid_rows() -> None:
     """Runs after them."""
     assert not COUNTS["awaiting"] or all(COUNTS.values()), COUNTS

@@ -90,7 +90,7 @@ def test_abort_and_removal_while_a_row_awaits(ok: bool, removes: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["failed", "late"])
-def test_spoilt_rows_are_computed_again_by_waiting(kind: str) -> None:
+def test_invalid_rows_are_computed_again_by_waiting(kind: str) -> None:
     rig = cold_rig()
     rig.ask("warm", 0, [7, 7, 7], 6)
     rig.ask("a", 1, [1, 2, 3, 4, 5], 2)

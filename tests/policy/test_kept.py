@@ -8,7 +8,7 @@ import pytest
 
 from manylora.policy.replica import Replica
 from manylora.protocol.commands import AdapterFreed, EvictAdapter, ReadAdapter
-from manylora.protocol.events import AdapterRemoved, Arrive, Keep
+from manylora.protocol.events import AdapterRemoved, Arrive, PinAdapter
 from manylora.types import Request, SamplingParams
 from tests.policy.rig import PAGE, Rig, prompt
 
@@ -29,7 +29,7 @@ def reads(rig: Rig, adapter: int) -> int:
 @pytest.mark.parametrize("policy", ["manylora", "fastlibra", "static-lru", "s-lora", "lru"])
 def test_a_copy_comes_before_anybody_asks_and_stays(policy: str) -> None:
     rig = rig_of(policy)
-    rig.feed(Keep(1))
+    rig.feed(PinAdapter(1))
     rig.settle()
     assert reads(rig, 1) == 1
     for number in range(12):  # others fill the pool again and again
@@ -42,12 +42,12 @@ def test_a_copy_comes_before_anybody_asks_and_stays(policy: str) -> None:
 def test_copies_stay_within_their_share() -> None:
     rig = rig_of(share=0.35)  # 7 of 20 pages, 3 each
     for adapter in (1, 2, 3):
-        rig.feed(Keep(adapter))
-    rig.feed(Keep(99))  # nobody knows it
+        rig.feed(PinAdapter(adapter))
+    rig.feed(PinAdapter(99))  # nobody knows it
     rig.settle()
     assert rig.replica._pinned.pinned == {1, 2}
-    rig.feed(Keep(1, False))
-    rig.feed(Keep(3))
+    rig.feed(PinAdapter(1, False))
+    rig.feed(PinAdapter(3))
     rig.settle()
     assert rig.replica._pinned.pinned == {2, 3}
 
@@ -55,7 +55,7 @@ def test_copies_stay_within_their_share() -> None:
 def test_they_give_way_to_a_request_that_takes_the_whole_pool_and_come_back() -> None:
     rig = rig_of()
     for adapter in (1, 2):
-        rig.feed(Keep(adapter))
+        rig.feed(PinAdapter(adapter))
     rig.settle()
     rig.serve("large", 3, prompt(0, 0, extra=15 * PAGE), max_tokens=2 * PAGE)
     rig.settle()
@@ -65,7 +65,7 @@ def test_they_give_way_to_a_request_that_takes_the_whole_pool_and_come_back() ->
 
 def test_a_removed_adapter_is_freed() -> None:
     rig = rig_of()
-    rig.feed(Keep(1))
+    rig.feed(PinAdapter(1))
     rig.settle()
     rig.feed(AdapterRemoved(1))
     assert [command.adapter for command in rig.of(AdapterFreed)] == [1]
@@ -75,7 +75,7 @@ def test_a_removed_adapter_is_freed() -> None:
 def test_what_cannot_be_read_is_not_asked_for_again() -> None:
     rig = rig_of()
     rig.sources_gone.add(1)
-    rig.feed(Keep(1))
+    rig.feed(PinAdapter(1))
     rig.settle()
     rig.serve("other", 2, prompt(0, 1))
     assert reads(rig, 1) == 1

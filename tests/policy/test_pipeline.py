@@ -10,7 +10,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.policy.replica import Replica
 from manylora.protocol.commands import Command, Emit, EndSequence, Finish, Released, RunStep
-from manylora.protocol.events import Arrive, Event, LetGo
+from manylora.protocol.events import Arrive, Event, Release
 from manylora.types import BASE, Request, SamplingParams
 from tests.policy.device_model import DeviceModel, next_token, undisturbed
 from tests.policy.invariants import check
@@ -155,7 +155,7 @@ def test_a_request_that_leaves_takes_no_token_along_after_one_that_is_missing() 
     rig.ask("r", 0, [1, 2, 3], max_tokens=8)
     rig.end_step()
     assert len(rig.device.steps) == 2
-    rig.feed(LetGo("r"))
+    rig.feed(Release("r"))
     rig.feed(rig.device.finish_step(ok=False))
     assert rig.of(Released) == [Released("r", 0, (1,))]
     rig.end_step()

@@ -39,8 +39,8 @@ from manylora.protocol.events import (
     Arrive,
     CopyDone,
     Event,
-    Keep,
-    LetGo,
+    PinAdapter,
+    Release,
     StatusDue,
     StepDone,
     Timer,
@@ -278,7 +278,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             assert self.scored.get(name, 0) == len(self.requests[name].prompt) - 1
 
     def note_release(self, command: Released) -> None:
-        """Every LetGo has one answer, which tells how far each sample came."""
+        """Every Release has one answer, which tells how far each sample came."""
         name = command.request
         is_given_up = (name, command.attempt) == self.given_up
         if command.attempt != self.attempts.get(name, 0) and not is_given_up:
@@ -396,15 +396,15 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.feed(Arrive(request))
 
     @precondition(lambda self: self.adapters)
-    @rule(data=st.data(), is_kept=st.sampled_from([True, True, True, False]))
-    def keep_adapter(self, data: st.DataObject, is_kept: bool) -> None:
+    @rule(data=st.data(), is_pinned=st.sampled_from([True, True, True, False]))
+    def keep_adapter(self, data: st.DataObject, is_pinned: bool) -> None:
         """A router wants a copy of it, or does not any more."""
         adapter = data.draw(st.sampled_from(sorted(self.adapters)))
-        self.feed(Keep(adapter, is_kept))
+        self.feed(PinAdapter(adapter, is_pinned))
         kept = self.replica._pinned.pinned
         most_pages = self.config.kept_share * self.config.num_pages
         assert sum(self.adapters[each] for each in kept) <= most_pages, "copies stay within their share"
-        assert is_kept or adapter not in kept
+        assert is_pinned or adapter not in kept
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), whole=st.booleans())
@@ -418,18 +418,18 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live())
     @rule(data=st.data(), is_known=st.sampled_from([True] * 7 + [False]))
-    def let_go(self, data: st.DataObject, is_known: bool) -> None:
+    def release(self, data: st.DataObject, is_known: bool) -> None:
         """Another replica is to have a request, or somebody believes that it is here."""
         request = data.draw(st.sampled_from(self.live()))
         attempt = self.attempts.get(request, 0)
         if is_known:
             self.moved.add(request)
             self.leaving.add(request)
-            self.feed(LetGo(request, attempt))
+            self.feed(Release(request, attempt))
             if not self.device.steps:
                 assert request in self.away, "without a step in flight it is let go at once"
         else:
-            self.feed(LetGo(request, attempt + 1))
+            self.feed(Release(request, attempt + 1))
             assert request not in self.away, "another attempt is none of its business"
 
     @precondition(lambda self: self.away)

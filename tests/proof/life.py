@@ -24,8 +24,8 @@ from manylora.protocol.events import (
     Arrive,
     CopyDone,
     Event,
-    Keep,
-    LetGo,
+    PinAdapter,
+    Release,
     Timer,
 )
 from manylora.types import BASE, Request, SamplingParams
@@ -243,7 +243,7 @@ class Life:
             self._move()
             return
         if self._scene.keeps and self._adapters and self._rng.random() < self._scene.keeps:
-            self._feed(Keep(self._rng.choice(self._adapters), self._rng.random() < 0.7))
+            self._feed(PinAdapter(self._rng.choice(self._adapters), self._rng.random() < 0.7))
             return
         draw = self._rng.random()
         if draw < 0.12 and len(self._open) < _MOST_OPEN:
@@ -298,7 +298,7 @@ class Life:
             self._come_back(self._away[0])
         elif here:
             name = self._rng.choice(here)
-            self._feed(LetGo(name, self._attempts.get(name, 0)))
+            self._feed(Release(name, self._attempts.get(name, 0)))
 
     def _come_back(self, name: str) -> None:
         self._away.remove(name)

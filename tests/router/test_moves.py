@@ -41,7 +41,7 @@ def moved(rig: Rig, *moves: Relocation, at: float) -> list[str]:
     return [each.request for each in of_kind(rig.tell(Timer(), at=at), Withdraw)]
 
 
-def let_go(rig: Rig, attempt: int) -> int | None:
+def release(rig: Rig, attempt: int) -> int | None:
     """Where the request goes then."""
     target = target_of(rig.tell(Withdrawn("a", attempt)), "a")
     rig.accept("a")
@@ -52,7 +52,7 @@ def test_a_move_is_made_once() -> None:
     rig = rig_with()
     assert moved(rig, MOVE, MOVE, at=1.0) == ["a"]
     assert moved(rig, MOVE, at=20.0) == [], "it has been told"
-    assert let_go(rig, 1) == 1
+    assert release(rig, 1) == 1
     assert moved(rig, MOVE, at=40.0) == [], "it is elsewhere now"
 
 
@@ -81,13 +81,13 @@ def test_a_move_to_what_drains_or_is_down_is_not_made() -> None:
 def test_each_later_move_must_gain_twice_as_much_and_take_its_time() -> None:
     rig = rig_with()
     assert moved(rig, MOVE, at=1.0) == ["a"]
-    assert let_go(rig, 1) == 1
+    assert release(rig, 1) == 1
     back = Relocation("a", 2, 1, 0, "test", gain_s=1.0, cost_s=0.5)
     assert moved(rig, back, at=20.0) == [], "1 s is not more than twice 0.5 s"
     back = dataclasses.replace(back, gain_s=1.01)
     assert moved(rig, back, at=10.9) == [], "10 s have not passed"
     assert moved(rig, back, at=11.0) == ["a"]
-    assert let_go(rig, 2) == 0
+    assert release(rig, 2) == 0
     again = Relocation("a", 3, 0, 1, "test", gain_s=2.0, cost_s=0.5)
     assert moved(rig, again, at=30.0) == []
     assert moved(rig, dataclasses.replace(again, gain_s=0.0, is_forced=True), at=30.0) == ["a"]
@@ -97,11 +97,11 @@ def test_a_target_that_has_filled_meanwhile_is_chosen_anew() -> None:
     rig = rig_with()
     assert moved(rig, MOVE, at=1.0) == ["a"]
     rig.report(1, free_pages=3)
-    assert let_go(rig, 1) == 0
+    assert release(rig, 1) == 0
     rig = rig_with()
     assert moved(rig, MOVE, at=1.0) == ["a"]
     rig.tell(ReplicaDown(1, 1))
-    assert let_go(rig, 1) == 0
+    assert release(rig, 1) == 0
 
 
 def test_a_request_that_begins_anew_is_not_moved_by_the_old_wish() -> None:

@@ -86,7 +86,7 @@ class Client:
     machine: Machine | None = None
     tokens: int = 0
     is_withdrawing: bool = False
-    is_let_go: bool = False
+    is_released: bool = False
     assigned: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -142,7 +142,7 @@ class World:
                 self.forget(event.replica)
         if isinstance(event, Withdrawn) and event.request in self.clients:
             client = self.clients[event.request]
-            client.is_let_go |= client.is_withdrawing and event.attempt == client.attempt
+            client.is_released |= client.is_withdrawing and event.attempt == client.attempt
         commands = self.router.handle(event, self.now)
         self.history.append((self.now, event, commands))
         check(self.router)
@@ -198,14 +198,14 @@ class World:
         assert command.replica not in self.draining, "nothing goes to what drains"
         if client.replica is not None and self.believed.get(client.replica) is client.machine:
             assert client.is_withdrawing, "one owner"
-            assert self.drops or client.is_let_go, "the last one has let go"
+            assert self.drops or client.is_released, "the last one has let go"
         self.check_fit(machine.facts, client.asked)
         assert client.asked.adapter not in machine.lacks, "nothing goes where its adapter is not"
         key = command.replica, machine.epoch
         self.numbers[key] += 1
         assert command.number == self.numbers[key]
         client.attempt, client.replica, client.machine = command.attempt, command.replica, machine
-        client.is_withdrawing = client.is_let_go = False
+        client.is_withdrawing = client.is_released = False
         client.assigned.append(command.replica)
         if machine.is_alive:
             machine.held[command.request] = command.attempt

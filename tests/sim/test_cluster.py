@@ -25,7 +25,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.policy import PolicyConfig
 from manylora.engine.journal import fingerprint
 from manylora.policy.replica import Replica
-from manylora.protocol.events import Keep
+from manylora.protocol.events import PinAdapter
 from manylora.protocol.routing import Place, Solve, Solved
 from manylora.router.router import Router
 from manylora.solving import solve
@@ -280,7 +280,7 @@ def test_what_moves_goes_on_where_it_was(router: str) -> None:
         check(loop.machine)
         assert not loop.held
     found = summarize_cluster(cluster)
-    assert events["LetGo"] == events["Withdraw"]
+    assert events["Release"] == events["Withdraw"]
     assert events["Assign"] == 40 + found["moves"]
     if router in ("punica", RESTLESS, IMPATIENT):
         assert found["moves"] > 0
@@ -302,7 +302,7 @@ def test_what_a_router_places_is_loaded_and_kept() -> None:
     cluster = VirtualCluster(stream, [member_of(config)] * 2, quick, journal=note, is_warm=False)
     cluster.run()
     placed = {(each.adapter, each.replica) for _, each in told[None] if isinstance(each, Place)}
-    kept = {(each.adapter, n) for n in (0, 1) for _, each in told[n] if isinstance(each, Keep)}
+    kept = {(each.adapter, n) for n in (0, 1) for _, each in told[n] if isinstance(each, PinAdapter)}
     assert placed == kept != set()
     for loop in cluster.loops:
         assert isinstance(loop.machine, Replica)

@@ -44,7 +44,7 @@ def prepare() -> None:
     nothing, parts = np.zeros(0, dtype=np.int64), np.zeros((0, WORDS), dtype=np.int64)
     scratch = np.zeros(SCRATCH_WORDS, dtype=np.uint64)
     read_rows(0, nothing, 0, parts, 0, F32, F32, scratch)
-    read_turned(0, nothing, 0, 0, parts, 0, F32, F32, scratch)
+    read_transposed(0, nothing, 0, 0, parts, 0, F32, F32, scratch)
     are_finite(0, 0, 0, F32, F32, scratch)
 
 
@@ -203,7 +203,7 @@ def read_rows(
 
 
 @loop
-def read_turned(
+def read_transposed(
     file: int,
     begins: Ints,
     width: int,

@@ -470,7 +470,7 @@ class _Loader:
         else:
             begins += columns.start * width * DTYPE_BYTES[dtype]
             held = scratch.words(len(columns) * width)
-            failed = loops.read_turned(file, begins, width, len(columns), parts, layer_bytes, *kinds, held)
+            failed = loops.read_transposed(file, begins, width, len(columns), parts, layer_bytes, *kinds, held)
         if failed >= 0:
             raise _why_not(self._weights.file, *tensors[failed], self._dtype)
 

@@ -71,14 +71,14 @@ class StepNotingExecutor:
         self._note = note
         self._requests: dict[SequenceId, RequestId] = {}
         self._in_flight: dict[int, frozenset[RequestId]] = {}
-        self._noting = threading.Lock()  # a step may end on another thread than it begins on
+        self._lock = threading.Lock()  # a step may end on another thread than it begins on
 
     def connect(self, report: Callable[[DeviceEvent], None]) -> None:
         """See Executor."""
 
         def receive(event: DeviceEvent) -> None:
             if isinstance(event, StepResult):
-                with self._noting:
+                with self._lock:
                     self._in_flight.pop(event.done.step, None)
                     self._write()
             report(event)
@@ -92,7 +92,7 @@ class StepNotingExecutor:
                 for start in command.starts:
                     self._requests[start.sequence] = start.request
                 found = frozenset(self._requests[row.sequence] for row in command.rows)
-                with self._noting:
+                with self._lock:
                     self._in_flight[command.step] = found
                     self._write()
             case commands.EndSequence():

@@ -227,7 +227,7 @@ class KeepAdapter(msgspec.Struct, tag=True):
     that."""
 
     id: AdapterId
-    is_kept: bool
+    is_pinned: bool
 
 
 ToReplicaFromRouter = Lease | AskWhole | AddAdapter | DropAdapter | KeepAdapter

@@ -301,8 +301,8 @@ class _Replica:
                 elif listing.id not in self._adapters:  # otherwise it is being added, and the answer follows
                     self._adapters[listing.id] = None
                     self._work.submit(self._add, asyncio.get_running_loop(), listing, verify)
-            case messages.KeepAdapter(adapter, is_kept):
-                self._driver.keep(adapter, is_kept)
+            case messages.KeepAdapter(adapter, is_pinned):
+                self._driver.keep(adapter, is_pinned)
             case messages.DropAdapter(adapter):
                 self._work.submit(self._drop, asyncio.get_running_loop(), adapter)
 

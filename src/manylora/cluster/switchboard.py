@@ -140,8 +140,8 @@ class Switchboard:
                     member.link.send(messages.AskWhole())
             case routing.Place(adapter, replica) | routing.Unplace(adapter, replica):
                 if (member := self.members.replicas.get(replica)) is not None:
-                    is_kept = isinstance(command, routing.Place)
-                    member.link.send(messages.KeepAdapter(adapter, is_kept))
+                    is_pinned = isinstance(command, routing.Place)
+                    member.link.send(messages.KeepAdapter(adapter, is_pinned))
             case routing.Solve():
                 if self._solver is not None:
                     solving = self._solving.submit(self._solver.solve, command)

@@ -107,7 +107,7 @@ class Delta(NamedTuple):
     """New tokens of one sample of a request, in order, each once; perhaps its end.
 
     ``logprobs`` is empty or as long as ``tokens``. ``finish_reason`` is "stop", "length", "abort", "error" or,
-    after ``LetGo``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
+    after ``Release``, "released"; ``error`` accompanies "error" only. A refused request gets one Delta with
     sample 0 and an error. ``stop_token`` tells that the last token is one of the request's stop ids
     (end-of-sequence among them): such a token counts in usage but not in the text. ``serial``, ``attempt``: the
     request's; ``start``: how many tokens the sample had before these. ``prompt_logprobs``: of all the prompt's

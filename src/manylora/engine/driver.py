@@ -175,11 +175,11 @@ class Driver:
 
         Its open samples end as RELEASED after the tokens of the steps in flight.
         """
-        self.inbox.put(events.LetGo(request, attempt))
+        self.inbox.put(events.Release(request, attempt))
 
-    def keep(self, adapter: AdapterId, is_kept: bool) -> None:
+    def keep(self, adapter: AdapterId, is_pinned: bool) -> None:
         """Keep a copy of the version on the device, or stop that; see ``Keep``."""
-        self.inbox.put(events.Keep(adapter, is_kept))
+        self.inbox.put(events.PinAdapter(adapter, is_pinned))
 
     def add_adapter(
         self, name: str, path: str, *, verify: bool = True, adapter: AdapterId | None = None

@@ -289,18 +289,23 @@ class JournalForm(Generic[_Config, _Event]):
             try:
                 now, name, fields, *rest = json.loads(line)
                 there = rest[0] if rest and is_comparable else None
-                yield now, msgspec.convert(_present_form(name, fields), self._events[name]), there
+                name, fields = _present_form(name, fields)
+                yield now, msgspec.convert(fields, self._events[name]), there
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{file}:{number}: expected [moment, event, fields]: {error!r}") from error
 
 
-def _present_form(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an event's fields in the present form. Journals of 0.1 have a ReplicaReport's and its Status' side
-    by side."""
+def _present_form(name: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return an event's name and fields in the present form. Journals of 0.1 have other names, and a
+    ReplicaReport's fields and its Status' side by side."""
     if name == "ReplicaReport" and "status" not in fields:
         own = {key: fields.pop(key) for key in ("replica", "epoch", "seen_upto")}
-        return {**own, "status": fields}
-    return fields
+        return name, {**own, "status": fields}
+    return _RENAMED.get(name, name), {_RENAMED.get(key, key): value for key, value in fields.items()}
+
+
+_RENAMED = {"LetGo": "Release", "Keep": "PinAdapter", "is_kept": "is_pinned", "spoilt": "invalid"}
+"""Present names of events and of their fields, by the names that journals of 0.1 have."""
 
 
 def _check_removed(fields: dict[str, Any], config: object) -> None:

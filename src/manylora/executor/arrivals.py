@@ -176,7 +176,7 @@ class Arrivals:
     def forget(self, answered: Iterable[tuple[CopyId, bool]]) -> None:
         """Forget copies that no step will name any more; each comes with whether it went well. Drop the
         adapters entered ahead whose copies failed. Until then steps may name a failed copy, and their rows
-        are spoilt."""
+        are invalid."""
         for copy, ok in answered:
             del self._gates[copy]
             adapter = self._commands.pop(copy).adapter

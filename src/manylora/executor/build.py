@@ -229,13 +229,13 @@ def in_turn(rehearse: Rehearse | None, peers: Peers) -> Rehearse | None:
     if rehearse is None:
         return None
 
-    def rehearsed(steps: Sequence[Callable[[], object]], num_telling: int) -> bool:
+    def rehearsed(steps: Sequence[Callable[[], object]], num_decisive: int) -> bool:
         with peers.leaving_out():
-            is_new = peers.rank == 0 and rehearse(steps, num_telling)
+            is_new = peers.rank == 0 and rehearse(steps, num_decisive)
         peers.gather(torch.zeros(1, dtype=torch.int64), "start")[0].item()
         if peers.rank == 0:
             return is_new
         with peers.leaving_out():
-            return rehearse(steps, num_telling)
+            return rehearse(steps, num_decisive)
 
     return rehearsed

@@ -154,14 +154,14 @@ class ColdRows:
         self._cpu_s, self._waited_s = self._cpu.busy_s(), waited_ns / 1e9
 
     def fill_in(self, done: events.StepDone) -> None:
-        """Add these rows' outcome to the step's answer: spoilt sequences, the CPU's time, and waits."""
-        spoilt = {*done.spoilt}
+        """Add these rows' outcome to the step's answer: invalid sequences, the CPU's time, and waits."""
+        invalid = {*done.invalid}
         if self._awaited is not None:
-            spoilt.update(self._awaited.spoilt())
+            invalid.update(self._awaited.invalid())
             done.stall_s += self._awaited.stall_s
         if self._has_failed:
-            spoilt.update(*(adapter.sequences for adapter in self._adapters.values()))
-        done.spoilt = tuple(sorted(spoilt))
+            invalid.update(*(adapter.sequences for adapter in self._adapters.values()))
+        done.invalid = tuple(sorted(invalid))
         done.cpu_s = self._cpu_s
         done.cpu_workers = self._num_threads
         done.stall_s += self._waited_s

@@ -290,7 +290,7 @@ class Worker:
             return self._failed(step, error, flight.began)
         done = result.done
         if awaited is not None:
-            done.spoilt = awaited.spoilt()
+            done.invalid = awaited.invalid()
             done.stall_s = awaited.stall_s
         self._sequences.settle(flight.expected, [tokens[0] for _, tokens in done.tokens])
         done.device_s = self._step_s(flight.began)

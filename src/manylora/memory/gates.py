@@ -121,7 +121,7 @@ class Awaited:
         """Given where the step's gates are on the device. It waits for the step and returns int64: for how many
         nanoseconds the gates were shut, and whether a copy was late."""
         self.stall_s = 0.0
-        """Seconds that the thread has waited at gates; after ``spoilt`` the device's waits are included."""
+        """Seconds that the thread has waited at gates; after ``invalid`` the device's waits are included."""
 
     def pass_all(self, but_marked: bool = False) -> None:
         """Wait for every copy. ``but_marked``: skip copies that the device itself marks as they land."""
@@ -143,7 +143,7 @@ class Awaited:
             self._late.update(sequences)
         self.stall_s += time.monotonic() - began
 
-    def spoilt(self) -> tuple[SequenceId, ...]:
+    def invalid(self) -> tuple[SequenceId, ...]:
         """Wait until every copy has been answered. Return the sequences whose copies failed or came too late;
         where a gate on the device was late, the sequences of all gates."""
         found = set(self._late)

@@ -391,7 +391,7 @@ class ColdStarts:
             self._allowed_s = min(MOST_ALLOWED_S, self._allowed_s + spare_s)
         if step is not None:
             self._compare(event, step, now)
-        return self._settle(rows, set(event.spoilt), step, now) if event.ok else rows
+        return self._settle(rows, set(event.invalid), step, now) if event.ok else rows
 
     def _compare(self, event: events.StepDone, step: _Step, now: float) -> None:
         """Compare the step with its forecasts, and count its stall."""
@@ -412,7 +412,7 @@ class ColdStarts:
         for forecast in step.forecasts:
             expected_s, answer_s = forecast.answer_s - forecast.made_s, now - forecast.made_s
             self._residency.counters.cold_answered(expected_s, answer_s)
-            if event.ok and not event.spoilt and not forecast.is_guess:
+            if event.ok and not event.invalid and not forecast.is_guess:
                 self._misses.answered(forecast.mode, expected_s, answer_s)
             text = f"{forecast.mode}: ended after {1e3 * answer_s:.1f} ms, {1e3 * expected_s:.1f} expected"
             if step.is_cold and forecast is step.forecasts[0]:
@@ -420,7 +420,7 @@ class ColdStarts:
             self._residency.note("begin", forecast.node, text)
 
     def _settle(
-        self, rows: list[Scheduled], spoilt: set[SequenceId], step: _Step | None, now: float
+        self, rows: list[Scheduled], invalid: set[SequenceId], step: _Step | None, now: float
     ) -> list[Scheduled]:
         """Return the valid rows of a step whose copies have all been answered.
 
@@ -430,11 +430,11 @@ class ColdStarts:
         kept: list[Scheduled] = []
         for row in rows:
             sequence, _, num_samples = row
-            is_spoilt = sequence.id in spoilt
-            if sequence.stage is LOADING and not is_spoilt:
+            is_invalid = sequence.id in invalid
+            if sequence.stage is LOADING and not is_invalid:
                 is_there = self._held.start_if_ready(sequence)
-                is_spoilt = not is_there and sequence.id not in served
-            if not is_spoilt:
+                is_invalid = not is_there and sequence.id not in served
+            if not is_invalid:
                 kept.append(row)
                 continue
             self._residency.counters.spoilt_rows += 1

@@ -76,7 +76,7 @@ class Replica:
                 more = event.more
             case events.Abort():
                 self._requests.abort(event, now)
-            case events.LetGo():
+            case events.Release():
                 self._requests.hand_over(event, now)
             case events.AdapterRead():
                 self._adapter_read(event, now)
@@ -92,8 +92,8 @@ class Replica:
                 self._tree.add_adapter(event.adapter, event.num_pages)
             case events.AdapterRemoved():
                 self._remove(event.adapter)
-            case events.Keep():
-                change = self._pinned.keep if event.is_kept else self._pinned.forget
+            case events.PinAdapter():
+                change = self._pinned.keep if event.is_pinned else self._pinned.forget
                 change(event.adapter)
             case events.ReportDue():
                 counters = dataclasses.replace(self._residency.counters)

@@ -347,7 +347,7 @@ class Requests:
 
     # ------------------------------------------------------------ hand-over to another replica
 
-    def hand_over(self, event: events.LetGo, now: float) -> None:
+    def hand_over(self, event: events.Release, now: float) -> None:
         """Stop a request, which another replica goes on with; it is released when its last step has ended."""
         state = self.by_id.get(event.request)
         if state is None or state.attempt != event.attempt:

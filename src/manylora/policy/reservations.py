@@ -124,7 +124,7 @@ class Reservations:
             return False
         self._count_hits(root, path, len(sequence.tokens))
         residency.load(now, [root, *missing] if reservation.adapter_pages else missing, "demand")
-        # Standby nodes below a node that is loading now can be recalled as well.
+        # Nodes that were leaving below a node that is loading now can be recalled as well.
         residency.cancel_evictions(path)
         residency.visits.matched(deepest, now)
         residency.part(deepest)

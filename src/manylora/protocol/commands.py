@@ -281,7 +281,7 @@ class Reject:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Released:
-    """The answer to LetGo, or to an Arrive of a later attempt: this attempt at the request is over.
+    """The answer to Release, or to an Arrive of a later attempt: this attempt at the request is over.
 
     ``positions``: the number of tokens of each sample, also of those that have ended. Its open samples get no
     Finish. Empty where there is no such attempt.

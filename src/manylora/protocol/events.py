@@ -38,7 +38,7 @@ class Abort:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LetGo:
+class Release:
     """An order to release the request for another replica. It gets no further step. When its steps in flight
     have ended, Released reports its progress. Its tokens until then are emitted as usual."""
 
@@ -47,13 +47,13 @@ class LetGo:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Keep:
+class PinAdapter:
     """A router's order to keep a copy of the adapter on the device, whether or not a request names it;
-    ``is_kept`` False ends it. It is ignored where the share of such copies is full, and for an unknown
+    ``is_pinned`` False ends it. It is ignored where the share of such copies is full, and for an unknown
     adapter."""
 
     adapter: AdapterId
-    is_kept: bool = True
+    is_pinned: bool = True
 
 
 @dataclasses.dataclass(slots=True)  # not frozen, which takes three times as long to create: one for each step
@@ -62,7 +62,7 @@ class StepDone:
 
     When not ``ok``, no row of the step counts as computed and ``error`` gives the reason. ``more``: the end
     of the next step follows at once, so no step is to be started in between. ``unsound``: sequences whose
-    logits were not finite; their ``tokens`` mean nothing. ``spoilt``: sequences that read pages which a copy
+    logits were not finite; their ``tokens`` mean nothing. ``invalid``: sequences that read pages which a copy
     did not bring in time; none of their results count. ``stall_s``: the part of ``device_s`` for which the
     step waited for copies or for the CPU, where it is known. ``cpu_s``: the time that the CPU's busiest
     thread computed for the step's cold rows; ``cpu_workers``: the present number of threads, or -1 where the
@@ -76,7 +76,7 @@ class StepDone:
     error: str = ""
     more: bool = False
     unsound: tuple[SequenceId, ...] = ()
-    spoilt: tuple[SequenceId, ...] = ()
+    invalid: tuple[SequenceId, ...] = ()
     stall_s: float = 0.0
     cpu_s: float = 0.0
     cpu_workers: int = -1
@@ -161,6 +161,6 @@ class StatusDue:
 
 
 Event = (
-    Arrive | Abort | LetGo | Keep | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone | SwitchDone
-    | Timer | ReportDue | StatusDue
+    Arrive | Abort | Release | PinAdapter | StepDone | AdapterRead | AdapterAdded | AdapterRemoved | CopyDone
+    | SwitchDone | Timer | ReportDue | StatusDue
 )  # fmt: skip

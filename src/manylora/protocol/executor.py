@@ -86,7 +86,7 @@ class Executor(Protocol):
 
     **Steps that await copies** (``RunStep.awaits``): the answer to every copy that a step awaits precedes the
     step's own end. The device never waits without a bound. Where a copy fails or is late the step goes on,
-    and its rows that read the missing pages are ``StepDone.spoilt``. No other row reads the former content of
+    and its rows that read the missing pages are ``StepDone.invalid``. No other row reads the former content of
     those pages.
 
     **Merging**: every SetMerged is answered with one SwitchDone. While an adapter is merged, a step has

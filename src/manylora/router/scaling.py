@@ -23,7 +23,7 @@ class ScaleHints:
         self._config = config
         self._busy_from_s: float | None = None
         self._empty_from_s: float | None = None
-        self._said_s = float("-inf")
+        self._hinted_s = float("-inf")
 
     def tick(self, view: Fleet, num_queued: int) -> ScaleHint | None:
         """Return a hint for the present cluster, if it is due."""
@@ -41,7 +41,7 @@ class ScaleHints:
             self._empty_from_s = view.now
         if not self._is_due(view, self._empty_from_s, self._config.scale_down_s):
             return None
-        self._empty_from_s, self._said_s = None, view.now
+        self._empty_from_s, self._hinted_s = None, view.now
         return ScaleHint(-1, "a replica is empty", empty[-1].id)
 
     def _want_more(self, view: Fleet, reason: str) -> ScaleHint | None:
@@ -50,11 +50,11 @@ class ScaleHints:
             self._busy_from_s = view.now
         if not self._is_due(view, self._busy_from_s, self._config.scale_up_s):
             return None
-        self._busy_from_s, self._said_s = view.now, view.now
+        self._busy_from_s, self._hinted_s = view.now, view.now
         return ScaleHint(1, reason)
 
     def _is_due(self, view: Fleet, since_s: float, delay_s: float) -> bool:
-        return view.now - since_s >= delay_s and view.now - self._said_s >= self._config.scale_down_s
+        return view.now - since_s >= delay_s and view.now - self._hinted_s >= self._config.scale_down_s
 
     def _light(self, view: Fleet) -> list[ReplicaState]:
         """Return the least loaded replicas with less than half of their rows, and room for a mean request."""

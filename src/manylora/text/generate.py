@@ -6,6 +6,7 @@ Used by the HTTP server and by the in-process classes alike; knows neither.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -204,8 +205,9 @@ async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Tex
             async for delta in streams[0]:
                 yield 0, delta
         else:
-            async for pair in interleaved(streams):
-                yield pair
+            async with contextlib.aclosing(interleaved(streams)) as pairs:
+                async for pair in pairs:
+                    yield pair
     finally:
         for stream in streams:
             await stream.aclose()

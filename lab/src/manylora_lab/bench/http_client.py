@@ -80,11 +80,11 @@ class HttpClient:
     async def _exchange(
         self, connection: _Connection, request: bytes, on_line: Callable[[bytes], None]
     ) -> None:
-        is_kept = False
+        is_pinned = False
         try:
-            is_kept = await connection.exchange(request, on_line)
+            is_pinned = await connection.exchange(request, on_line)
         finally:
-            if is_kept:
+            if is_pinned:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -125,7 +125,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(request)
         self._limit = loop.call_later(SILENCE_S, self._check_silence)
         try:
-            is_kept = await self._done
+            is_pinned = await self._done
         finally:
             self._limit.cancel()
             self._done = None
@@ -133,7 +133,7 @@ class _Connection(asyncio.Protocol):
         if self._status != 200:
             text = b" ".join(self._error_lines).decode(errors="replace")
             raise HttpFailure(f"HTTP {self._status}: {' '.join(text.split())[:300]}")
-        return is_kept
+        return is_pinned
 
     def close(self) -> None:
         self._is_lost = True

@@ -166,7 +166,7 @@ class ProfileRig:
         self._executor.begin(copy)
         issue_s = time.perf_counter() - began
         done = self._executor.run_step(RunStep(self._num_steps, starts, step_rows, awaits=awaits)).done
-        _require(done.ok and not done.spoilt, "a step that awaits a copy failed", done.error)
+        _require(done.ok and not done.invalid, "a step that awaits a copy failed", done.error)
         self._executor.wait_for(copy)
         self._end(rows)
         return issue_s, done.device_s - done.stall_s

@@ -56,7 +56,7 @@ class _Store:
                 self.rows[case] = row
 
     def add(self, case: object, row: Row) -> None:
-        """Raises ConfigError. The line's end comes before it, so that half a line spoils no other."""
+        """Raises ConfigError. The line's end comes before it, so that half a line invalidates no other."""
         line = json.dumps({"commit": self.commit, "case": repr(case), "row": row})
         try:
             with self.path.open("a") as file:

@@ -10,7 +10,16 @@ import math
 from collections.abc import Callable, Sequence
 
 from manylora.protocol.commands import ClientCommand, Command, Emit, Finish, Machine, Released, Status
-from manylora.protocol.events import AdapterAdded, Arrive, Event, Keep, LetGo, StatusDue, StepDone, Timer
+from manylora.protocol.events import (
+    AdapterAdded,
+    Arrive,
+    Event,
+    PinAdapter,
+    Release,
+    StatusDue,
+    StepDone,
+    Timer,
+)
 from manylora.protocol.routing import ReplicaId, ReplicaReport
 from manylora.types import BASE, AdapterId, Request, RequestId
 from manylora_lab.sim.front_end import FrontEnd, OpenRequest
@@ -80,12 +89,12 @@ class ReplicaLoop(VirtualLoop):
 
     def withdraw(self, due: float, request: RequestId, attempt: int) -> None:
         """The replica is told then to let the request go."""
-        self._put(due, LetGo(request, attempt))
+        self._put(due, Release(request, attempt))
 
-    def keep(self, due: float, adapter: AdapterId, is_kept: bool) -> None:
+    def keep(self, due: float, adapter: AdapterId, is_pinned: bool) -> None:
         """The replica is told then to have a copy of the adapter on its device, or that it need not."""
         self._learn(due, adapter)
-        self._put(due, Keep(adapter, is_kept))
+        self._put(due, PinAdapter(adapter, is_pinned))
 
     def _learn(self, due: float, adapter: AdapterId) -> None:
         if adapter != BASE and adapter not in self._known:

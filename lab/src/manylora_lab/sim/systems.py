@@ -20,7 +20,7 @@ from manylora.config.policy import CacheConfig, PolicyConfig
 from manylora.config.queueing import QueueConfig
 from manylora.policy.replica import Replica
 from manylora.protocol.commands import Command, EndSequence, Finish, Released, RunStep
-from manylora.protocol.events import Abort, Arrive, Event, LetGo
+from manylora.protocol.events import Abort, Arrive, Event, Release
 from manylora.router.fleet import Fleet
 from manylora.router.policies.policy import RoutingPolicy
 from manylora.router.replicas import ReplicaState
@@ -123,7 +123,7 @@ class StaticBatches:
         commands: list[Command] = []
         if isinstance(event, Arrive):
             self._waiting.append(event)
-        elif isinstance(event, Abort | LetGo) and (found := self._take(event.request)) is not None:
+        elif isinstance(event, Abort | Release) and (found := self._take(event.request)) is not None:
             if isinstance(event, Abort):
                 commands.append(Finish(event.request, 0, event.reason))
             else:

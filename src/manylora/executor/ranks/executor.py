@@ -280,15 +280,15 @@ class RankedExecutor:
                 self._status[rank] = message
             case wire.StepAnswer():
                 self._status[rank] = message.status
-                self._hear_step(rank, message)
+                self._receive_step(rank, message)
             case events.AdapterRead() | events.CopyDone() | events.SwitchDone():
-                self._hear_landed(rank, message)
+                self._receive_landed(rank, message)
             case wire.RankFailed():
                 self._lose(f"rank {rank} failed: {message.message}")
             case _:
                 self._lose(f"rank {rank} said what is not expected of it: {type(message).__name__}")
 
-    def _hear_step(self, rank: int, answer: wire.StepAnswer) -> None:
+    def _receive_step(self, rank: int, answer: wire.StepAnswer) -> None:
         with self._changed:
             reason: str | None
             step = next((step for step in self._steps if step.step == answer.step), None)
@@ -319,16 +319,16 @@ class RankedExecutor:
         now = time.perf_counter()
         seconds, self._ended_s = now - max(step.began, self._ended_s), now
         answers = step.answers.values()
-        spoilt = sorted({sequence for answer in answers for sequence in answer.spoilt})
+        invalid = sorted({sequence for answer in answers for sequence in answer.invalid})
         done: events.StepDone = dataclasses.replace(
             result.done,
             device_s=seconds,
-            spoilt=tuple(spoilt),
+            invalid=tuple(invalid),
             stall_s=max(answer.stall_s for answer in answers),
         )
         return StepResult(done, result.logprobs, result.prompt_logprobs)
 
-    def _hear_landed(self, rank: int, answer: _Landed) -> None:
+    def _receive_landed(self, rank: int, answer: _Landed) -> None:
         """Collect the ranks' answers to a read, a copy or a switch, and report one answer once all have
         arrived.
 
@@ -351,7 +351,7 @@ class RankedExecutor:
             reads = [one for one in every if isinstance(one, events.AdapterRead)]
             self._report(dataclasses.replace(worst, read_s=max(one.read_s for one in reads)))
         elif isinstance(worst, events.SwitchDone):
-            self._tell_switched([one for one in every if isinstance(one, events.SwitchDone)])
+            self._report_switch([one for one in every if isinstance(one, events.SwitchDone)])
         else:
             slowest = max(one.copy_s for one in every if isinstance(one, events.CopyDone))
             self._report(dataclasses.replace(worst, copy_s=slowest))
@@ -360,7 +360,7 @@ class RankedExecutor:
                 with self._changed:
                     self._answered.append((worst.copy, worst.ok))
 
-    def _tell_switched(self, every: list[events.SwitchDone]) -> None:
+    def _report_switch(self, every: list[events.SwitchDone]) -> None:
         """Report the ranks' answers to a switch as one. The ranks restore their weights together, so
         different outcomes mean that a rank's weights are lost, and the ranks with it."""
         if len({one.ok for one in every}) > 1:

@@ -198,7 +198,7 @@ class _Rank:
         said = f"{done.step} {done.ok} {size} {begun.num_exchanges} {begun.digest} {drew}"
         found = begun.num_exchanges, self._status(), result if self._number == 0 or not done.ok else None
         digest = zlib.crc32(said.encode())
-        self._channel.send(wire.StepAnswer(done.step, done.ok, digest, *found, done.spoilt, done.stall_s))
+        self._channel.send(wire.StepAnswer(done.step, done.ok, digest, *found, done.invalid, done.stall_s))
 
     # ------------------------------------------------------------ beside the work
 

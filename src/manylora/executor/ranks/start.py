@@ -61,11 +61,11 @@ def build_ranks(
     task = plan.task(registry_path)
     with contextlib.ExitStack() as undo:
         ranks = _start(task, undo)
-        loaded: list[Loaded] = _hear_all(ranks, Loaded, progress)
+        loaded: list[Loaded] = _receive_all(ranks, Loaded, progress)
         limits, copy = sized(plan, loaded)
         for rank in ranks:
             rank.channel.send(Pools(limits, copy.place))
-        _hear_all(ranks, RankReady, None)
+        _receive_all(ranks, RankReady, None)
         registry = registry_of(task, plan.whole, plan.config.names.layer_prefix)
         max_rank = plan.settings.adapters.max_adapter_rank
         inspections = Inspections(registry, plan.geometry, plan.dtype, max_rank)
@@ -133,7 +133,7 @@ def _end(ranks: list[RankProcess]) -> None:
         rank.channel.close()
 
 
-def _hear_all(
+def _receive_all(
     ranks: list[RankProcess], kind: type[Any], progress: Callable[[int, int], None] | None
 ) -> list[Any]:
     """Wait for every rank's next message of this kind. Return the messages in the order of the ranks. Raises

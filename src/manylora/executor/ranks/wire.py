@@ -78,7 +78,7 @@ class StepAnswer(msgspec.Struct, tag=True):
     """A report that a step has ended on this rank. ``done``: a checksum that is equal on all ranks that have
     done the same. It covers the step's number, success, rows and bucket, its exchanges in order, and its
     drawn tokens. ``num_exchanges``: the number of the step's exchanges that had begun. ``result``: sent by
-    the first rank, and by any rank where the step failed. ``spoilt``, ``stall_s``: as in StepDone, for this
+    the first rank, and by any rank where the step failed. ``invalid``, ``stall_s``: as in StepDone, for this
     rank's own copies."""
 
     step: int
@@ -87,7 +87,7 @@ class StepAnswer(msgspec.Struct, tag=True):
     num_exchanges: int
     status: RankStatus
     result: StepResult | None = None
-    spoilt: tuple[SequenceId, ...] = ()
+    invalid: tuple[SequenceId, ...] = ()
     stall_s: float = 0.0
 
 

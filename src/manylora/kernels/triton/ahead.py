@@ -78,11 +78,11 @@ class CompileAhead:
         self._num_left = self._num_compiled = 0
         self._error = ""
 
-    def rehearse(self, steps: Sequence[Callable[[], object]], num_telling: int) -> bool:
+    def rehearse(self, steps: Sequence[Callable[[], object]], num_decisive: int) -> bool:
         """Compile the kernels that these steps lack, wait for them, and return whether any was compiled.
 
         Steps run without the launches of kernels that are not loaded, so their results are meaningless. If no
-        call has ordered a kernel by the time the first ``num_telling`` steps have run, the other steps are
+        call has ordered a kernel by the time the first ``num_decisive`` steps have run, the other steps are
         skipped. Returns False at once where processes or Triton's cache are missing, and False after any
         error: kernels are then compiled when they are launched. The wait ends after ``_WAIT_S`` seconds.
         """
@@ -93,7 +93,7 @@ class CompileAhead:
         try:
             with self._leaving_out():
                 for number, step in enumerate(steps):
-                    if number == num_telling and not self._asked:
+                    if number == num_decisive and not self._asked:
                         return False
                     step()
             with PREPARATION.running(), self._lock:

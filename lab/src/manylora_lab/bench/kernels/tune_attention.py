@@ -106,8 +106,8 @@ class _Tuning:
             if best is None:
                 return None
             ways = {"alone": self._ops(best), "default": self._ops()}
-            is_kept = fastest([layers.seconds(batch, ways)]) == "alone"
-            found.append((batch, best if is_kept else DecodeConfig()))
+            is_pinned = fastest([layers.seconds(batch, ways)]) == "alone"
+            found.append((batch, best if is_pinned else DecodeConfig()))
         return found
 
     def _decode(self, batch: int, context: int) -> dict[DecodeConfig, float]:
