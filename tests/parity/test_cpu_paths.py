@@ -1,4 +1,4 @@
-"""A batch on a CPU gives the same tokens with one thread of torch or several."""
+"""A batch on a CPU gives the same tokens on one thread, and in parts on several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from manylora.executor.batch import StepInputs
+from manylora.executor.parts import StepParts
 from tests.parity.engines import Bench, greedy, random_tokens
 
 NUM_TOKENS = 10
@@ -20,7 +22,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_every_way_gives_the_same_tokens(bench: Bench, threads: int) -> None:
+def test_every_way_gives_the_same_tokens(bench: Bench, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_parts: set[int] = set()
+    cut = StepParts.cut
+
+    def counted(self: StepParts, inputs: StepInputs) -> list[StepInputs]:
+        parts = cut(self, inputs)
+        num_parts.add(len(parts))
+        return parts
+
+    monkeypatch.setattr(StepParts, "cut", counted)
     vocab = bench.checkpoint.vocab_size
     prompts = [random_tokens(i, 1 + 3 * (i % 13), vocab) for i in range(30)]
     models = [bench.names[i % len(bench.names)] for i in range(30)]
@@ -29,3 +40,4 @@ def test_every_way_gives_the_same_tokens(bench: Bench, threads: int) -> None:
         one_alone = llm.generate(prompts[:1], greedy(NUM_TOKENS), models[:1])
         bench.check(one_alone, NUM_TOKENS)
         assert torch.get_num_threads() == threads, "the caller's threads are its own"
+    assert num_parts == ({1, threads} if threads > 1 else set()), "a large batch is cut, a small one is not"

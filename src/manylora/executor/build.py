@@ -25,6 +25,7 @@ from manylora.executor.cold_rows import device_handover
 from manylora.executor.cpu_lora import CpuLora, tune
 from manylora.executor.graphs import GraphLimits, Progress, Rehearse
 from manylora.executor.merging import DevicePristine, HostPristine, RankedMerging, pristine_bytes
+from manylora.executor.parts import SMALL_MODEL_BYTES, StepParts
 from manylora.executor.plan import (
     CopyOfWeights,
     Loaded,
@@ -189,8 +190,12 @@ class RankBuild:
         worker = Worker(
             decoder, arena, self._host, self._geometry, device, registry, self.max_adapter_rank, sampling
         )
+        weights = [linear.weight for linear in decoder.linears]
+        num_threads, size = torch.get_num_threads(), sum(weight.data.nbytes for weight in weights)
+        runs_eagerly = task.device == "cpu" and not task.pads_steps and self._peers is None
+        if runs_eagerly and num_threads > 1 and size <= SMALL_MODEL_BYTES:
+            worker.use_parts(StepParts(num_threads))
         if task.settings.scheduler.merge.is_on:
-            weights = [linear.weight for linear in decoder.linears]
             is_here = copy.place == "device"
             pristine = DevicePristine(weights) if is_here else HostPristine(weights, device)
             merging: RankedMerging | None = None

@@ -8,7 +8,8 @@ sequences or sampling parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from manylora.devices.device import Device
 from manylora.executor.batch import PENDING_ENTRIES, Layout, StepInputs
 from manylora.executor.cold_rows import ColdRows
+from manylora.executor.parts import StepParts
 from manylora.executor.sampling import LOGITS_AT_A_TIME, Best, RankedSampling, greedy, score
 from manylora.kernels.ops import LoraSegments, LoraStep, SampledRows, StepBatch
 from manylora.kernels.shapes import AdapterGeometry
@@ -66,8 +68,9 @@ class Scored(NamedTuple):
 
 
 class Forward:
-    """A decoder on one device, with the sampling of most likely tokens. It keeps the last LoRA plan of an
-    eager step, because segments seldom change. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens."""
+    """A decoder on one device, with the sampling of most likely tokens. It keeps the last LoRA plan of eager
+    steps, because segments seldom change. ``pending`` int64 [PENDING_ENTRIES]: the pending tokens. ``parts``:
+    the threads that compute eager steps in parts, if any."""
 
     def __init__(
         self,
@@ -85,8 +88,8 @@ class Forward:
         self.geometry = geometry
         self.device = device
         self.pending = device.zeros((PENDING_ENTRIES,), torch.int64)
-        self._segments: LoraSegments | None = None
-        self._lora: Any | None = None
+        self.parts: StepParts | None = None
+        self._lora: dict[int, tuple[LoraSegments | None, Any | None]] = {}  # by a part's place in its step
 
     def compute(
         self,
@@ -139,6 +142,8 @@ class Forward:
 
     def close(self) -> None:
         """End the work of the decoder's operations beside the steps. May be called again."""
+        if self.parts is not None:
+            self.parts.close()
         self.decoder.ops.close()
 
     def redraw(self, pending_index: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -148,8 +153,16 @@ class Forward:
     # ------------------------------------------------------------ eager steps
 
     def run(self, inputs: StepInputs, cold: ColdRows | None = None) -> Outputs:
-        """Run a step eagerly: send its inputs to the device, make its plans, and compute it. ``cold``: as in
-        StepBatch."""
+        """Run a step eagerly, in parts where that pays: send its inputs to the device, make its plans, and
+        compute it. ``cold``: as in StepBatch."""
+        parts = [inputs] if self.parts is None or cold is not None else self.parts.cut(inputs)
+        if self.parts is None or len(parts) == 1:
+            return self._run(0, inputs, cold)
+        return _joined(
+            self.parts.run([functools.partial(self._run, *part, None) for part in enumerate(parts)])
+        )
+
+    def _run(self, place: int, inputs: StepInputs, cold: ColdRows | None) -> Outputs:
         layout = inputs.layout
         of_rows = layout.sample_index, layout.pending_index
         arrays = inputs.token_ids, inputs.positions, inputs.slots, *of_rows
@@ -160,9 +173,11 @@ class Forward:
         if cold is not None:
             lora, sampled = self._plan(cold.others, geometry.of_layers), None
         else:
-            if layout.lora is not self._segments:
-                self._segments, self._lora = layout.lora, self._plan(layout.lora, geometry.of_layers)
-            lora, sampled = self._lora, self._sampled_rows(inputs)
+            segments, lora = self._lora.get(place, (None, None))
+            if layout.lora is not segments:
+                lora = self._plan(layout.lora, geometry.of_layers)
+                self._lora[place] = layout.lora, lora
+            sampled = self._sampled_rows(inputs)
         plans = attention, lora, bool((inputs.token_ids < 0).any()), sampled
         scored, head = self._scored(inputs), self._head_plan(layout, layout.sample_index)
         return self.compute(numbers, *plans, cold=cold, scored=scored, head=head)
@@ -199,3 +214,13 @@ class Forward:
             return None
         segments = None if lora is None else lora.of_tokens(inputs.layout.sample_index)
         return SampledRows(self._plan(segments, self.geometry.of_layers))
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    """Join the outputs of a step's parts."""
+    logits = torch.cat([part.logits for part in parts])
+    best = Best.within(torch.zeros(2 * len(logits), dtype=torch.int64))
+    torch.cat([part.best.tokens for part in parts], out=best.tokens)
+    torch.cat([part.best.values for part in parts], out=best.values)
+    last = torch.cat([part.last for part in parts])
+    return Outputs(logits, best, last, torch.cat([part.pending_index for part in parts]))

@@ -28,6 +28,7 @@ from manylora.executor.cpu_lora import CpuLora
 from manylora.executor.forward import Forward, Outputs
 from manylora.executor.graphs import Bucket, GraphLimits, Progress, Rehearse, StepGraphs, steps_of_fixed_sizes
 from manylora.executor.merging import MergedWeights, Pristine, RankedMerging
+from manylora.executor.parts import StepParts
 from manylora.executor.reading import AdapterReader, Inspections
 from manylora.executor.sampling import RankedSampling, Results, ScoredTokens, draw, most_likely
 from manylora.executor.tables import AdapterTables
@@ -177,6 +178,11 @@ class Worker:
         """Let ``cpu`` compute the rows of ``RunStep.cpu``. Call it before the first step. The worker closes
         both objects."""
         self._cpu_lora, self._handover = cpu, handover
+
+    def use_parts(self, parts: StepParts) -> None:
+        """Let eager steps run in parts, on threads that the worker closes. Call it before the first step."""
+        assert self._forward is not None
+        self._forward.parts = parts
 
     def use_graphs(
         self,

@@ -45,7 +45,7 @@ class CpuAttentionPlan:
     """A step's rows, divided into short rows of one query for the loop, and others for torch.
 
     ``tokens``, ``lengths``, ``page_table``: the loop's rows: places in the batch, context lengths, pages.
-    ``everything``: all rows that have queries. ``others``: the rows among them that torch computes.
+    ``others``: the rows with queries that torch computes.
     """
 
     def __init__(self, page: PageShape) -> None:
@@ -59,7 +59,6 @@ class CpuAttentionPlan:
         self.lengths = rows.kv_len[singles].astype(np.int64)
         self.page_table = np.ascontiguousarray(rows.page_table[singles])
         self.others: list[int] = np.flatnonzero((counts > 1) | (counts == 1) & ~is_short).tolist()
-        self.everything: list[int] = np.flatnonzero(counts).tolist()
 
 
 class _Items(NamedTuple):
@@ -86,12 +85,14 @@ class _Block(NamedTuple):
 class CpuLoraPlan:
     """A step's segments, divided into short ones for the loops, and others for torch.
 
-    ``starts``, ``stops``: tokens of the loops' segments; ``items``: these segments at each group. ``others``:
-    the remaining segments. A plan is valid as long as the cells in it hold the same adapters.
+    ``starts``, ``stops``: tokens of the loops' segments; ``items``: these segments at each group; ``scratch``:
+    room for one shrunk segment at one projection. ``others``: the remaining segments. A plan is valid as long
+    as the cells in it hold the same adapters.
     """
 
     def __init__(self, geometry: AdapterGeometry) -> None:
         self.geometry = geometry
+        self._pool: torch.Tensor | None = None
 
     def fill(self, segments: ops.LoraSegments | None, num_tokens: int) -> None:
         geometry = self.geometry
@@ -101,8 +102,9 @@ class CpuLoraPlan:
         is_short = segments.length * (segments.records[:, :, 2] @ widths) <= SHORT_SEGMENT
         starts, lengths = (n[is_short].astype(np.int64) for n in (segments.start, segments.length))
         records, scales = segments.records[is_short], segments.scales[is_short]
-        self.segments = segments
+        self.segments, self._pool = segments, None
         self.starts, self.stops = starts, starts + lengths
+        self.scratch = np.empty((lengths.max(initial=0), records[:, :, 2].max(initial=0)), np.float32)
         self.items: dict[str, _Items] = {}
         first = 0
         for group in geometry.groups:
@@ -127,10 +129,12 @@ class CpuLoraPlan:
 
     def shared(self, pool: torch.Tensor, dtype: torch.dtype, layer: int, group: ProjectionGroup) -> _Shared:
         """Return the arguments that both loops share at a group: the pool, the cells and the segments."""
-        elements, geometry = _numbers(ops.of_adapters(pool, dtype).view(-1)), self.geometry
-        cells = self.segments.cells.numpy(), geometry.cell_elements
+        if self._pool is not pool:  # once a step: views of tensors cost as much as a short loop
+            self._pool, self._elements = pool, _numbers(ops.of_adapters(pool, dtype).view(-1))
+            self._cells = self.segments.cells.numpy()
+        offset, cell = layer * self.geometry.slab_elements, self.geometry.cell_elements
         records = self.items[group.name].records
-        return elements, layer * geometry.slab_elements, *cells, self.starts, self.stops, records
+        return self._elements, offset, self._cells, cell, self.starts, self.stops, records
 
     def _block(self, group: ProjectionGroup, segment: int) -> _Block:
         segments, geometry = self.segments, self.geometry
@@ -184,7 +188,8 @@ class CpuOps(ops.Ops):
         if q.dtype in _IN_LOOPS and len(plan.tokens):
             out, others = _attend_singles(q.float(), pool, layer, plan, scores).to(q.dtype), plan.others
         else:
-            out, others = q.new_empty(len(q), q.shape[1] * q.shape[2]), plan.everything
+            out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+            others = np.flatnonzero(np.diff(plan.rows.query_start)).tolist()
         for row in others:
             tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
             context = int(plan.rows.kv_len[row])
@@ -197,6 +202,19 @@ class CpuOps(ops.Ops):
         self, geometry: AdapterGeometry, device: torch.device, limits: ops.LoraLimits | None = None
     ) -> CpuLoraPlan:
         return CpuLoraPlan(geometry)
+
+    def lora(self, y: torch.Tensor, x: torch.Tensor, site: ops.LoraSite, step: ops.LoraStep) -> None:
+        """Add LoRA, by one loop where all segments are short and no number changes its type."""
+        (pool, plan), group = step, site.group
+        assert isinstance(plan, CpuLoraPlan)
+        if x.dtype != torch.float32 or plan.by_torch(group, x.dtype):
+            super().lora(y, x, site, step)
+            return
+        items, (rows, first) = plan.items[group.name], _whole_rows(y)
+        shared = plan.shared(pool, x.dtype, site.layer, group)
+        scales, columns = items.scales[site.layer], items.columns
+        numbers = x.contiguous().numpy()
+        loops.add_lora(rows.numpy(), numbers, *shared, scales, first, columns, plan.scratch)
 
     def lora_shrink(self, x: torch.Tensor, site: ops.LoraSite, step: ops.LoraStep) -> ops.Shrunk:
         (pool, plan), group, layer = step, site.group, site.layer
@@ -474,6 +492,8 @@ def _compile_loops() -> None:
         )
         loops.shrink_lora(wide, pool, 0, zero, 4, zero, one, records, scales, line)
         loops.expand_lora(wide, pool, 0, zero, 4, zero, one, records, 0, np.array([0, 4]), line)
+    first = 0, np.array([0, 4])
+    loops.add_lora(wide, wide, np.zeros(8, np.float32), 0, zero, 4, zero, one, records, scales, *first, wide)
     half = np.zeros((1, 2), np.float32)
     loops.rotate_in_place(line, 4, 1, half, half, zero)
     loops.add_norm(wide, wide, line, 1e-6, wide)

@@ -296,6 +296,25 @@ def expand_lora(
 
 
 @fast_loop
+def add_lora(
+    y: np.ndarray, x: np.ndarray, pool: np.ndarray, offset: int, cells: np.ndarray, cell: int,
+    starts: np.ndarray, stops: np.ndarray, records: np.ndarray, scales: np.ndarray, first_column: int,
+    columns: np.ndarray, shrunk: np.ndarray,
+) -> None:  # fmt: skip
+    """Do the work of ``shrink_lora`` and ``expand_lora`` in one call. ``shrunk`` float32 [an item's most tokens,
+    the largest rank] is scratch."""
+    for item in range(starts.shape[0]):
+        start, stop = starts[item], stops[item]
+        for p in range(records.shape[1]):
+            a_first, b_first, rank = records[item, p, 0], records[item, p, 1], records[item, p, 2]
+            if rank == 0:
+                continue
+            column, width = first_column + columns[p], columns[p + 1] - columns[p]
+            _shrink(x, start, stop, pool, offset, cells, a_first, rank, cell, shrunk, scales[item, p])
+            _expand(y, start, stop, column, width, pool, offset, cells, b_first, rank, cell, shrunk)
+
+
+@fast_loop
 def store_kv(
     pool: np.ndarray, layer_keys: int, page_stride: int, page_tokens: int, k: np.ndarray, k_stride: int,
     v: np.ndarray, v_stride: int, width: int, slots: np.ndarray,
