@@ -104,6 +104,8 @@ class Turn:
     async def _first(self, rig: EngineRig, part: str, ranks: dict[int, int]) -> None:
         """One request at a time. Where an adapter was, the commands on its way tell."""
         found = self.found.setdefault(part, {})
+        if not self._is_toy:
+            rig.wait_pinned()  # pinning beside requests delays them
         for rank, count in (TOY_RANKS if self._is_toy else ranks).items():
             adapters = rig.adapters(f"first-{rank}", (rank,), count)
             room = min(count // 2 * pages_of(rig, rank) + 16, rig.policy.num_pages)
