@@ -202,7 +202,11 @@ class Ranks:
         self._clients: dict[int, Ranking] = {}  # by level, clients with new sequences
 
     def add(self, sequence: Sequence, place: Place) -> None:
-        bisect.insort(self.lines.setdefault(place, collections.deque()), sequence, key=by_arrival)
+        line = self.lines.setdefault(place, collections.deque())
+        if line and sequence.order < line[-1].order:
+            bisect.insort(line, sequence, key=by_arrival)
+        else:
+            line.append(sequence)
         level = place.level
         if place.is_new:
             if level not in self._clients:
@@ -214,8 +218,10 @@ class Ranks:
 
     def drop(self, sequence: Sequence, place: Place) -> None:
         line = self.lines[place]
-        if line[0] is sequence:  # as it goes without newest-first and aborts
+        if line[0] is sequence:
             line.popleft()
+        elif line[-1] is sequence:
+            line.pop()
         else:
             del line[bisect.bisect_left(line, sequence.order, key=by_arrival)]
         if not line:

@@ -198,10 +198,10 @@ class Fleet:
     def _note_home(self, adapter: AdapterId, replica: ReplicaState) -> None:
         """Note whether the replica has the adapter in some tier, or gets it with a request."""
         homes = self._homes.get(adapter, ())
-        is_home = adapter in replica.adapters or adapter in replica.residency
-        if adapter == BASE or is_home == (replica.id in homes):
-            return
         place = bisect_left(homes, replica.id)
+        is_home = adapter in replica.adapters or adapter in replica.residency
+        if adapter == BASE or is_home == (homes[place : place + 1] == (replica.id,)):
+            return
         if is_home:
             self._homes[adapter] = (*homes[:place], replica.id, *homes[place:])
         elif len(homes) > 1:

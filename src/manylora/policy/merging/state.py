@@ -177,6 +177,7 @@ class MergeState:
         self._times.saw_step(shape, seconds)
         self.policy.step_ended(seconds)
 
+
 class MergedBatching(FirstComeFirstServed):
     """The batching of the sequences that the merge policy's choice lets run. The others are paused."""
 

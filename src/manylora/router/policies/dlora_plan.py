@@ -222,7 +222,10 @@ def plan_copies(
         return []
     unallocated, left = list(free), list(reserve)
     has = {adapter: set(holders.get(adapter, ())) for adapter in sorted(loads)}
-    on = [{adapter for adapter, places in has.items() if place in places} for place in range(len(left))]
+    on: list[set[AdapterId]] = [set() for _ in left]
+    for adapter, holders in has.items():
+        for place in holders:
+            on[place].add(adapter)
 
     def entry(adapter: AdapterId) -> tuple[float, float, AdapterId]:
         """Return an entry that sorts by burst tolerance, then by the larger load, then by the lower id. The
@@ -308,8 +311,7 @@ class Placement:
         dropped: list[Placed] = []
         for adapter, copies in list(self._copies.items()):
             for name, epoch in list(copies.items()):
-                replica = view.up.get(name)
-                is_there = replica is not None and replica.epoch == epoch
+                is_there = view.find(name, epoch) is not None
                 if is_there and adapter in loads:
                     continue
                 del copies[name]

@@ -21,8 +21,9 @@ class RoundRobin(RoutingPolicy):
 
     def choose(self, view: Fleet, request: LiveRequest) -> ReplicaState | None:
         """See RoutingPolicy."""
-        place = bisect_right(view.open_ids, self._last)
-        for name in view.open_ids[place:] + view.open_ids[:place]:
+        ids = view.open_ids
+        place = bisect_right(ids, self._last)
+        for name in map(ids.__getitem__, range(place - len(ids), place)):
             if view.fits_ever(view.up[name], request):
                 self._last = name
                 return view.up[name]
