@@ -3,8 +3,7 @@
 Owns the order of rows inside an adapter: projection by projection in table order, all rows of A, then all
 rows of B transposed. A layer's rows are in its own slabs. The model's rows follow them, spread over the slabs
 of all layers. Owns the proof that the files have not changed since they were inspected. Does not know where
-pages are or how they get to a device. It fills the caller's page images in place, or passes its own images to
-the caller.
+pages are or how they get to a device. It fills the caller's page images in place.
 """
 
 from __future__ import annotations
@@ -193,7 +192,8 @@ def load_into(
     ``check`` now and then; it may raise to stop the loading. No helper works on the pages after the call. A
     file that changes during the call is noticed only at the end. Raises AdapterError where the files changed
     since they were inspected or a weight is not finite; the caller must then discard the pages. Raises
-    ValueError where the number of ``pages`` is not the layout's.
+    ValueError where the number of ``pages`` is not the layout's, or where ``dtype`` has another size than the
+    geometry's elements.
     """
     if len(pages) != layout.num_pages:
         raise ValueError(f"the adapter takes {layout.num_pages} pages, got {len(pages)}")
@@ -346,8 +346,6 @@ class _Loader:
     def __init__(
         self, layout: AdapterLayout, geometry: AdapterGeometry, dtype: torch.dtype, weights: _Weights
     ) -> None:
-        if dtype.itemsize != geometry.itemsize:
-            raise ValueError(f"adapters of {geometry.itemsize}-byte elements cannot be {dtype}")
         self._layout = layout
         self._geometry = geometry
         self._dtype = dtype

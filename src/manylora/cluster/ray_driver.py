@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ipaddress
 import os
 import queue
 import shutil
@@ -33,6 +32,7 @@ from manylora.config.declaring import ConfigError
 from manylora.config.sections import EngineSettings
 from manylora.devices.free_memory import free_bytes
 from manylora.engine.wire import Failed
+from manylora.listening import is_loopback
 from manylora.models.source import resolve_model
 from manylora.models.spec import ModelError
 from manylora.processes import at_parents_end
@@ -226,7 +226,7 @@ class _Driver:
             address, gpus = each["NodeManagerAddress"], int(each["Resources"].get("GPU", 0))
             if not (gpus if uses_gpus else each["Resources"].get("CPU")):
                 continue
-            if address != ray.util.get_node_ip_address() and ipaddress.ip_address(launch.host).is_loopback:
+            if address != ray.util.get_node_ip_address() and is_loopback(launch.host):
                 raise ConfigError(f"node {address} of Ray is another machine: it needs --cluster-host")
             node = RayNodeFacts(each["NodeID"], address, gpus if uses_gpus else 0)
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -277,7 +277,7 @@ class _Driver:
         self._starter.report(messages.ActorBegan(name, pid, node))
         launch = msgspec.msgpack.decode(encoded, type=children.Launch)
         engine, threads = self.nodes.share(launch.engine, node, launch.id)
-        host = launch.host if ipaddress.ip_address(launch.host).is_loopback else address
+        host = launch.host if is_loopback(launch.host) else address
         launch = msgspec.structs.replace(launch, engine=engine, host=host)
         return actor.run.remote(msgspec.msgpack.encode(launch), threads, self._work_dir)
 
@@ -425,4 +425,4 @@ def _reachable(given: str, is_insecure: bool) -> str:
 def allowed(address: str, *, has_token: bool, is_insecure: bool) -> bool:
     """Return whether the Ray at ``address`` may be used: it is on this machine, asks for a token, or the user
     accepts the risk."""
-    return has_token or is_insecure or ipaddress.ip_address(address).is_loopback
+    return has_token or is_insecure or is_loopback(address)

@@ -217,11 +217,6 @@ async def end_soon(process: Started, seconds: float) -> None:
     try:
         await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
-        await end_now(process)
-
-
-async def end_now(process: Started) -> None:
-    """Kill a process and wait for its end. asyncio warns of a process that ends after the loop."""
-    process.kill()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), KILLED_S)
+        process.kill()
+        with contextlib.suppress(TimeoutError):  # asyncio warns of a process that ends after the loop
+            await asyncio.wait_for(process.wait(), KILLED_S)

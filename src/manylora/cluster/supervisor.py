@@ -139,7 +139,6 @@ class _Supervisor:
         self._frontends: dict[int, ProcessPlace] = {}
         # Replicas end without the router's leases.
         self._router = ProcessPlace("the router", launcher, max(1.0, 0.6 * launch.cluster.lease))
-        self._has_routed = False  # a router has run
         self._link: Link | None = None
         self._is_stopping = False
         self._is_serving = False
@@ -244,7 +243,7 @@ class _Supervisor:
 
     async def _keep(self, place: ProcessPlace, role: str, number: int, sock: socket.socket) -> None:
         """Keep a router or a front end in its place, one process after another."""
-        epoch = 0
+        epoch, has_routed = 0, False
         while not self._is_stopping:
             epoch += 1
             launch = msgspec.structs.replace(
@@ -253,7 +252,7 @@ class _Supervisor:
             if role == messages.ROUTER:
                 listings = list(self._listings.values())
                 launch = msgspec.structs.replace(
-                    launch, takes_over=self._has_routed, listings=listings, last_adapter=self._last_adapter
+                    launch, takes_over=has_routed, listings=listings, last_adapter=self._last_adapter
                 )
             with contextlib.suppress(NotStarted):
                 await place.start(launch, [sock.fileno()])
@@ -262,7 +261,7 @@ class _Supervisor:
                 if isinstance(answer, Failed):
                     self._fail(answer)
                 elif role == messages.ROUTER:
-                    self._has_routed |= answer is not None
+                    has_routed |= answer is not None
                 elif answer is None:
                     self._fail(Failed("a front end ended while it was starting"))
                 else:

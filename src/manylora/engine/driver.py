@@ -70,7 +70,7 @@ class Driver:
         self.end: str | None = None
         """The reason of the loop's end; None while it goes on."""
         self._is_lost = False
-        self.is_closing = threading.Event()
+        self._is_closing = threading.Event()
         self._has_ended = threading.Event()  # the loop; what it holds is freed after that
         self._freeing = threading.Lock()
         self._is_free = False
@@ -97,10 +97,10 @@ class Driver:
     def _watch(self) -> None:
         """Give the loop up when it hangs; end when it is to be closed."""
         judge = Judge(self.step_timeout_s)
-        while not self.is_closing.wait(tick_s(self.step_timeout_s)):
+        while not self._is_closing.wait(tick_s(self.step_timeout_s)):
             reason = judge.look(self.pulse())
             if reason is not None:
-                self.give_up(reason)
+                self._give_up(reason)
                 return
 
     def pulse(self) -> Pulse:
@@ -119,7 +119,7 @@ class Driver:
         if os.getpid() != self._pid:
             return
         self._frees = frees
-        self.is_closing.set()
+        self._is_closing.set()
         self.inbox.put(_STOP)
         if self._thread is None:
             self._free()
@@ -133,7 +133,7 @@ class Driver:
         self.end = self.end or CLOSED
         self.abandon()
 
-    def give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Take a loop that hangs for dead, whatever it does later. From any thread but its own."""
         if self.end is None:
             self._is_lost = True
@@ -178,7 +178,7 @@ class Driver:
         self.inbox.put(events.Release(request, attempt))
 
     def keep(self, adapter: AdapterId, is_pinned: bool) -> None:
-        """Keep a copy of the version on the device, or stop that; see ``Keep``."""
+        """Keep a copy of the version on the device, or stop that; see ``PinAdapter``."""
         self.inbox.put(events.PinAdapter(adapter, is_pinned))
 
     def add_adapter(
@@ -236,7 +236,7 @@ class Driver:
         self._activity.rest()
         self._has_ended.set()
         self.abandon()
-        self.is_closing.wait()
+        self._is_closing.wait()
         self._free()
 
     def _round(self) -> bool:

@@ -128,7 +128,7 @@ class CpuLoraPlan:
         return self.blocks[group.name]
 
     def shared(self, pool: torch.Tensor, dtype: torch.dtype, layer: int, group: ProjectionGroup) -> _Shared:
-        """Return the arguments that both loops share at a group: the pool, the cells and the segments."""
+        """Return the arguments that the loops share at a group: the pool, the cells and the segments."""
         if self._pool is not pool:  # once a step: views of tensors cost as much as a short loop
             self._pool, self._elements = pool, _numbers(ops.of_adapters(pool, dtype).view(-1))
             self._cells = self.segments.cells.numpy()
@@ -185,10 +185,12 @@ class CpuOps(ops.Ops):
     def attention(
         self, q: torch.Tensor, pool: torch.Tensor, layer: int, plan: CpuAttentionPlan, scores: ops.Scores
     ) -> torch.Tensor:
+        others = plan.others
         if q.dtype in _IN_LOOPS and len(plan.tokens):
-            out, others = _attend_singles(q.float(), pool, layer, plan, scores).to(q.dtype), plan.others
+            out = _attend_singles(q.float(), pool, layer, plan, scores).to(q.dtype)
         else:
             out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        if q.dtype not in _IN_LOOPS:
             others = np.flatnonzero(np.diff(plan.rows.query_start)).tolist()
         for row in others:
             tokens = slice(*plan.rows.query_start[row : row + 2].tolist())
@@ -211,6 +213,8 @@ class CpuOps(ops.Ops):
             super().lora(y, x, site, step)
             return
         items, (rows, first) = plan.items[group.name], _whole_rows(y)
+        if not items.size:
+            return
         shared = plan.shared(pool, x.dtype, site.layer, group)
         scales, columns = items.scales[site.layer], items.columns
         numbers = x.contiguous().numpy()

@@ -1,4 +1,4 @@
-"""Writes server-sent events: chunks of an answer, and errors within a stream.
+"""Writes server-sent events: chunks of an answer.
 
 A chunk differs from the next in a few fields only. So the rest is encoded once per request, and chunks are
 put together from bytes.

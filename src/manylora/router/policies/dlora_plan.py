@@ -223,8 +223,8 @@ def plan_copies(
     unallocated, left = list(free), list(reserve)
     has = {adapter: set(holders.get(adapter, ())) for adapter in sorted(loads)}
     on: list[set[AdapterId]] = [set() for _ in left]
-    for adapter, holders in has.items():
-        for place in holders:
+    for adapter, replicas_of in has.items():
+        for place in replicas_of:
             on[place].add(adapter)
 
     def entry(adapter: AdapterId) -> tuple[float, float, AdapterId]:
